@@ -115,7 +115,7 @@ class Waits:
         return None if self.total is None else round(self.total / steps, 2)
 
 
-_PLACES_LEFT_OUT = (str(Path(torch.__file__ or "").parent), __file__, "<")
+_PLACES_LEFT_OUT = (str(Path(torch.__file__ or "").parent), __file__, warnings.__file__, "<")
 
 
 def place_of(frames: traceback.StackSummary) -> str:

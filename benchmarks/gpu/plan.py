@@ -28,12 +28,12 @@ PARTS: tuple[PartPlan, ...] = (
     PartPlan("suite", "the tests marked gpu", 45),
     PartPlan("fits", "fits in every precision, resumed to the same bits", 60),
     PartPlan("waits", "places where a step waits for the device", 40),
-    PartPlan("one_card", "two ranks on one device, against one process", 80),
+    PartPlan("one_card", "two ranks on one device, against one process", 70),
     PartPlan("collectives", "what goes over NCCL: reducer, hooks, objects, shards", 45),
-    PartPlan("speed", "steps beside a hand-written loop, torch's DDP, Lightning, Accelerate", 150),
-    PartPlan("memory", "peaks, what is left, what a plan predicts", 50),
-    PartPlan("kernels", "SyncBatchNorm, offloaded states, copies to the host", 30),
-    PartPlan("life", "how ranks begin and end, failures and hangs", 60),
+    PartPlan("speed", "steps beside a hand-written loop, torch's DDP, Lightning, Accelerate", 140),
+    PartPlan("memory", "peaks, what is left, what a plan predicts", 45),
+    PartPlan("kernels", "SyncBatchNorm, offloaded states, copies to the host", 25),
+    PartPlan("life", "how ranks begin and end, failures and hangs", 95),
     PartPlan("several", "several devices: equality, scaling, who is late", 120),
 )
 """In the order in which they run: the most valuable first."""

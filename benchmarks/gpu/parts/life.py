@@ -26,6 +26,8 @@ START = 40.0
 """Seconds until ranks have to be there."""
 END = 10.0
 """Seconds in which everything has to be over behind a signal."""
+BUSY = 4.0
+"""Seconds that the device works when a run is to end in order, as on SIGTERM."""
 PATIENCE = 2.0
 """Seconds beyond ``hang_timeout`` in which a rank has to be named."""
 
@@ -146,18 +148,23 @@ def started(part: Part, strategy: str) -> Numbers:
 
 
 def signalled(part: Part, number: signal.Signals) -> Numbers:
-    """Everything is over within some seconds; a killed rank is named."""
-    with Script(part, "busy") as script:
+    """Everything is over within some seconds; a killed rank is named, and a second Ctrl-C waits for nothing."""
+    seconds = BUSY if number is signal.SIGTERM else 60.0
+    with Script(part, "busy", "--seconds", f"{seconds:g}") as script:
         expect(script.until(THERE, START, times=2) is not None, said(script.lines))
         ranks = [process for process in descendants(script.process.pid) if process != script.process.pid]
         if number is signal.SIGKILL:
             os.kill(newest(ranks), number)
         else:
             os.killpg(script.process.pid, number)
-        over = script.ended(END + 5)
+        if number is signal.SIGINT:
+            expect(script.until("second Ctrl-C", END) is not None, "the first Ctrl-C was not told")
+            os.killpg(script.process.pid, number)
+        most = END + (BUSY if number is signal.SIGTERM else 0)
+        over = script.ended(most + 3)
         code = script.process.returncode
     numbers: Numbers = {"seconds": over and round(over, 2), "status": code, "last line": said(script.lines)}
-    expect(over is not None and over <= END, "it is not over in time", numbers)
+    expect(over is not None and over <= most, "it is not over in time", numbers)
     if number is signal.SIGKILL:
         expect(any("SIGKILL" in line for line in script.lines), "the killed rank is not named", numbers)
     return numbers

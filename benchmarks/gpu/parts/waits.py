@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.gpu.checks import Numbers, Part, expect
 from benchmarks.gpu.devices import Waits, accelerator_of, counted_waits
+from benchmarks.gpu.equal import allow_this_torch
 from benchmarks.gpu.modules import QUIET, Classifier, Stream, perceptron, rows
 from lockstep import Callback, Trainer
 from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -103,25 +104,30 @@ def cases(steps: int) -> dict[str, tuple[Callable[[], Made], float | None]]:
 
 
 def run(part: Part) -> None:
-    """A check for each case."""
+    """A check for each case; those with a group of ranks run in a process of the pool, which a group leaves with it."""
     steps = 4 if part.small else 30
-    for name, (make, allowed) in cases(steps).items():
-        part.check(name, waited, part, make, allowed, steps)
+    for name, (make, _) in cases(steps).items():
+        if "strategy" in make()[2]:
+            part.check(name, lambda name=name: part.ranks(1, waited, part.device, name, steps, group=False)[0])
+        else:
+            part.check(name, waited, part.device, name, steps)
 
 
-def waited(part: Part, make: Callable[[], Made], allowed: float | None, steps: int) -> Numbers:
+def waited(device: str, name: str, steps: int) -> Numbers:
     """Waits a step, with their places."""
+    allow_this_torch()
+    make, allowed = cases(steps)[name]
     module, loader, flags = make()
     flags = {name: value() if callable(value) else value for name, value in flags.items()}
     given = flags.pop("callbacks", None)
-    with counted_waits(part.device, armed=False) as waits:
+    with counted_waits(device, armed=False) as waits:
         watch = Watch(waits, steps // 3)
-        flags = {**QUIET, "accelerator": accelerator_of(part.device), "devices": 1, "max_epochs": 1, **flags}
-        Trainer(**flags, callbacks=[watch, *([] if given is None else [given])]).fit(module, loader)
-    numbers: Numbers = {"steps": watch.steps, "waits a step": waits.a_step(max(1, watch.steps))}
+        own = {**QUIET, "accelerator": accelerator_of(device), "devices": 1, "max_epochs": 1, "limit_val_batches": 0}
+        Trainer(**{**own, **flags}, callbacks=[watch, *([] if given is None else [given])]).fit(module, loader)
+    total = waits.a_step(max(1, watch.steps))
+    numbers: Numbers = {"steps": watch.steps, "waits a step": total}
     if waits.places:
         numbers["places"] = ", ".join(f"{place} x{count}" for place, count in waits.places.most_common(5))
-    total = waits.a_step(max(1, watch.steps))
     if total is not None and allowed is not None:
         expect(total <= allowed, f"{total} waits a step, allowed {allowed}", numbers)
     return numbers

@@ -18,15 +18,15 @@ from lockstep import LightningModule, Trainer
 from lockstep.testing import SharedCard
 
 LONG = 60.0
-"""Seconds that a rank is busy or asleep."""
+"""Seconds that a rank is busy or asleep, if nobody says."""
 
 
 class Net(LightningModule):
     """A few parameters, and a step in which something happens."""
 
-    def __init__(self, case: str) -> None:
+    def __init__(self, case: str, seconds: float) -> None:
         super().__init__()
-        self.case = case
+        self.case, self.seconds = case, seconds
         self.net = nn.Linear(8, 1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -39,9 +39,9 @@ class Net(LightningModule):
 
     def happen(self) -> None:
         if self.case == "busy":
-            busy(self.device, LONG)
+            busy(self.device, self.seconds)
         elif self.case == "asleep" and self.global_rank == 1:
-            time.sleep(LONG)  # asleep
+            time.sleep(self.seconds)  # asleep
         elif self.case == "memory":
             self.held = [torch.empty(2**40, dtype=torch.uint8, device=self.device)]  # memory
 
@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--own", action="store_true", help="a device for each rank")
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=LONG)
     parser.add_argument("--timeout", type=float, default=60.0)
     args = parser.parse_args()
     accelerator: Any = "cpu"
@@ -83,7 +84,7 @@ def main() -> None:
         enable_model_summary=False,
         hang_timeout=args.timeout,
     )
-    trainer.fit(Net(args.case), DataLoader(torch.ones(64, 8), batch_size=4))  # type: ignore[arg-type]
+    trainer.fit(Net(args.case, args.seconds), DataLoader(torch.ones(64, 8), batch_size=4))  # type: ignore[arg-type]
     trainer.print("all done")
 
 
