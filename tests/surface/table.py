@@ -77,6 +77,7 @@ def page() -> str:
         "Each row names the test that fails when the thing is ignored. Written by `python -m tests.surface.table`;",
         "a test holds the page to the code, and to Lightning where that is installed. What behaves otherwise, and why,",
         "is on a page of its own: [from Lightning](from-lightning.md).",
+        "[Where it has run](../README.md#where-it-has-run) says on which devices and with what.",
         "",
         f"{counts['works']} rows work, {counts['differs']} differ, {counts['refused']} are refused.",
     ]
