@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -125,6 +126,44 @@ def _bound() -> tuple[list[list[float]], bool]:
 
 def test_a_barrier_of_a_group_that_is_bound_to_a_device_goes_by_the_host(ranks: RankPool) -> None:
     assert ranks(2).run(_bound) == [([[0.0], [1.0]], True)] * 2
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_rank_that_has_failed_aborts_what_is_queued(
+    failed: bool, group: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's shutdown ends what is queued first: a rank that failed while others were gone hung until it was killed."""
+    did = []
+    group("cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(ranks, "settle", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: did.append("destroyed"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: did.append("aborted"))
+    monkeypatch.setattr(sys, "last_value", ValueError() if failed else None, raising=False)
+    ranks._leave_group()
+    monkeypatch.undo()
+    assert did == ["aborted" if failed else "destroyed"]
+
+
+def _in_part() -> Any:
+    """A group of two of three ranks, made beside a default group that is bound to a device."""
+    from lockstep.parallel.hooks import local_sgd
+
+    parts = [dist.new_group([0, 1]), dist.new_group([2])]
+    default: Any = dist.group.WORLD
+    made, seen = dist.new_group, []
+    default.bound_device_id = CUDA
+    dist.new_group = lambda *args, **given: seen.append(default.bound_device_id) or made(*args, **given)
+    try:
+        if dist.get_rank() < 2:
+            local_sgd.group_of([0, 1], parts[0])
+        return seen, default.bound_device_id
+    finally:
+        dist.new_group, default.bound_device_id = made, None
+
+
+def test_a_group_of_some_ranks_connects_without_the_others(ranks: RankPool) -> None:
+    """Beside a bound default group torch splits that one's communicator, which all of its ranks must call: it hung."""
+    assert ranks(3).run(_in_part) == [([None], CUDA), ([None], CUDA), ([], CUDA)]
 
 
 def test_a_groups_backend_for_a_kind_of_device_is_told(group: Callable[[str], None]) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground.device import current_device, current_of
+from lockstep.ground.pickled import packed, unpacked
 from lockstep.ground.rank import waits
 
 Group: TypeAlias = dist.ProcessGroup | None
@@ -301,14 +302,17 @@ class _AllGather(torch.autograd.Function):
 
 @waits()
 def all_gather_object(obj: object, group: Group = None) -> list[Any]:
-    """Every rank's ``obj``, by rank. Objects travel pickled: only between processes that trust each other."""
+    """Every rank's ``obj``, by rank. Objects travel pickled: only between processes that trust each other.
+
+    Tensors of a device arrive on the CPU, here and in the three below.
+    """
     world = world_size(group)
     if world == 1:
         return [obj]
     objects: list[Any] = [None] * world
     with _on_accelerator(group):
-        dist.all_gather_object(objects, obj, group)
-    return objects
+        dist.all_gather_object(objects, packed(obj), group)
+    return list(map(unpacked, objects))
 
 
 @waits()
@@ -316,10 +320,10 @@ def broadcast_object(obj: object, src: int = 0, group: Group = None) -> Any:
     """Rank ``src``'s ``obj``, on every rank (pickled on the way; what the others pass is ignored)."""
     if world_size(group) == 1:
         return obj
-    box = [obj if rank(group) == src else None]
+    box: list[Any] = [packed(obj) if rank(group) == src else None]
     with _on_accelerator(group):
         dist.broadcast_object_list(box, src=_global_rank(src, group), group=group)
-    return box[0]
+    return obj if rank(group) == src else unpacked(box[0])
 
 
 @waits()
@@ -330,8 +334,8 @@ def gather_objects(obj: object, group: Group = None) -> list[Any]:
         return [obj]
     objects: list[Any] | None = [None] * world if rank(group) == 0 else None
     with _on_accelerator(group):
-        dist.gather_object(obj, objects, _global_rank(0, group), group)
-    return objects or []
+        dist.gather_object(packed(obj), objects, _global_rank(0, group), group)
+    return list(map(unpacked, objects or []))
 
 
 @waits()
@@ -341,8 +345,9 @@ def scatter_objects(objects: list[Any], group: Group = None) -> Any:
         return objects[0]
     box: list[Any] = [None]
     with _on_accelerator(group):
-        dist.scatter_object_list(box, objects if rank(group) == 0 else None, _global_rank(0, group), group)
-    return box[0]
+        sent = [packed(obj) for obj in objects] if rank(group) == 0 else None
+        dist.scatter_object_list(box, sent, _global_rank(0, group), group)
+    return unpacked(box[0])
 
 
 @waits()

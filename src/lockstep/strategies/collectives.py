@@ -19,6 +19,7 @@ from lockstep.data.source import Replicas
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.pickled import on_host, packed, unpacked
 from lockstep.ground.rank import does
 from lockstep.ground.tree import tree_leaves, tree_map
 
@@ -130,13 +131,14 @@ def gather_on(to: int, obj: object, alike: bool = False) -> list[Any]:
 
     Args:
         to: the rank that gets it.
-        obj: dicts, lists and tuples of CPU tensors and of what can be pickled.
+        obj: dicts, lists and tuples of tensors and of what can be pickled. Tensors of a device arrive on the CPU.
         alike: tensors of which that rank has the same, to the bit, do not travel: its own stands in their place, once
             in the place of one. Those who read the list must not change it.
     """
     if comm.world_size() == 1:
         return [obj]
     device = comm.carrier(None, torch.device("cpu"))
+    obj = tree_map(on_host, obj, Tensor)
     known = _KnownTensors(to, list(filter(_goes_alone, tree_leaves(obj, Tensor)))) if alike else None
     if comm.rank() != to:
         tensors: list[Tensor] = []
@@ -150,7 +152,7 @@ def gather_on(to: int, obj: object, alike: bool = False) -> list[Any]:
             tensors.append(tensor)
             return _Sent(tuple(tensor.shape), tensor.dtype)
 
-        dist.gather_object(tree_map(leave, obj, Tensor), None, to)
+        dist.gather_object(packed(tree_map(leave, obj, Tensor)), None, to)
         for tensor in tensors:
             if tensor.numel():
                 dist.send(comm.as_bytes(tensor).to(device), to)
@@ -170,7 +172,9 @@ def gather_on(to: int, obj: object, alike: bool = False) -> list[Any]:
         return tensor
 
     kinds = (_Sent, _Same)
-    return [obj if r == to else tree_map(partial(fetch, source=r), each, kinds) for r, each in enumerate(objects)]
+    return [
+        obj if r == to else tree_map(partial(fetch, source=r), unpacked(each), kinds) for r, each in enumerate(objects)
+    ]
 
 
 def gather_on_zero(obj: object, alike: bool = False) -> list[Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -200,7 +201,15 @@ def _leave_group() -> None:
         with contextlib.suppress(RuntimeError):  # torch's complaint about a loader worker that this exit has killed
             settle()
         with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+            if getattr(sys, "last_value", None) is None or not _has_queue():
+                dist.destroy_process_group()
+            else:  # NCCL would end what is queued first, and that may wait for a rank that is gone
+                dist.distributed_c10d._abort_process_group()
+
+
+def _has_queue() -> bool:
+    """Whether some backend of the ranks' group leaves its collectives in a device's queue."""
+    return any(entry.rpartition(":")[2] != "gloo" for entry in dist.get_backend_config().split(","))
 
 
 # -- arguments that other libraries know -----------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,9 +46,22 @@ def group_of(members: list[int], group: comm.Group = None) -> Any:
     kind = "cuda" if "cuda:" in backends and "cpu:" not in backends else "cpu"
     timeout = whole._get_backend(torch.device(kind)).options._timeout
     members_of_all = [ranks[member] for member in members]
-    made = dist.new_group(members_of_all, timeout=timeout, backend=_backend(group), use_local_synchronization=True)
+    with _apart_from_default():
+        made = dist.new_group(members_of_all, timeout=timeout, backend=_backend(group), use_local_synchronization=True)
     comm.barrier(made)  # a rank that ends at once must not be gone while another still connects to it
     return made
+
+
+@contextlib.contextmanager
+def _apart_from_default() -> Iterator[None]:
+    """Inside, new groups connect by themselves. Beside a default group that is bound to a device, torch would split its
+    communicator, which all of its ranks have to call, and those of other groups do not."""
+    default: Any = dist.group.WORLD
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 def _backend(group: comm.Group) -> str:
