@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
 from lockstep.checkpoint.sharded import load as load_checkpoint
-from lockstep.ground.device import move_data_to_device
+from lockstep.ground.device import is_there, move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import HyperparametersMixin
 from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
@@ -176,7 +176,7 @@ class LightningDataModule(HyperparametersMixin):
         def loaders_of(datasets: Dataset[Any] | Iterable[Dataset[Any]], shuffle: bool) -> Callable[[], object]:
             def make(dataset: Dataset[Any]) -> DataLoader[Any]:
                 mixed = shuffle and not isinstance(dataset, IterableDataset)
-                pinned = torch.cuda.is_available()
+                pinned = is_there("cuda") or is_there("xpu")
                 return DataLoader(dataset, batch_size, shuffle=mixed, num_workers=num_workers, pin_memory=pinned)
 
             def hook() -> object:

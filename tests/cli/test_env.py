@@ -74,13 +74,15 @@ def test_versions_devices_and_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
-        name, total_memory = "Some GPU", 80 * 2**30
+        total_memory = 80 * 2**30
 
     assert shown.report()["devices"].keys() >= {"cpu"}
     monkeypatch.setattr(shown.CUDAAccelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: Properties)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     devices = shown.report()["devices"]
     assert [devices[f"cuda:{number}"] for number in range(2)] == ["Some GPU, 80.0 GiB; CUDA 13.0"] * 2
     monkeypatch.setattr(shown.CUDAAccelerator, "is_available", lambda: False)

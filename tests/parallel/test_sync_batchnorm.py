@@ -84,7 +84,7 @@ def play(cases: list[Case], device: str) -> list[dict[str, Tensor]]:
     return [{name: tensor.cpu() for name, tensor in tensors.items()} for tensors in found]
 
 
-def compare(pool: RankPool, cases: list[Case], tolerance: float = 1e-12, device: str = "cpu") -> None:
+def compare(pool: RankPool, cases: list[Case], tolerance: float = 1e-12, device: str = "cpu", play: Any = play) -> None:
     world = len(cases[0].lengths)
     every = pool.run(play, cases, device, world=world)
     for case, *ranks in zip(cases, *every, strict=True):

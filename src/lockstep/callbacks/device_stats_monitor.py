@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.callbacks.base import Callback
+from lockstep.ground.device import memory_stats
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ class DeviceStatsMonitor(Callback):
     ``DeviceStatsMonitor.<hook>/<metric>``, ``DeviceStatsMonitor.on_train_batch_start/cpu_percent`` for one:
 
     - CPU (extra ``psutil``): ``cpu_percent``, ``cpu_vm_percent``, ``cpu_swap_percent``, of the whole machine;
-    - CUDA: all of :func:`torch.cuda.memory_stats`, such as ``allocated_bytes.all.peak``;
-    - MPS (extra ``psutil``): ``M1_percent``, ``M1_vm_percent``, ``M1_swap_percent``, of the whole machine.
+    - accelerators: what torch's allocator says of their memory, on CUDA devices all of :func:`torch.cuda.memory_stats`,
+      such as ``allocated_bytes.all.peak``;
+    - MPS, besides (extra ``psutil``): ``M1_percent``, ``M1_vm_percent``, ``M1_swap_percent``, of the whole machine.
 
     Args:
         cpu_stats: also write the CPU's where the run is on another device (True), write nothing where it is on
@@ -121,10 +123,8 @@ class DeviceStatsMonitor(Callback):
     def _stats(self, device: torch.device) -> dict[str, float]:
         if device.type == "cpu":
             return {} if self._cpu_stats is False else self._machine("cpu")
-        stats: dict[str, float] = {}
-        if device.type == "cuda":
-            stats.update(torch.cuda.memory_stats(device))
-        elif device.type == "mps":
+        stats: dict[str, float] = {**memory_stats(device)}
+        if device.type == "mps":
             stats.update(self._machine("M1"))
         if self._cpu_stats:
             stats.update(self._machine("cpu"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lockstep.callbacks.base import Callback
+from lockstep.ground.device import synchronize
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.throughput import Throughput, get_available_flops
 from lockstep.ground.types import RunningStage
@@ -166,8 +167,7 @@ class ThroughputMonitor(Callback):
     @torch.no_grad()  # the user's functions may compute with what needs gradients
     def _update(self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: object) -> None:
         device, meter = trainer.strategy.root_device, self._meters[stage]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         elapsed = time.perf_counter() - meter.start
         if self._has_flops is None:
             self._has_flops = hasattr(pl_module, "flops_per_batch")

@@ -20,9 +20,8 @@ from os import PathLike, fspath
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
-
 from lockstep.ground import plain_yaml
+from lockstep.ground.device import is_there
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import AttributeDict
 from lockstep.ground.rank import rank_zero_warn
@@ -385,9 +384,8 @@ def _word(text: str) -> Any:
 
 def where_there_is_a_device(storage: Any, location: str) -> Any:
     """A ``map_location`` of ``torch.load``: tensors of a kind of device that this machine lacks go to the CPU."""
-    lacks_cuda = location.startswith("cuda") and not torch.cuda.is_available()
-    lacks_mps = location.startswith("mps") and not torch.backends.mps.is_available()
-    return storage.cpu() if lacks_cuda or lacks_mps else None
+    kind = location.partition(":")[0]
+    return None if kind == "meta" or is_there(kind) else storage.cpu()
 
 
 # -- load_from_checkpoint is called on the class --------------------------------------------------------------

@@ -60,7 +60,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
+        and tensor.device.type != "meta"
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor))
     )
 

@@ -16,6 +16,7 @@ from lockstep.checkpoint.format import first_line
 from lockstep.checkpoint.io import AsyncCheckpointIO, TorchCheckpointIO, snapshot
 from lockstep.checkpoint.storage import PathLike
 from lockstep.ground import comm
+from lockstep.ground.device import has_pinned_memory, synchronize
 
 
 class ShardedCheckpointIO(TorchCheckpointIO):
@@ -123,10 +124,11 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
         for name, value in local.items():
             copy = kept.get(name)
             if copy is None or (copy.shape, copy.dtype, copy.stride()) != (value.shape, value.dtype, value.stride()):
-                copy = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            copies[name] = copy.copy_(value, non_blocking=value.is_cuda)
-        if any(value.is_cuda for value in local.values()):
-            torch.cuda.synchronize()
+                copy = torch.empty_like(value, device="cpu", pin_memory=has_pinned_memory(value.device.type))
+            # what is not pinned is there when the copy returns
+            copies[name] = copy.copy_(value, non_blocking=copy.is_pinned())
+        for device in {value.device for value in local.values()}:
+            synchronize(device)
         self._copies = copies
         return copies
 

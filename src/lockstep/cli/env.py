@@ -11,7 +11,7 @@ from typing import TypedDict
 import torch
 
 from lockstep.cluster.detect import explained
-from lockstep.ground.device import CUDAAccelerator
+from lockstep.ground.device import CUDAAccelerator, accelerator_kinds, device_name, devices_of, total_memory
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.environment import cores, in_force
 
@@ -111,10 +111,10 @@ def _devices() -> Iterator[tuple[str, str]]:
     built = "torch is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     if not CUDAAccelerator.is_available():
         yield "cuda", "none; " + (built if torch.version.cuda is None else f"torch is built for {built}")
-        return
-    for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(number)
-        yield f"cuda:{number}", f"{found.name}, {found.total_memory / 2**30:.1f} GiB; {built}"
+    for device in (device for kind in accelerator_kinds() for device in devices_of(kind)):
+        memory = total_memory(device)
+        told = [device_name(device)] if memory is None else [device_name(device), f"{memory / 2**30:.1f} GiB"]
+        yield str(device), ", ".join(told) + (f"; {built}" if device.type == "cuda" else "")
 
 
 def _lines(found: Report) -> Iterator[str]:

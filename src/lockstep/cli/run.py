@@ -244,7 +244,7 @@ def _nodes(text: str) -> tuple[int, int]:
 def _devices(text: str) -> int:
     import torch
 
-    there = torch.cuda.device_count()
+    there = torch.accelerator.device_count()
     if text == "auto":
         return there or 1
     if not text.isdigit() or int(text) == 0:

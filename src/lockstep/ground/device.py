@@ -77,6 +77,19 @@ def device_module(device: torch.device | str) -> Any:
     return torch.get_device_module(torch.device(device).type)
 
 
+def in_bad_fork() -> bool:
+    """Whether this process is a copy of one that had started an accelerator, which cannot be used here."""
+    return any(getattr(device_module(kind), "_is_in_bad_fork", bool)() for kind in accelerator_kinds())
+
+
+def is_there(kind: str) -> bool:
+    """Whether this machine has a device of a kind, and this torch was built for it."""
+    try:
+        return kind == "cpu" or bool(device_module(kind).is_available())
+    except RuntimeError:  # torch knows of no such kind, or has no module for it
+        return False
+
+
 def make_current(device: torch.device) -> None:
     """Let ``device`` be the one that its kind's name stands for in this process, where the kind can have several."""
     choose = getattr(device_module(device), "set_device", None)
@@ -206,6 +219,20 @@ def in_stream(stream: Any) -> AbstractContextManager[Any]:
     return made
 
 
+@cache
+def has_futures(kind: str) -> bool:
+    """Whether ``torch.futures`` knows a kind of device: the stream of who waits for one waits for that of who set."""
+    if kind in ("cpu", "cuda"):
+        return kind == "cuda"
+    try:
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[current_of(kind)])
+        future.set_result(torch.empty(1, device=current_of(kind)))
+        future.wait()
+    except RuntimeError:
+        return False
+    return True
+
+
 def has_timed_events(device: torch.device) -> bool:
     """Whether a device notes the time at which it comes to an event, so that nobody waits for it."""
     return device.type != "cpu" and hasattr(device_module(device), "Event")
@@ -235,27 +262,39 @@ def memory_stats(device: torch.device) -> dict[str, int]:
     return {}
 
 
-def memory_held(device: torch.device) -> int:
-    """Bytes of a device that tensors of this process hold; 0 where nobody tells."""
-    return memory_stats(device).get("allocated_bytes.all.current", 0)
+def _bytes(device: torch.device, name: str, key: str) -> int | None:
+    """One of the figures, by the module's function of this name, or of its statistics; None where nobody tells."""
+    ask = None if device.type == "cpu" else getattr(device_module(device), name, None)
+    return memory_stats(device).get(key) if ask is None else int(ask(device))
+
+
+def memory_held(device: torch.device) -> int | None:
+    """Bytes of a device that tensors of this process hold; None where nobody tells."""
+    return _bytes(device, "memory_allocated", "allocated_bytes.all.current")
 
 
 def memory_peak(device: torch.device) -> int | None:
     """The most bytes that they have held since `forget_memory_peak`; None where nobody tells."""
-    return memory_stats(device).get("allocated_bytes.all.peak")
+    return _bytes(device, "max_memory_allocated", "allocated_bytes.all.peak")
 
 
 def forget_memory_peak(device: torch.device) -> None:
     """Let the peak begin with what is held now."""
-    forget = getattr(device_module(device), "reset_peak_memory_stats", None)
-    if device.type != "cpu" and forget is not None:
+    forget = None if device.type == "cpu" else getattr(device_module(device), "reset_peak_memory_stats", None)
+    if forget is not None:
         forget(device)
 
 
 def memory_cached(device: torch.device) -> int:
     """Bytes that torch's allocator has taken from a device and no tensor holds."""
-    stats = memory_stats(device)
-    return max(0, stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0))
+    return max(0, (_bytes(device, "memory_reserved", "reserved_bytes.all.current") or 0) - (memory_held(device) or 0))
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back what torch's allocator has taken from devices of this kind and no tensor holds."""
+    give = None if device.type == "cpu" else getattr(device_module(device), "empty_cache", None)
+    if give is not None:
+        give()
 
 
 def memory_info(device: torch.device) -> tuple[int, int] | None:
@@ -270,6 +309,14 @@ def memory_info(device: torch.device) -> tuple[int, int] | None:
         return None
     free, total = module.mem_get_info(device)
     return int(free), int(total)
+
+
+def total_memory(device: torch.device) -> int | None:
+    """All bytes of an accelerator's memory; None where nobody tells."""
+    ask = None if device.type == "cpu" else getattr(device_module(device), "get_device_properties", None)
+    total = None if ask is None else getattr(ask(device), "total_memory", None)
+    known = memory_info(device) if total is None else None
+    return known[1] if known is not None else total
 
 
 def device_name(device: torch.device) -> str:
@@ -675,8 +722,8 @@ def garbage_collection_cuda() -> None:
     """Collect Python's garbage and give the cached memory of accelerators back to them."""
     gc.collect()
     for kind in accelerator_kinds():
-        if devices_of(kind, started=True) and hasattr(device_module(kind), "empty_cache"):
-            device_module(kind).empty_cache()
+        for device in devices_of(kind, started=True)[:1]:
+            empty_cache(device)
 
 
 # -- where tensors are made -----------------------------------------------------------------------------------

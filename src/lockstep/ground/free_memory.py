@@ -1,4 +1,4 @@
-"""How much more memory this process may use: of the host, within its limits, and of a GPU."""
+"""How much more memory this process may use: of the host, within its limits, and of an accelerator."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import resource
 from pathlib import Path
 
 import torch
+
+from lockstep.ground.device import memory_cached, memory_info
 
 _LIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 _CGROUP = Path("/sys/fs/cgroup")
@@ -15,12 +17,12 @@ def free_memory(device: torch.device, ranks: int = 1) -> int | None:
     """Bytes that are free for this process on a device; None where nobody tells.
 
     Args:
-        device: a GPU; of any other it is the host's memory.
-        ranks: processes of this host that share it.
+        device: an accelerator, or the CPU.
+        ranks: processes of this host that share the CPU's.
     """
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    if device.type != "cpu":
+        known = memory_info(device)
+        return None if known is None else known[0] + memory_cached(device)
     found = [free for free in (_of_host(ranks), *_within_limits(), _of_container(ranks)) if free is not None]
     return max(0, min(found)) if found else None
 

@@ -141,7 +141,7 @@ def set_random_states_of(states: dict[str, Any], devices: Sequence[torch.device]
         states: of this process or another one.
         devices: that this rank works with.
     """
-    set_random_states({name: state for name, state in states.items() if name != "cuda"})
+    set_random_states({name: states[name] for name in ("torch", "python", "numpy") if name in states})
     own = [device for device in devices if device.type != "cpu"]
     if "devices" in states:
         saved = dict(zip(own, states["devices"], strict=False))

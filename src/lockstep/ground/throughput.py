@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.ground.device import device_name
 from lockstep.ground.rank import rank_zero_warn
 
 # -- floating-point operations -------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
     """
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     table = None if "mig" in name.lower() else _table(name)
     if table is None:
         rank_zero_warn(f"The operations per second that {name!r} can make are not known, so no MFU is computed.")
@@ -171,7 +172,7 @@ class Throughput:
 
         throughput, start = Throughput(window_size=50), time.perf_counter()
         for i, batch in enumerate(loader, start=1):
-            train(batch)  # on a GPU: torch.cuda.synchronize() after it
+            train(batch)  # on a GPU: torch.accelerator.synchronize() after it
             throughput.update(time=time.perf_counter() - start, batches=i, samples=i * 32)
         print(throughput.compute())
     """

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lockstep.cluster.local import on_one_host, rank_variables
 from lockstep.cluster.world import World
+from lockstep.ground.device import accelerator_kinds, devices_of, in_bad_fork
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import wait_for_torch_threads
 from lockstep.ground.rank import log
@@ -407,7 +408,7 @@ class ForkLauncher(SpawnLauncher):
             environ = {**rank_variables(rank), **_on_one_host(rank), **parent}
 
             def take(environ: Mapping[str, str] = environ) -> Call:
-                if getattr(torch.cuda, "_is_in_bad_fork", bool)():
+                if in_bad_fork():
                     raise _refusal(strategy, _CUDA)
                 torch.set_num_threads(threads)
                 return call
@@ -426,7 +427,7 @@ def why_not() -> str | None:
     """Why copies of this process could not work; None if they can."""
     return obstacle(
         can_fork=hasattr(os, "fork"),
-        cuda=torch.cuda.is_initialized(),
+        cuda=any(devices_of(kind, started=True) for kind in accelerator_kinds()),
         group=dist.is_available() and dist.is_initialized(),
         threads=_thread_names(),
     )

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
 
-import torch
 from torch import nn
 
 from lockstep.callbacks.base import Callback
 from lockstep.data.cut import apportion
 from lockstep.data.shares import Move, ShareControl
+from lockstep.ground.device import has_timed_events, memory_held, memory_peak
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.free_memory import free_memory
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
@@ -119,8 +119,9 @@ class Balance:
     ) -> None:
         self._session, self._step, self._validation = session, step, validation
         self._listeners, self._changes = listeners, shares
-        device = session.strategy.root_device.type
-        self._times = DeviceTimes(perf_counter) if device == "cuda" else StepTimes(perf_counter)
+        device = session.strategy.root_device
+        by_events = has_timed_events(device)
+        self._times = DeviceTimes.of(device, perf_counter) if by_events else StepTimes(perf_counter)
         # in manual optimization the user reduces, or not; local steps reduce among some ranks only
         synced = session.module.automatic_optimization and session.strategy.local_steps is None
         self._rows = RowExchange(ROW, synced=synced, alone=session.world_size == 1)
@@ -235,8 +236,9 @@ def _samples_in_free_memory(session: Session, largest: float) -> float:
     """
     strategy, activations = session.strategy, session.activations
     device = strategy.root_device
-    if device.type == "cuda":
-        each = (torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)) / largest
+    most = memory_peak(device)
+    if most is not None:
+        each = (most - (memory_held(device) or 0)) / largest
     elif activations is not None and activations.samples:
         each = 2 * activations.total / activations.samples  # a backward makes gradients of them
     else:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_unflatten
 
 from lockstep.data.combined import unpack
-from lockstep.ground.device import move_data_to_device
+from lockstep.ground.device import move_data_to_device, total_memory
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import random_states, set_random_states
@@ -139,8 +139,9 @@ def plan_for(
 
 def steady_memory(device: torch.device, ranks: int) -> float:
     """Bytes of a device, whatever is in use of them now: the same on all ranks of a host."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+    total = total_memory(device)
+    if total is not None:
+        return float(total)
     try:
         line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
         return float(line.split()[1]) * 1024 / ranks

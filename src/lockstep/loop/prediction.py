@@ -6,9 +6,8 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lockstep.callbacks.base import Callback
+from lockstep.ground.device import memory_peak, synchronize
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import plain_name
 from lockstep.ground.rank import rank_zero_info
@@ -63,8 +62,7 @@ class PredictionCheck(Callback):
         """Take the time of the first batches."""
         if len(self._moments) > WARM_UP + COUNTED:
             return
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.root_device)
+        synchronize(trainer.strategy.root_device)
         self._moments.append(time.perf_counter())
         if len(self._moments) == WARM_UP + COUNTED + 1:
             self._tell(trainer)
@@ -73,10 +71,10 @@ class PredictionCheck(Callback):
         gaps = [b - a for a, b in zip(self._moments[WARM_UP:], self._moments[WARM_UP + 1 :], strict=False)]
         seconds, device = statistics.median(gaps), trainer.strategy.root_device
         expected = readable(self.plan.memory)
-        if device.type == "cuda":
-            most = torch.cuda.max_memory_allocated(device)
+        most = memory_peak(device)
+        if most:
             memory = f"at most {readable(most)} of memory, predicted {expected} ({self.plan.memory / most - 1:+.0%})"
-        else:  # nobody counts the peak of a CPU's allocator
+        else:  # nobody counts the peak, as of a CPU's allocator
             memory = f"{readable(trainer.memory().total)} are held, {expected} predicted for the peak of a step"
         rank_zero_info(
             f"{self.where}: a batch takes {1000 * seconds:.3g} ms, predicted {1000 * self.plan.seconds:.3g} "

@@ -14,6 +14,7 @@ import torch
 from torch.compiler import is_compiling
 
 from lockstep.data.source import Source
+from lockstep.ground.device import current_stream, has_streams, timed_event
 from lockstep.ground.window_times import WindowTimes
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.strategies.base import Strategy
@@ -146,7 +147,7 @@ class StepTimes:
 
 
 class Event(Protocol):
-    """A point in the work of a device: see `torch.cuda.Event`."""
+    """A point in the work of a device: see `torch.Event`."""
 
     def record(self) -> None: ...
 
@@ -157,27 +158,20 @@ class Event(Protocol):
         ...
 
 
-def _event_of_gpu() -> Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 class DeviceTimes(StepTimes):
-    """The same by events in a GPU's work, which the host is ahead of; nobody waits for the device.
+    """The same by events in a device's work, which the host is ahead of; nobody waits for the device.
 
     Forward, backward and waiting are what they take the device. Fetching data counts as far as the device has nothing
     to do meanwhile.
 
     Args:
         clock: of the host.
-        make_event: an event that knows its time; default: torch's of the current GPU.
+        make_event: an event that knows its time.
         stream: tells the stream that is current; what another does is not the step's work.
     """
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        make_event: Callable[[], Event] = _event_of_gpu,
-        stream: Callable[[], object] = torch.cuda.current_stream,
+        self, clock: Callable[[], float], make_event: Callable[[], Event], stream: Callable[[], object]
     ) -> None:
         super().__init__(clock)
         self._make, self._stream, self._own_stream = make_event, stream, stream()
@@ -185,6 +179,12 @@ class DeviceTimes(StepTimes):
         self._depth = 0
         self._last = self._now()
         self._pending: deque[tuple[float, int, float, list[tuple[int, int, Event, Event]], Event, Event]] = deque()
+
+    @classmethod
+    def of(cls, device: torch.device, clock: Callable[[], float]) -> DeviceTimes:
+        """Of a device that notes the time at which it comes to an event; it is the current one of its kind."""
+        stream = functools.partial(current_stream, device) if has_streams(device) else str
+        return cls(clock, functools.partial(timed_event, device), stream)
 
     def _now(self) -> Event:
         event = self._make()

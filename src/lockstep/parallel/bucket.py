@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedParameter
 
+from lockstep.ground.device import pinned
+
 # -- plans ---------------------------------------------------------------------------------------------------
 
 
 Plan = list[list[str]]
+
 
 ALIGNMENT = 16
 """Bytes at whose multiples a gradient starts in its buffer: vectorised kernels want it."""
@@ -391,7 +394,7 @@ class Bucket:
         if self.holds_used:
             if 0 in self.used:
                 # a GPU reads what it is given later than here, and what is not pinned lets this process wait for it
-                flags = self._used_flags.pin_memory() if self.device.type == "cuda" else self._used_flags
+                flags = pinned(self._used_flags, self.device)
                 self._tail.copy_(flags, non_blocking=True)
             else:
                 self._tail.fill_(1)

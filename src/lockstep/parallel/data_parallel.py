@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lockstep.ground.device import current_device, current_of, current_stream, has_pinned_memory, has_streams, in_stream
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_leaves, tree_map
 from lockstep.parallel.recompute import Again
@@ -53,7 +54,7 @@ class DataParallel(nn.Module):
         dim: int = 0,
     ) -> None:
         super().__init__()
-        found: list[Any] = list(range(torch.cuda.device_count())) or ["cpu"]
+        found: list[Any] = list(range(torch.accelerator.device_count())) or ["cpu"]
         if device_ids is not None:
             found = list(device_ids)
         self.module = module
@@ -94,9 +95,12 @@ class DataParallel(nn.Module):
 
 
 def as_device(device: int | str | torch.device) -> torch.device:
-    """A number is that of a GPU."""
-    made = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if made.type == "cuda" and made.index is None else made
+    """A number is that of an accelerator."""
+    if isinstance(device, int):
+        kind = torch.accelerator.current_accelerator()
+        return torch.device("cuda" if kind is None else kind.type, device)
+    made = torch.device(device)
+    return made if made.type in ("cpu", "meta") or made.index is not None else current_of(made.type)
 
 
 def rows_of(batch: object, dim: int = 0) -> int | None:
@@ -141,7 +145,8 @@ def scatter(batch: object, devices: Sequence[torch.device], dim: int = 0) -> lis
 
         def own(tensor: Tensor, first: int = first, size: int = size, device: torch.device = device) -> Tensor:
             mine = tensor.narrow(dim, first, size) if tensor.ndim else tensor
-            return mine.to(device, non_blocking=device.type == "cuda")  # the CPU would read what is not there yet
+            # the CPU would read what is not there yet
+            return mine.to(device, non_blocking=has_pinned_memory(device.type))
 
         parts.append(tree_map(own, batch, Tensor))
         first += size
@@ -177,7 +182,7 @@ def _replica(module: nn.Module, device: torch.device, stand_in: Callable[[nn.Mod
         if id(tensor) not in tensors:
             if is_lazy(tensor):  # each replica would begin with weights of its own
                 raise ValueError("DataParallel: the module is lazy and has seen no batch; run one through it first.")
-            there = tensor.to(device, non_blocking=device.type == "cuda")
+            there = tensor.to(device, non_blocking=has_pinned_memory(device.type))
             tensors[id(tensor)] = there.clone() if buffer and there is tensor else there
         return tensors[id(tensor)]
 
@@ -215,7 +220,8 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
     Raises:
         BaseException: the first one that a call raised, by its place, which is noted in it (from Python 3.11 on).
     """
-    kind = "cuda" if torch.cuda.is_available() and torch.is_autocast_enabled("cuda") else "cpu"
+    kinds = [device.type for device in devices if device.type != "cpu" and torch.is_autocast_enabled(device.type)]
+    kind = kinds[0] if kinds else "cpu"
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     places = [place_on(device) for device in devices[: len(calls)]] or [nullcontext() for _ in calls]
@@ -250,7 +256,7 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
 
 def place_on(device: torch.device) -> AbstractContextManager[Any]:
     """A context, for any thread, in which ``device`` is the current one, on the stream that is this thread's now."""
-    return torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
+    return in_stream(current_stream(device)) if has_streams(device) else current_device(device)
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
@@ -330,8 +336,8 @@ Device = int | str | torch.device
 
 
 def as_id(device: torch.device) -> int | torch.device:
-    """A GPU by its number."""
-    return device.index if device.type == "cuda" else device
+    """An accelerator by its number."""
+    return device if device.type == "cpu" else device.index
 
 
 def choose_devices(
@@ -349,7 +355,7 @@ def choose_devices(
     if isinstance(device_ids, str) and device_ids != "all":
         raise MisconfigurationException(f'device_ids={device_ids!r}: give a list of devices, "all", or None')
     if device_ids == "all":
-        device_ids = list(range(torch.cuda.device_count())) or ["cpu"]
+        device_ids = list(range(torch.accelerator.device_count())) or ["cpu"]
     devices = [as_device(device) for device in device_ids or ()]
     if not devices:
         if output_device is not None:

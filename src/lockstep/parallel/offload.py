@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.ground.device import current_stream, has_pinned_memory, has_streams, in_stream, new_stream
+
 PART = 64 * 2**20
 """Bytes of parameters whose states are fetched together; a parameter is not cut."""
 SMALL = 1024
@@ -59,33 +61,33 @@ class Copies:
 
 
 class StreamCopies(Copies):
-    """Copies between pinned memory and a CUDA device, in two streams beside that of the computation."""
+    """Copies between pinned memory and a device, in two streams beside that of the computation."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._coming: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
-        self._going: deque[torch.cuda.Event] = deque()
+        self._into, self._out = new_stream(device), new_stream(device)
+        self._coming: deque[tuple[Any, list[Tensor]]] = deque()
+        self._going: deque[Any] = deque()
 
     def host(self, like: Tensor) -> Tensor:
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
     def fetch(self, hosts: Sequence[Tensor]) -> list[Tensor]:
-        with torch.cuda.stream(self._into):
+        with in_stream(self._into):
             tensors = [host.to(self.device, non_blocking=True) for host in hosts]
             self._coming.append((self._into.record_event(), tensors))
         return tensors
 
     def arrive(self) -> None:
         event, tensors = self._coming.popleft()
-        stream = torch.cuda.current_stream(self.device)
+        stream = current_stream(self.device)
         stream.wait_event(event)
         for tensor in tensors:
             tensor.record_stream(stream)
 
     def put(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._out):
+        self._out.wait_stream(current_stream(self.device))
+        with in_stream(self._out):
             for host, tensor in pairs:
                 host.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._out)
@@ -135,7 +137,9 @@ class OffloadedStates:
             raise ValueError("LBFGS works on all parameters together, so that all of its state is needed at a time")
         self.optimizer = optimizer
         self._part = part
-        self._copies = copies or (StreamCopies(device) if device.type == "cuda" else Copies(device))
+        self._copies = copies or (
+            StreamCopies(device) if has_streams(device) and has_pinned_memory(device.type) else Copies(device)
+        )
         self._hosts: dict[tuple[int, str], Tensor] = {}  # by the id of the parameter, and the state's name
         self._before = {name: vars(optimizer).get(name) for name in _OWN}
         self._load: Callable[[dict[str, Any]], None] = optimizer.load_state_dict

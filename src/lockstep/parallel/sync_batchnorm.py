@@ -25,6 +25,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.ground import comm
 from lockstep.ground.rank import rank_zero_warn
+from lockstep.parallel import native_batch_norm as native
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -97,11 +98,36 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(
                 f"the input has {input.shape[1]} channels, and this layer has num_features={self.num_features}"
             )
+        if native.takes(input):
+            return self._forward_natively(native.dense(input))
         mean, variance, count = _statistics(input, group, zero_weight)
         if self.track_running_stats:
             self._track(mean, variance, count)
         normalized: Tensor = _Normalize.apply(
             input, self.weight, self.bias, mean, variance, count, self.eps, group, zero_weight
+        )
+        return normalized
+
+    def _forward_natively(self, input: Tensor) -> Tensor:
+        group, zero_weight = self.sync_group, self.zero_weight
+        count = _count(input, zero_weight)
+        with torch.no_grad():
+            rows = native.gather(input, count, self.eps, group)
+            _check_total(count, rows[:, -1], input)
+            running, factor = (self.running_mean, self.running_var), self.momentum
+            # a plain average has a factor that the host does not know
+            if not self.track_running_stats:
+                statistics = native.combine(rows, self.eps)
+            elif factor is None or any(r is not None and r.dtype != rows.dtype for r in running):
+                statistics = native.combine(rows, self.eps)
+                variance = statistics.inverse.square().reciprocal() - self.eps
+                self._track(statistics.mean, variance, rows[:, -1].sum())
+            else:
+                statistics = native.combine(rows, self.eps, *running, factor)
+                if self.num_batches_tracked is not None:
+                    self.num_batches_tracked.add_(1)
+        normalized: Tensor = native.NativeNormalize.apply(
+            input, self.weight, self.bias, statistics, self.eps, group, zero_weight
         )
         return normalized
 
@@ -138,7 +164,7 @@ def _statistics(input: Tensor, group: comm.Group, zero_weight: bool) -> tuple[Te
     """(mean, variance, count) of all ranks' elements, by channel; the variance is the biased one."""
     channels = input.shape[1]
     wide = _wide(input)
-    count = 0 if zero_weight else input.numel() // max(channels, 1)
+    count = _count(input, zero_weight)
     if count:
         # the biased variance, as `torch.var_mean` gives it, by a kernel that takes a tenth of its time on the CPU
         mean, variance = torch.batch_norm_update_stats(input.to(wide), None, None, 0.0)
@@ -147,18 +173,31 @@ def _statistics(input: Tensor, group: comm.Group, zero_weight: bool) -> tuple[Te
         mine = torch.zeros(2 * channels + 1, dtype=wide, device=input.device)
     ranks = comm.all_gather_tensor(mine, group)
     means, variances, counts = ranks.split([channels, channels, 1], dim=1)
+    _check_total(count, counts, input)
     total = counts.sum()
-    # Looking at the total makes a GPU wait. It is below 2 only where every rank has less than 2, so all of them look.
-    if count < 2 and total.item() < 2:
-        raise ValueError(
-            f"Expected more than 1 value per channel when training: all ranks together have {int(total.item())} (input "
-            f"of shape {tuple(input.shape)} here). Leave a last batch like this out (DataLoader(drop_last=True)), or "
-            "choose another batch size."
-        )
     parts = counts / total
     mean = (means * parts).sum(0)
     variance = ((variances + (means - mean).square()) * parts).sum(0)
     return mean, variance, total
+
+
+def _count(input: Tensor, zero_weight: bool) -> int:
+    """Elements of a channel that count."""
+    return 0 if zero_weight else input.numel() // max(input.shape[1], 1)
+
+
+def _check_total(count: int, counts: Tensor, input: Tensor) -> None:
+    """Make sure that a channel has two elements on all ranks together.
+
+    Looking at the number makes a GPU wait. It is below 2 only where every rank has less than 2, so all of them look.
+    """
+    total = int(counts.sum().item()) if count < 2 else 2
+    if total < 2:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training: all ranks together have {total} (input of shape "
+            f"{tuple(input.shape)} here). Leave a last batch like this out (DataLoader(drop_last=True)), or choose "
+            "another batch size."
+        )
 
 
 class _Normalize(torch.autograd.Function):

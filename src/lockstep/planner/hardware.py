@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.ground.device import device_name, devices_of, pinned, synchronize
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.free_memory import free_memory
 from lockstep.ground.throughput import CHIPS, TERA, TFLOAT32
@@ -168,17 +169,13 @@ def _name(dtype: Any) -> str:
 def _median(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
     """Seconds of a call, the median of some."""
 
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     run()
     found = []
     for _ in range(times):
-        wait()
+        synchronize(device)
         begun = time.perf_counter()
         run()
-        wait()
+        synchronize(device)
         found.append(time.perf_counter() - begun)
     return statistics.median(found)
 
@@ -192,8 +189,9 @@ def measure_device(device: torch.device) -> Hardware:
     on_cpu = device.type == "cpu"
     size = 384 if on_cpu else 4096
     products = {}
+    drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.float32, torch.bfloat16) if on_cpu else (torch.float32, torch.bfloat16, torch.float16):
-        a = torch.ones(size, size, dtype=dtype, device=device)
+        a = drawn.to(device, dtype)  # of equal numbers a GPU multiplies more, as they take less power
         products[_name(dtype)] = 2.0 * size**3 / _median(lambda a=a: a @ a, device)  # type: ignore[misc]
     wide = torch.ones((16 if on_cpu else 256) * 2**20 // 4, device=device)
     out = torch.empty_like(wide)
@@ -212,20 +210,41 @@ def measure_device(device: torch.device) -> Hardware:
         host_memory=usable_memory(torch.device("cpu")),
         overlaps=not on_cpu,
         kind=device.type,
-        name=platform.processor() or "cpu" if on_cpu else torch.cuda.get_device_name(device),
+        name=device_name(device),
         host=platform.node(),
     )
     if on_cpu:
         return replace(found, host_link=moved, host_moved=moved)
-    pinned = torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(pinned, device=device)
-    host_link = pinned.nbytes / _median(lambda: there.copy_(pinned, non_blocking=True), device)
-    link = host_link / 2
-    if torch.cuda.device_count() > 1:
-        other = torch.device("cuda", (device.index or 0) ^ 1)
-        beside = torch.empty_like(there, device=other)
-        link = there.nbytes / _median(lambda: beside.copy_(there), device)
-    return replace(found, host_link=host_link, link=link)
+    source = pinned(torch.empty(64 * 2**20, dtype=torch.uint8), device)
+    there = torch.empty_like(source, device=device)
+    host_link = source.nbytes / _median(lambda: there.copy_(source, non_blocking=True), device)
+    return replace(found, host_link=host_link, link=_link_to_neighbour(device) or host_link / 2)
+
+
+def _link_to_neighbour(device: torch.device, seconds: float = 60.0) -> float | None:
+    """Bytes a second from a device to the one beside it; None where it is alone, or they could not be measured.
+
+    By a process of its own: what opens a device keeps some of its memory until it ends.
+    """
+    numbers = [other.index for other in devices_of(device.type)]
+    mine = device.index or 0
+    if len(numbers) < 2:
+        return None
+    other = mine + 1 if mine + 1 in numbers else mine - 1
+    code = f"from lockstep.planner.hardware import copying; print(copying({device.type!r}, {mine}, {other}))"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
+        return float(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def copying(kind: str, one: int, other: int) -> float:
+    """Bytes a second of copies between two devices of a kind, by their numbers."""
+    device = torch.device(kind, one)
+    there = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)
+    beside = torch.empty_like(there, device=torch.device(kind, other))
+    return there.nbytes / _median(lambda: beside.copy_(there), device)
 
 
 def usable_memory(device: torch.device) -> float:
@@ -233,7 +252,7 @@ def usable_memory(device: torch.device) -> float:
     free = free_memory(device)
     if free is None:
         return 16 * GB
-    return free * 0.95 if device.type == "cuda" else float(free)
+    return float(free) if device.type == "cpu" else free * 0.95
 
 
 def _small_step() -> Callable[[], None]:
@@ -359,7 +378,7 @@ def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: 
     Returns:
         with the host's name in it. The memory of a CPU is shared by its ranks.
     """
-    kind = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    kind = "cpu" if device.type == "cpu" else device_name(device)
     name = re.sub(r"\W+", "-", f"{platform.node()}-{kind}-{torch.__version__}-{torch.get_num_threads()}")
     path = (cache_folder() if folder is None else folder) / f"hardware-{name}.json"
     found = _read(path)

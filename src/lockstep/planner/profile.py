@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.ground.device import current_device, has_timed_events, synchronize, timed_event
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.tree import tensors_in
 from lockstep.parallel.fully_shard import find_blocks
@@ -405,13 +406,17 @@ class _Clock:
 
     def __init__(self, units: Sequence[nn.Module], device: torch.device) -> None:
         self.units, self.device = {id(unit): number for number, unit in enumerate(units)}, device
-        self.moments: list[tuple[str, int, float]] = []
+        self.moments: list[tuple[str, int, Any]] = []
         self.forward = True
+        # by events in a device's work: to wait for it at each block's edge would count each block's launches
+        self._by_events = has_timed_events(device)
 
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+    def now(self) -> Any:
+        if not self._by_events:
+            return time.perf_counter()
+        event = timed_event(self.device)
+        event.record()
+        return event
 
     def note(self, phase: str, unit: int) -> None:
         """From now on a block runs."""
@@ -434,8 +439,10 @@ class _Clock:
     def seconds(self) -> dict[tuple[str, int], float]:
         """By phase and block."""
         found: dict[tuple[str, int], float] = {}
+        synchronize(self.device)
         for (phase, unit, begun), (_, _, ended) in zip(self.moments, self.moments[1:], strict=False):
-            found[phase, unit] = found.get((phase, unit), 0.0) + ended - begun
+            took = begun.elapsed_time(ended) / 1e3 if self._by_events else ended - begun
+            found[phase, unit] = found.get((phase, unit), 0.0) + took
         return found
 
 
@@ -484,7 +491,8 @@ def measure_step(
     try:
         for number in range(warm_up + steps):
             clock = _Clock(units, device)
-            _play(step, optimizers, units, clock)
+            with current_device(device):
+                _play(step, optimizers, units, clock)
             if number >= warm_up:
                 found.append(clock.seconds())
             if time.perf_counter() - begun > patience and len(found) >= 2:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
-from lockstep.ground.device import has_autocast, has_float64
+from lockstep.ground.compiled import has_compiled
+from lockstep.ground.device import has_autocast, has_float64, is_there
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.tree import tree_map
 from lockstep.precision.base import LossScaler, Precision
 
 FLOAT8 = (8, 9)
 """The first compute capability that multiplies in float8."""
+
+SCALINGS = ("tensorwise", "rowwise")
+"""Of float8: a scale for each tensor, or for each row of it."""
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -115,21 +122,39 @@ class MixedPrecision(Precision):
 
 
 class Float8Precision(MixedPrecision):
-    """``fp8-mixed``: as ``bf16-mixed``, but linear layers multiply in float8, with a scale for each tensor (torchao).
+    """``fp8-mixed``: as ``bf16-mixed``, but linear layers multiply in float8, with scales of their own (torchao).
 
-    Layers whose sizes are multiples of 16 take part. On a CPU it is emulated, to try a script that is meant for GPUs.
+    Layers whose sizes are multiples of 16 take part. Each of them is compiled on a GPU, since uncompiled the casts take
+    longer than float8 wins. On a CPU it is emulated, to try a script that is meant for GPUs. In the place of the name
+    stands an object where arguments are wanted: ``Trainer(plugins=[Float8Precision(scaling="rowwise")])``.
 
     Args:
         name: ``"fp8-mixed"``.
-        device_type: where the steps run.
+        device_type: where the steps run; None: on CUDA devices where there are any, else on the CPU.
+        scaling: ``"tensorwise"``, a scale for each tensor, or ``"rowwise"``, one for each row, which is more exact and
+            slower.
+        compiles: whether the layers are compiled on a GPU.
 
     Raises:
-        MisconfigurationException: torchao is not installed, or the GPU does not compute in float8.
+        MisconfigurationException: torchao is not installed, or the GPU does not compute in float8; another scaling.
     """
 
-    def __init__(self, name: str, device_type: str = "cpu") -> None:
+    def __init__(
+        self,
+        name: str = "fp8-mixed",
+        device_type: str | None = None,
+        *,
+        scaling: str = "tensorwise",
+        compiles: bool = True,
+    ) -> None:
+        if device_type is None:
+            device_type = "cuda" if is_there("cuda") else "cpu"
+        if scaling not in SCALINGS:
+            raise MisconfigurationException(
+                f"Float8Precision(scaling={scaling!r}): choose one of {', '.join(map(repr, SCALINGS))}"
+            )
         super().__init__("bf16-mixed", device_type)
-        self.name = name
+        self.name, self.scaling, self.compiles = name, scaling, compiles
         if device_type not in ("cuda", "cpu"):
             raise MisconfigurationException(
                 f"precision={name!r} on {device_type!r}: float8 is for CUDA devices, and for trials on the CPU; use "
@@ -154,9 +179,26 @@ class Float8Precision(MixedPrecision):
         def takes_part(layer: torch.nn.Module, name: str) -> bool:
             return type(layer) is torch.nn.Linear and not (layer.in_features % 16 or layer.out_features % 16)
 
-        config = Float8LinearConfig(emulate=self.device_type == "cpu", pad_inner_dim=True)
+        is_compiled = has_compiled(module)
+        config = replace(
+            Float8LinearConfig.from_recipe_name(self.scaling), emulate=self.device_type == "cpu", pad_inner_dim=True
+        )
         convert_to_float8_training(module, config=config, module_filter_fn=takes_part)
+        if self.device_type != "cpu" and not is_compiled:
+            self._compile([layer for layer in module.modules() if type(layer).__name__ == "Float8Linear"])
         return module
+
+    def _compile(self, layers: list[torch.nn.Module]) -> None:
+        """Compile layers in place, where that is wanted and can be; else say what it costs."""
+        if self.compiles and has_triton():
+            for layer in layers:
+                layer.compile()
+        else:
+            why = "no Triton is here" if self.compiles else "compiles=False"
+            rank_zero_info(
+                f"precision={self.name!r} without torch.compile ({why}) is slower than 'bf16-mixed', as the casts to "
+                "float8 take longer than it wins: compile the model, or use 'bf16-mixed'."
+            )
 
 
 # -- the table -----------------------------------------------------------------------------------------------

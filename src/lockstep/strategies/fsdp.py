@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint import sharded
 from lockstep.checkpoint.io import CheckpointIO, snapshot
 from lockstep.ground import comm
-from lockstep.ground.device import refuse_older_torch
+from lockstep.ground.device import has_pinned_memory, refuse_older_torch
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value, takes_names_as_they_are
 from lockstep.ground.rank import does
@@ -237,7 +237,7 @@ class FSDPStrategy(ShardedStrategy):
         for parameter in whole:
             parameter.data = parameter.data.to(self.root_device)
         comm.broadcast_tensors([parameter.data for parameter in whole], 0, None)
-        pins = self.root_device.type == "cuda"
+        pins = has_pinned_memory(self.root_device.type)
         shard(
             module,
             blocks,
@@ -302,8 +302,8 @@ class FSDPStrategy(ShardedStrategy):
         self._sharded.free()
 
     def waits_in(self) -> list[tuple[object, str]]:
-        """On a GPU where its work waits for gathered parameters; elsewhere all is in torch's collectives."""
-        if self._sharded is None or self.root_device.type != "cuda":
+        """On an accelerator where its work waits for gathered parameters; elsewhere all is in torch's collectives."""
+        if self._sharded is None or self.root_device.type == "cpu":
             return []
         return [(group, name) for group in self._sharded.groups() for name in ("wait_for_unshard", "finalize_backward")]
 

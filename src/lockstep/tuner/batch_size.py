@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lockstep.callbacks.base import Callback
 from lockstep.data.combined import LENGTHS, unpack
 from lockstep.data.source import length_of
@@ -159,7 +157,7 @@ def scale_batch_size(trainer: Trainer, settings: Search) -> int | None:
             fit = False
         else:
             fit = True
-        if not fit or torch.cuda.is_initialized():
+        if not fit or trainer.strategy.root_device.type != "cpu":
             garbage_collection_cuda()  # out here, since the exception's frames held the batch
         if trainer.interruption is not None:
             raise KeyboardInterrupt

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
+from lockstep.ground.device import current_stream, has_futures, has_streams, in_stream, new_stream
 from lockstep.ground.installed import EXIT_ORDERED
 from lockstep.parallel.bucket import Bucket, GradBucket
 from lockstep.parallel.transport import AllReduce, RoundGroup, Size
@@ -104,11 +105,11 @@ class StreamQueue(OrderedQueue):
 
     def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
         """A context on this queue's stream, after what the current stream has been given by now."""
-        if device.type != "cuda":
+        if not _has_queue(device):
             return nullcontext()
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return _Beside(self._streams[device], torch.cuda.current_stream(device).record_event())
+            self._streams[device] = new_stream(device)
+        return _Beside(self._streams[device], current_stream(device).record_event())
 
 
 class ThreadQueue(StreamQueue):
@@ -145,20 +146,25 @@ class ThreadQueue(StreamQueue):
 class _Beside:
     """On ``stream``, after ``event``."""
 
-    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def __init__(self, stream: Any, event: Any) -> None:
         self._stream, self._event = stream, event
 
     def __enter__(self) -> None:
         self._stream.wait_event(self._event)
-        self._context = torch.cuda.stream(self._stream)
+        self._context = in_stream(self._stream)
         self._context.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
 
 
+def _has_queue(device: torch.device) -> bool:
+    """Whether jobs can run beside what a device computes: in a stream for which others wait by a future."""
+    return has_streams(device) and has_futures(device.type)
+
+
 def _future(device: torch.device) -> Future:
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+    return torch.futures.Future(devices=[device] if _has_queue(device) else None)
 
 
 def _settle(future: Future, job: Job, group: comm.Group) -> None:

@@ -42,9 +42,8 @@ def group_of(members: list[int], group: comm.Group = None) -> Any:
     """
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     whole: Any = dist.group.WORLD if group is None else group
-    backends = dist.get_backend_config(group)
-    kind = "cuda" if "cuda:" in backends and "cpu:" not in backends else "cpu"
-    timeout = whole._get_backend(torch.device(kind)).options._timeout
+    by = comm.carrier(group, torch.device("cpu"))
+    timeout = whole._get_backend(torch.device(by.type)).options._timeout
     members_of_all = [ranks[member] for member in members]
     with _apart_from_default():
         made = dist.new_group(members_of_all, timeout=timeout, backend=_backend(group), use_local_synchronization=True)

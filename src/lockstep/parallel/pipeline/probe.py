@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.ground.device import current_device, forked_random_numbers
+from lockstep.ground.device import current_device, forked_random_numbers, synchronize
 from lockstep.parallel.pipeline.stages import Stages
 from lockstep.parallel.pipeline.weights import stands_in
 
@@ -124,8 +124,7 @@ def _timed(
 
 
 def _now(device: torch.device, clock: Callable[[], float]) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return clock()
 
 

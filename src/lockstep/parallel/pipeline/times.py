@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lockstep.ground.device import current_device
+from lockstep.ground.device import current_device, has_timed_events, timed_event
 
 BEFORE, BLOCKS, BEHIND, BACKWARD = range(4)
 """Parts of a stage's work: the step before the chain, the blocks' forward, the step behind the chain, the backward."""
@@ -24,7 +24,7 @@ NEWEST = 64
 
 
 class Event(Protocol):
-    """A point in the work of a device: see `torch.cuda.Event`."""
+    """A point in the work of a device: see `torch.Event`."""
 
     def record(self) -> None: ...
 
@@ -78,16 +78,12 @@ class WindowOfStage(NamedTuple):
         return blocks * scale, (before + behind) * scale
 
 
-def _event_of_gpu() -> Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
 class StageTimes:
     """Measures the windows of a stage while it listens: by the host's clock, or by events on a GPU.
 
     Args:
         device: of the stage.
-        make_event: an event that knows its time; default: torch's, where the device is a GPU.
+        make_event: an event that knows its time; default: torch's, where the device has such.
 
     Attributes:
         listens: whether the windows that begin now are measured.
@@ -100,7 +96,9 @@ class StageTimes:
         self._device = device
         self.listens, self.keeps_spans = True, False
         self.listener: Callable[[WindowOfStage], None] | None = None
-        self._make = _event_of_gpu if make_event is None and device.type == "cuda" else make_event
+        if make_event is None and has_timed_events(device):
+            make_event = partial(timed_event, device)
+        self._make = make_event
         self._tape: list[tuple[int, Any, Any]] = []
         self._seconds = [0.0] * 4
         self._inside = False

@@ -133,10 +133,10 @@ class Scatter:
         flat.mul_(scale)
         if self._whole():
             bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)
-        elif not flat.is_cuda:
+        elif flat.is_cpu:
             self._finish_what_has_come()
             bucket.work = self._exchange(flat)
-        elif "cuda:nccl" in dist.get_backend_config(self._group):
+        elif f"{flat.device.type}:gloo" not in dist.get_backend_config(self._group):
             bucket.work = reduce_scatter(flat.view(self._world, -1)[self._rank], flat, self._group)
         else:  # gloo exchanges tensors of the CPU only
             bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)

@@ -1,0 +1,137 @@
+"""Batch norm over all ranks by torch's CUDA kernels, which read and write an activation 8 times, in its own type.
+
+The path of the CPU goes over float32 copies, in five times the bytes and three times the kernels. Statistics of
+16-bit inputs are float32 here, too; nothing is copied to the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lockstep.ground import comm
+
+NOBODY = 1e-30
+"""Stands for a count of 0 among the ranks' counts: the kernel divides by the count so far, which begins with them. As
+an integer it is 0 again."""
+
+
+class Statistics(NamedTuple):
+    """Of all ranks' elements, by channel, with the number of elements of each rank."""
+
+    mean: Tensor
+    inverse: Tensor  #: 1 / sqrt(variance + eps)
+    counts: Tensor
+
+
+def takes(input: Tensor) -> bool:
+    """Whether the kernels are there for a tensor."""
+    return input.device.type == "cuda"
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """``tensor`` as the kernels read it in one go: contiguous, with channels last where it is so."""
+    for layout in (torch.channels_last, torch.channels_last_3d):
+        if tensor.dim() == (4 if layout is torch.channels_last else 5) and tensor.is_contiguous(memory_format=layout):
+            return tensor
+    return tensor.contiguous()
+
+
+def gather(input: Tensor, count: int, eps: float, group: comm.Group) -> Tensor:
+    """A row for each rank, in one collective: the means, 1 / sqrt(variance + eps), and the number of its elements.
+
+    Args:
+        input: of this rank, dense.
+        count: of its elements of a channel that are to count.
+        eps: added to variances.
+        group: the ranks.
+    """
+    channels = input.shape[1]
+    if count:
+        mean, inverse = torch.batch_norm_stats(input, eps)
+        mine = torch.cat([mean, inverse, mean.new_full((1,), count)])
+    else:
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        mine = torch.ones(2 * channels + 1, dtype=wide, device=input.device)
+        mine[:channels] = 0
+        mine[2 * channels :] = NOBODY
+    return comm.all_gather_tensor(mine, group)
+
+
+def combine(
+    rows: Tensor,
+    eps: float,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    momentum: float = 0.0,
+) -> Statistics:
+    """Put the ranks' statistics together, in their order, and bring running ones, of the same type, up to date."""
+    channels = rows.shape[1] // 2
+    means, inverses, counts = rows[:, :channels], rows[:, channels : 2 * channels], rows[:, 2 * channels]
+    # the first argument says by its type alone which kernel it is: a 16-bit one would read 16-bit counts
+    mean, inverse = torch.batch_norm_gather_stats_with_counts(
+        means, means, inverses, running_mean, running_var, momentum, eps, counts
+    )
+    return Statistics(mean, inverse, counts.to(torch.int32))
+
+
+class NativeNormalize(torch.autograd.Function):
+    """``(input - mean) * inverse * weight + bias``, where mean and inverse depend on the inputs of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        statistics: Statistics,
+        eps: float,
+        group: comm.Group,
+        zero_weight: bool,
+    ) -> Tensor:
+        mean, inverse, counts = statistics
+        # the kernels take parameters of the statistics' type with an input of any
+        scale, shift = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
+        ctx.group, ctx.zero_weight = group, zero_weight
+        ctx.types = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
+        ctx.save_for_backward(input, scale, mean, inverse, counts)
+        if not input.numel():
+            return torch.empty_like(input)
+        normalized: Tensor = torch.batch_norm_elemt(input, scale, shift, mean, inverse, eps)
+        return normalized
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, scale, mean, inverse, counts = ctx.saved_tensors
+        needs: list[bool] = [
+            need and ctx.types[i - 1] is not None for i, need in enumerate(ctx.needs_input_grad[1:3], 1)
+        ]
+        channels, is_empty = input.shape[1], not input.numel()
+        if is_empty:
+            grad_weight = grad_bias = mean.new_zeros(channels)
+        else:
+            grad = grad if grad.stride() == input.stride() else torch.empty_like(input).copy_(grad)
+            *mine, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+                grad, input, mean, inverse, scale, ctx.needs_input_grad[0], *needs
+            )
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            counts_for_nothing = is_empty or ctx.zero_weight
+            sums = mean.new_zeros(2 * channels) if counts_for_nothing else torch.cat(mine)
+            of_all, of_all_x = comm.all_reduce(sums, "sum", ctx.group).split(channels)
+            if is_empty:
+                grad_input = torch.empty_like(input)
+            else:
+                grad_input = torch.batch_norm_backward_elemt(
+                    grad, input, mean, inverse, scale, of_all, of_all_x, counts
+                )
+        # those of weight and bias are of this rank's samples: whoever averages gradients adds the ranks' up
+        own = [
+            each.to(kind) if need else None
+            for each, kind, need in zip((grad_weight, grad_bias), ctx.types, needs, strict=True)
+        ]
+        return grad_input, *own, None, None, None, None
