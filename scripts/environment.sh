@@ -36,8 +36,9 @@ install_deepspeed() {
             --no-build-isolation --no-deps deepspeed
 }
 
-# enter_environment EXTRAS [oldest|newest [MORE]]: with the second, .venv-oldest or .venv-newest is the environment, in
-# which packages have the versions that scripts/versions.py names, and the requirements MORE (words) are installed, too.
+# enter_environment EXTRAS [oldest|newest|torch-VERSION [MORE]]: with the second, .venv-oldest (-newest, -torch-VERSION)
+# is the environment, in which packages have the versions that scripts/versions.py names, and the requirements MORE
+# (words) are installed, too.
 enter_environment() {
     local extras=$1 versions=${2:-} more=${3:-} home=.venv constraints=constraints.txt stamp wanted python
     if [ -n "$versions" ]; then
@@ -64,7 +65,7 @@ enter_environment() {
     echo "Installing lockstep[$extras] into $home (some minutes the first time) ..."
     # torch goes first and by its exact version: a bare "torch" would take the newest build, with gigabytes of CUDA.
     # shellcheck disable=SC2086 # a list of words
-    "$home/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)" &&
+    "$home/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$constraints")" &&
         install_deepspeed "$extras" "$home" "$constraints" &&
         "$home/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e ".[$extras]" $more &&
         printf '%s\n' "$wanted" >"$stamp"

@@ -1,9 +1,11 @@
-"""Prints constraints for pip by which an environment has the oldest versions that pyproject.toml allows, or the newest.
+"""Prints constraints for pip by which an environment has other versions than those of constraints.txt.
 
-    python scripts/versions.py oldest|newest
+    python scripts/versions.py oldest|newest|torch-VERSION
 
-torch stays as constraints.txt has it: other builds are gigabytes, and its bounds are tried by themselves. So does
-Lightning, with which the tests compare to the letter. Tools of the tests (the extras test and bench) are the newest.
+oldest and newest: what pyproject.toml allows. torch stays as constraints.txt has it, and so does Lightning, with which
+the tests compare to the letter. Tools of the tests (the extras test and bench) are the newest.
+
+torch-VERSION: that torch, and all else as in constraints.txt. What belongs to one torch is left open.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ REQUIREMENT = re.compile(r'"([\w.-]+)(?:\[[\w,-]+\])?>=([\w.]+)')
 KEPT = ("torch", "torchvision", "lightning", "pytorch-lightning")
 """Packages whose versions are those of constraints.txt."""
 OF_THE_BUILD = ("hatchling",)
+BY_TORCH = ("torch", "torchvision", "setuptools")
+"""Packages whose versions another torch chooses."""
 
 
 def lowest() -> dict[str, str]:
@@ -39,10 +43,14 @@ def constraints(versions: str) -> list[str]:
     """The lines of a file for pip's option -c.
 
     Raises:
-        SystemExit: neither "oldest" nor "newest" was asked for.
+        SystemExit: none of the three was asked for.
     """
+    name, _, version = versions.partition("-")
+    if name == "torch" and version:
+        lines = (PROJECT / "constraints.txt").read_text().splitlines()
+        return [f"torch=={version}", *(line for line in lines if line.partition("==")[0] not in BY_TORCH)]
     if versions not in ("oldest", "newest"):
-        raise SystemExit(f"--versions {versions}: give oldest or newest")
+        raise SystemExit(f"{versions or 'nothing'}: give oldest, newest or torch-VERSION")
     return [*kept(), *(f"{name}=={version}" for name, version in sorted(lowest().items()) if versions == "oldest")]
 
 

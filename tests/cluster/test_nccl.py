@@ -11,6 +11,7 @@ import torch
 
 from lockstep.cluster import nccl
 from lockstep.cluster.nccl import NAMES, NcclVariables, built_for, check_nccl, mapped, obstacle
+from lockstep.ground import device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.trainer import Trainer
@@ -171,9 +172,9 @@ def test_the_nccl_of_this_machine_is_right() -> None:
 def test_a_driver_that_is_too_old_is_named_where_no_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12040, raising=False)
+    monkeypatch.setattr(device, "cuda_driver_version", lambda: 12040)
     with pytest.raises(MisconfigurationException, match=r"CUDA 13\.0, and the driver .* CUDA 12\.4: update the driver"):
         Trainer(accelerator="gpu")
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000)
+    monkeypatch.setattr(device, "cuda_driver_version", lambda: 13000)
     with pytest.raises(MisconfigurationException, match="finds no such device here: use"):
         Trainer(accelerator="gpu")

@@ -32,9 +32,23 @@ def test_torch_and_lightning_stay_as_they_are() -> None:
 
 
 def test_what_is_neither_is_refused() -> None:
-    with pytest.raises(SystemExit, match="--versions middle: give oldest or newest"):
+    with pytest.raises(SystemExit, match="middle: give oldest, newest or torch-VERSION"):
         versions.constraints("middle")
     command = ["bash", str(ROOT / "scripts" / "test"), "--versions"]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert refused.stderr == "scripts/test --versions (nothing): give oldest or newest\n"
+
+
+def test_another_torch_is_taken_with_all_else_as_it_is_pinned() -> None:
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    found = versions.constraints("torch-2.11.0")
+    assert found[0] == "torch==2.11.0"
+    left_open = {line.partition("==")[0] for line in pinned} - {line.partition("==")[0] for line in found}
+    assert {name for name in left_open if not name.startswith("#") and name} == {"torchvision", "setuptools"}
+    assert set(found[1:]) <= set(pinned)
+    for given in ([], ["nightly"]):
+        command = ["bash", str(ROOT / "scripts" / "test"), "--torch", *given]
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert refused.returncode == 2
+        assert "give a version, like 2.14.1" in refused.stderr

@@ -77,7 +77,8 @@ class Deep(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        return nn.functional.mse_loss(self(x).sum(1), y.reshape(-1))
+        found = self(x).sum(1)
+        return nn.functional.mse_loss(found, y.reshape(-1).to(found.dtype))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.005, momentum=0.9, weight_decay=0.1)

@@ -487,7 +487,10 @@ class _Writing:
         digests = self.writer.digests
         for _, each in results:
             digests.update(each)
-        self.writer.finish(self.metadata, [written for written, _ in results])
+        all_written = [written for written, _ in results]
+        # torch sets it in what it writes, and before 2.12 that is a copy
+        self.metadata.storage_data = {each.index: each.storage_data for written in all_written for each in written}
+        self.writer.finish(self.metadata, all_written)
         self._write(storage.inside(self.folder.path, META), self.parts.meta, digests)
         lies_in, prefix = dcp.files_of(self.metadata), self.folder.prefix
         tensors = {

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.ground.cuda_driver import cuda_driver_version
 from lockstep.ground.errors import MisconfigurationException
 
 # -- variables -----------------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ def check_nccl(device_type: str) -> None:
     if available and built is not None and not _of_the_same_cuda(built):
         file = mapped(_read("/proc/self/maps"))
         nccl = None if file is None else built_for(file)
-    driver = getattr(torch._C, "_cuda_getDriverVersion", int)() if built is not None else 0
+    driver = cuda_driver_version() if built is not None else 0
     reason = obstacle(device_type, available, built, nccl, driver)
     if reason is not None:
         raise MisconfigurationException(f"process_group_backend='nccl': {reason}.")

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lockstep.ground.cuda_driver import cuda_driver_version
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 from lockstep.ground.tree import tree_map
@@ -27,7 +28,7 @@ from lockstep.ground.tree import tree_map
 # -- torch ---------------------------------------------------------------------------------------------------
 
 
-TRIED = (2, 13)
+TRIED = (2, 15)
 """The newest torch that this release was tested with; a test holds it to constraints.txt and pyproject.toml."""
 
 
@@ -43,25 +44,6 @@ def warn_of_untried_torch(version: str = torch.__version__) -> None:
         warn_once(
             f"torch {version} is newer than {tried}, the newest that this release of lockstep was tested with: should "
             f"something be wrong, `pip install 'torch=={tried}.*'` takes that one."
-        )
-
-
-def refuse_older_torch(what: str, instead: str, version: str = torch.__version__) -> None:
-    """Refuse what works with inner parts of torch that older releases do not have, or have otherwise.
-
-    Args:
-        what: as the user wrote it.
-        instead: the way out that is no other torch.
-        version: as torch writes its own.
-
-    Raises:
-        MisconfigurationException: torch is older than the one that it was tried with.
-    """
-    major, minor = version.split(".")[:2]
-    if (int(major), int(minor)) < TRIED:
-        tried = ".".join(map(str, TRIED))
-        raise MisconfigurationException(
-            f"{what} needs torch {tried}, and this is torch {version}: `pip install 'torch=={tried}.*'`, or {instead}."
         )
 
 
@@ -572,7 +554,7 @@ def carries(backend: str | None, kind: str) -> bool:
 def _old_driver() -> str:
     """What to add where the driver is older than the CUDA that torch was built for."""
     built = torch.version.cuda
-    driver = getattr(torch._C, "_cuda_getDriverVersion", int)()  # 12040 is CUDA 12.4; 0: there is none
+    driver = cuda_driver_version()  # 0: there is none
     if built is None or not 0 < driver < 1000 * int(built.partition(".")[0]):
         return ""
     known = f"{driver // 1000}.{driver % 1000 // 10}"

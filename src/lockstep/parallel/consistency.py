@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
+from lockstep.ground.torch_parts import DDP, refuse_without
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -127,7 +128,9 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
 
     Raises:
         ValueError: there is none, or this rank is not in it.
+        MisconfigurationException: this torch lacks what a container needs.
     """
+    refuse_without(DDP, DDP, "train on one device")
     if not comm.is_distributed():
         raise MisconfigurationException(
             "DistributedDataParallel: Default process group has not been initialized; call "

@@ -20,6 +20,7 @@ from lockstep.ground import comm
 from lockstep.ground.parameters import plain_name
 from lockstep.ground.tree import tensors_in, tree_map
 from lockstep.parallel.consistency import broadcast_buffers, check_same_module
+from lockstep.parallel.fsdp_groups import groups_of, reduce_unused_parameters, set_waiting_gradient, waiting_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -279,7 +280,7 @@ class ShardedModule:
         for part in self._parts:
             part.reshard()
             type(part).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # torch's says less
-            for group in part._get_fsdp_state()._fsdp_param_groups:
+            for group in groups_of(part):
                 self._groups.append(group)
                 self._params.update({id(param.sharded_param): param for param in group.fsdp_params})
         self.parameters = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
@@ -290,8 +291,7 @@ class ShardedModule:
         self._used: set[int] = set()  # ids of parameters with a gradient from this rank's samples since a reduction
         self._heard: set[int] = set()  # ids of those that tell of their gradients
         for part in self._parts:
-            if hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.13 has it
-                part.set_reduce_scatter_unused_params(True, recurse=False)
+            reduce_unused_parameters(part)
         self._entry = self._make_entry(module)
         if is_sharded(module):  # by torch with the first forward, which may be that of a layer, in a hook
             self._module_state()._lazy_init()
@@ -425,10 +425,7 @@ class ShardedModule:
         for parameter in parameters:
             param = self._params.get(id(parameter))
             if param is not None:
-                param.unsharded_accumulated_grad = None
-                gathered = getattr(param, "_unsharded_param", None)
-                if gathered is not None:
-                    gathered.grad = None
+                set_waiting_gradient(param, None)
 
     def groups(self) -> list[Any]:
         """torch's groups of parameters that are gathered together."""
@@ -442,8 +439,8 @@ class ShardedModule:
             parameter = getattr(param, "_unsharded_param", None)
             if parameter is not None:
                 whole.append(parameter)
-            left = (param.unsharded_accumulated_grad, None if parameter is None else parameter.grad)
-            waiting += [gradient for gradient in left if gradient is not None]
+            left = waiting_gradient(param)
+            waiting += [] if left is None else [left]
         return whole, waiting
 
     # -- what this rank alone holds
@@ -458,10 +455,7 @@ class ShardedModule:
                 shards[name] = gradient
             if param is None:
                 continue
-            gathered = getattr(param, "_unsharded_param", None)
-            left = param.unsharded_accumulated_grad
-            if left is None and gathered is not None:
-                left = gathered.grad
+            left = waiting_gradient(param)
             if left is not None:
                 waiting[name] = left
         found: dict[str, dict[str, Any]] = {}
@@ -487,10 +481,7 @@ class ShardedModule:
             gradient = whole.to(gathered.device)
             if hasattr(gathered, "placements"):  # cut by tensor parallelism, too
                 gradient = _like(gathered, gradient)
-            if whole.dtype == gathered.dtype:
-                gathered.grad = gradient
-            else:
-                param.unsharded_accumulated_grad = gradient
+            set_waiting_gradient(param, gradient)
 
 
 def _note(shards: weakref.ref[ShardedModule], key: int, parameter: Tensor) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.parallel.fsdp_groups import groups_of_state
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -45,13 +47,13 @@ class GatheredCalls:
             handle.remove()
 
     def _owners(self) -> Iterator[nn.Module]:
-        for group in self._state._fsdp_param_groups:
+        for group in groups_of_state(self._state):
             for param in group.fsdp_params:
                 yield param._module_info.module
                 yield from param._module_info.shared_modules
 
     def _is_whole(self) -> bool:
-        return all(group.is_unsharded for group in self._state._fsdp_param_groups)
+        return all(group.is_unsharded for group in groups_of_state(self._state))
 
     def _begin(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._is_busy() or self._is_whole():

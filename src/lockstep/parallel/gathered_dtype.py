@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from lockstep.parallel.fsdp_groups import groups_of
+
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _ATTENTION = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -39,7 +41,7 @@ def gather_in(block: nn.Module, dtype: torch.dtype) -> None:
         dtype: that of autocast.
     """
     assert isinstance(block, FSDPModule)
-    for group in block._get_fsdp_state()._fsdp_param_groups:
+    for group in groups_of(block):
         if any(param.sharded_param.dtype != torch.float32 for param in group.fsdp_params):
             continue
         group.mp_policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)

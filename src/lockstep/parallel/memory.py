@@ -23,6 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lockstep.ground.parameters import plain_name
+from lockstep.ground.rank import warn_once
+from lockstep.ground.torch_parts import MEMORY, missing
 from lockstep.ground.tree import tensors_in
 from lockstep.parallel.recompute import STATE
 
@@ -148,6 +150,11 @@ class Activations:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Inside, what is kept counts."""
+        lacking = missing(MEMORY)
+        if lacking:
+            warn_once(f"trainer.memory() counts no activations: torch {torch.__version__} has no {lacking[0].name}.")
+            yield
+            return
         hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),

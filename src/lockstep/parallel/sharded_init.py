@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import random_states_of, set_random_states_of
+from lockstep.ground.torch_parts import INIT, refuse_without
 from lockstep.parallel.consistency import checksum
 
 BUDGET = 256 * 2**20
@@ -107,6 +108,7 @@ class ShardedInit(TorchDispatchMode):
     """
 
     def __init__(self, budget: int = BUDGET, group: comm.Group = None) -> None:
+        refuse_without(INIT, "drawing weights of which no rank holds all", "make the layers in `__init__`")
         super().__init__()
         self._budget, self._group = budget, group
         self._world, self._rank = comm.world_size(group), comm.rank(group)

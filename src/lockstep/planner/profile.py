@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.ground.device import current_device, has_timed_events, synchronize, timed_event
 from lockstep.ground.seed import random_states, set_random_states
+from lockstep.ground.torch_parts import PLAN, refuse_without
 from lockstep.ground.tree import tensors_in
 from lockstep.parallel.fully_shard import find_blocks
 from lockstep.parallel.recompute import recompute
@@ -366,6 +367,7 @@ class _Traced(NamedTuple):
 
 def _traced(step: Step, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
     """Trace a step on fake tensors; its module is as before afterwards."""
+    refuse_without(PLAN, "a plan", "name a strategy")
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     states = random_states()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.torch_parts import SCALER, refuse_without
 
 
 class LossScaler:
@@ -39,6 +40,7 @@ class LossScaler:
     """Steps in a row that may be left out; by then the scale has fallen by 30 orders of magnitude."""
 
     def __init__(self, device_type: str = "cuda", **options: Any) -> None:
+        refuse_without(SCALER, SCALER, "take precision='bf16-mixed'")
         self._grad_scaler = torch.amp.GradScaler(device_type, **options)
         # in place of GradScaler's own, for an engine whose ranks have different parts of the gradients
         self.unscale_gradients: Callable[[torch.amp.GradScaler, Optimizer], None] | None = None

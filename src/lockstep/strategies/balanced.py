@@ -21,11 +21,12 @@ from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.compiled import has_compiled
-from lockstep.ground.device import refuse_older_torch, widest
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.overrides import innermost
 from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.rank import does, rank_zero_info, warn_once
+from lockstep.ground.torch_parts import ONE_PROCESS, PIPELINES, refuse_without
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.consistency import check_same_module
@@ -566,8 +567,9 @@ def _check_arguments(
         )
     if not isinstance(one_process, bool):
         raise MisconfigurationException(f"BalancedStrategy(one_process={one_process!r:.100}): give True or False.")
+    refuse_without(PIPELINES, "BalancedStrategy", "take DDPStrategy(shard_optimizer=True)")
     if one_process:
-        refuse_older_torch("BalancedStrategy(one_process=True)", "leave one_process out")
+        refuse_without(ONE_PROCESS, "BalancedStrategy(one_process=True)", "leave one_process out")
     numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(is_number(n, 1) for n in split)
     if split not in KINDS and not numbers:
         raise MisconfigurationException(

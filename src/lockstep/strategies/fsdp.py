@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from lockstep.checkpoint import sharded
 from lockstep.checkpoint.io import CheckpointIO, snapshot
 from lockstep.ground import comm
-from lockstep.ground.device import has_pinned_memory, refuse_older_torch
+from lockstep.ground.device import has_pinned_memory
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value, takes_names_as_they_are
 from lockstep.ground.rank import does
+from lockstep.ground.torch_parts import FSDP, refuse_without
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.recompute import Layers, Save
@@ -136,7 +137,7 @@ class FSDPStrategy(ShardedStrategy):
         self._take_others(FSDPStrategy, others, NO_EFFECT)
         self._mode = _name_of("sharding_strategy", sharding_strategy, MODES)
         if self._mode != "NO_SHARD":
-            refuse_older_torch(type(self).__name__, "take DDPStrategy(shard_optimizer=True)")
+            refuse_without(FSDP, type(self).__name__, "take DDPStrategy(shard_optimizer=True)")
         _name_of("backward_prefetch", backward_prefetch, ("BACKWARD_PRE", "NONE"))
         self._save_by(_name_of("state_dict_type", state_dict_type, ("FULL", "SHARDED")), async_save)
         if device_mesh is not None and "HYBRID" not in self._mode:

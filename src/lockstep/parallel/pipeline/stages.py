@@ -388,7 +388,7 @@ class Stages:
             group=self.group,
         )
         if self.has_all:
-            _on_several_devices(stage)
+            _on_several_devices(stage, sent)
         if self._splits:
             # what comes behind the chain may use all that is here
             inside = [parameter for block in own.blocks for parameter in block.parameters()]
@@ -503,21 +503,33 @@ def _timed(times: StageTimes | None, part: int, fn: Callable[..., Any]) -> Calla
     return fn if times is None else times.wrapped(part, fn)
 
 
-def _on_several_devices(stage: PipelineStage) -> None:
+def _on_several_devices(stage: PipelineStage, sent: Tensor) -> None:
     """Let a stage of torch's take what the others of this process give it, from their devices.
 
     It is copied when it is there, and not when the stage runs: a GPU copies behind all that it has been given to do.
+
+    Args:
+        stage: torch's.
+        sent: of the shape and dtype of what it sends.
     """
-    vote, takes = stage._warmup_forward_vote, stage.set_local_fwd_input
-    takes_gradients = stage.set_local_bwd_input
+    takes, takes_gradients = stage.set_local_fwd_input, stage.set_local_bwd_input
 
     def here(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().to(stage.device, non_blocking=True)
 
-    # before they run, torch's stages multiply votes
-    vars(stage)["_warmup_forward_vote"] = lambda has_backward, received_acc=None: vote(has_backward, here(received_acc))
+    def gradient(tensor: Tensor | None) -> Tensor:
+        # torch 2.11 refuses none, and 2.12 takes that of the last micro-batch for it
+        there = torch.zeros(sent.shape, dtype=sent.dtype, device=stage.device) if tensor is None else tensor
+        return there.detach().to(stage.device, non_blocking=True)
+
+    vars(stage)["_get_init_p2p_neighbors_ops"] = list  # torch 2.11 has each stage write to its neighbors first
+    vote = getattr(stage, "_warmup_forward_vote", None)
+    if vote is not None:  # since torch 2.13, stages multiply votes before they run
+        vars(stage)["_warmup_forward_vote"] = lambda has_backward, received=None: vote(has_backward, here(received))
     vars(stage)["set_local_fwd_input"] = lambda output, number: takes(here(output), number)
-    vars(stage)["set_local_bwd_input"] = lambda gradients, number: takes_gradients(tuple(map(here, gradients)), number)
+    vars(stage)["set_local_bwd_input"] = lambda gradients, number: takes_gradients(
+        tuple(map(gradient, gradients)), number
+    )
 
 
 def _valueless(tensor: Tensor) -> Tensor:

@@ -1,0 +1,402 @@
+"""The private parts of torch that lockstep uses: where, for what, since when, and what is refused without them.
+
+A release may rename a private part. What needs it is then refused by name where it is asked for; all else goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from lockstep.ground.errors import MisconfigurationException
+
+EVERYTHING = "lockstep"
+DDP = "DistributedDataParallel"
+FSDP = "FSDPStrategy and ModelParallelStrategy"
+PIPELINES = "BalancedStrategy"
+ONE_PROCESS = "BalancedStrategy(one_process=True)"
+PLAN = "strategy='auto' and lockstep plan"
+SCALER = "precision='16-mixed'"
+MEMORY = "the activations of trainer.memory()"
+INIT = "drawing weights in shards"
+COMPILE = "compiled modules"
+TRACE = "the trace of collectives"
+TESTING = "lockstep.testing"
+
+ASKED_FOR = (DDP, FSDP, PIPELINES, ONE_PROCESS, PLAN, SCALER, INIT)
+"""What is refused without its parts. All else is used with care: without its part it does less."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A private part of torch.
+
+    Attributes:
+        name: with its module, and its class where it has one; names of the same thing in several releases by ``|``.
+        files: that use it, below ``src/lockstep/``, by spaces.
+        why: what it is used for.
+        feature: what does not work without it.
+        since: the oldest of the supported releases that has it.
+    """
+
+    name: str
+    files: str
+    why: str
+    feature: str
+    since: str = "2.11"
+
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_STATE = f"{_FSDP}._fsdp_state.FSDPState"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
+_STAGE = "torch.distributed.pipelining.stage"
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+_HOOKS = "torch._C._autograd"
+
+PARTS: tuple[Part, ...] = (
+    # imported with the package
+    Part(
+        "torch.utils._pytree",
+        "data/combined.py data/stream.py loop/choice.py loop/step.py parallel/sharded_init.py",
+        "the tensors of a nested batch, and the batch again",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "callbacks/finetuning.py callbacks/stochastic_weight_avg.py loop/balance.py parallel/sync_batchnorm.py "
+        "strategies/balanced.py",
+        "which layers have statistics of batches",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.nn.modules.batchnorm._NormBase",
+        "ground/parameters.py parallel/fully_shard.py",
+        "as above, instance norms included",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.nn.Module._load_from_state_dict",
+        "ground/parameters.py",
+        "whether a layer reads its state in a way of its own",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.nn.Module._load_state_dict_pre_hooks",
+        "ground/parameters.py",
+        "as above",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.nn.Module._non_persistent_buffers_set",
+        "loop/window_start.py parallel/pipeline/moves.py",
+        "buffers that no state_dict has",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.nn.Module._forward_pre_hooks",
+        "callbacks/pruning.py",
+        "the masks of torch.nn.utils.prune",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.nn.utils.prune.BasePruningMethod._tensor_name",
+        "callbacks/pruning.py",
+        "the parameter that a mask is for",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.UntypedStorage._cdata",
+        "checkpoint/io.py parallel/bucket.py parallel/memory.py parallel/sharded_init.py planner/trace.py",
+        "which tensors share memory",
+        EVERYTHING,
+    ),
+    Part(
+        "torch._foreach_mul_",
+        "callbacks/ parallel/bucket.py precision/base.py strategies/base.py",
+        "scaling",
+        EVERYTHING,
+    ),
+    Part("torch._foreach_mul", "callbacks/weight_averaging.py", "averages of weights", EVERYTHING),
+    Part("torch._foreach_add_", "callbacks/weight_averaging.py", "averages of weights", EVERYTHING),
+    Part("torch._foreach_norm", "loop/nan_watch.py parallel/zero/optimizers.py", "norms of gradients", EVERYTHING),
+    Part("torch._foreach_copy_", "loop/window_start.py parallel/bucket.py", "copies of many tensors", EVERYTHING),
+    Part(
+        "torch.utils.data._utils.worker.WorkerInfo",
+        "data/stream.py",
+        "a worker that reads a part of a stream",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers_done_event",
+        "data/workers.py",
+        "a worker that died, and the samples that it was to fetch",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+        "data/workers.py",
+        "as above",
+        EVERYTHING,
+    ),
+    # the DistributedDataParallel engine
+    Part("torch._C._current_graph_task_id", "parallel/", "whether a backward runs, and which", DDP),
+    Part(
+        "torch._C._will_engine_execute_node", "parallel/backward_watcher.py", "parameters that a backward reaches", DDP
+    ),
+    Part("torch._C._storage_Use_Count", "parallel/bucket.py", "whether a bucket's memory is used elsewhere", DDP),
+    Part("torch._C._are_functorch_transforms_active", "parallel/ddp.py", "a forward within torch.func", DDP),
+    Part("torch._C.Future", "parallel/hooks/hook_transport.py", "what a communication hook returns", DDP),
+    Part("torch._C.DisableTorchFunctionSubclass", "parallel/zero/flat_parameters.py", "views of flat parameters", DDP),
+    Part("torch.Tensor._make_subclass", "parallel/zero/flat_parameters.py", "as above", DDP),
+    Part("torch.Tensor._is_view", "parallel/hooks/powersgd.py", "whether a state would hold a whole bucket", DDP),
+    Part("torch.autograd.variable.Variable._execution_engine", "parallel/", "a callback at a backward's end", DDP),
+    Part(
+        "torch.autograd._unsafe_preserve_version_counter", "parallel/consistency.py", "buffers as rank 0 has them", DDP
+    ),
+    Part("torch.autograd.profiler._is_profiler_enabled", "parallel/ddp.py", "names of phases in a profile", DDP),
+    Part("torch.nn.parallel.distributed._MixedPrecision", "parallel/mixed_precision.py", "an argument of torch's", DDP),
+    Part("torch.nn.parallel.distributed._BufferCommHook", "parallel/ddp.py", "an argument of torch's", DDP),
+    Part("torch.nn.parallel.distributed._BufferCommHookLocation", "parallel/ddp.py", "an argument of torch's", DDP),
+    Part("torch.distributed.algorithms.join._JoinConfig", "parallel/uneven.py", "torch's Join", DDP),
+    Part("torch.distributed.ProcessGroup._get_backend", "parallel/", "what carries a device's tensors", DDP),
+    Part("torch.distributed.distributed_c10d._get_default_store", "parallel/", "messages beside a collective", DDP),
+    Part(
+        "torch.distributed.distributed_c10d._abort_process_group",
+        "strategies/ranks.py",
+        "to leave a group whose collectives wait for a lost rank",
+        "nothing: a rank that fails leaves later",
+    ),
+    # what torch's class takes, and few ask for: read late, with a way out of its own
+    Part(
+        "torch.distributed.algorithms._optimizer_overlap._as_overlapped_optim",
+        "parallel/ddp.py",
+        "an optimizer that steps in the backward",
+        "DistributedDataParallel._register_fused_optim",
+    ),
+    Part(
+        "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform",
+        "parallel/consistency.py",
+        "a module that is tensor-parallel within replicas",
+        "DistributedDataParallel(device_mesh=...)",
+    ),
+    Part(
+        "torch.distributed.DeviceMesh._get_root_mesh",
+        "parallel/consistency.py",
+        "as above",
+        "DistributedDataParallel(device_mesh=...)",
+    ),
+    # shards by fully_shard
+    Part(f"{_FSDP}._fully_shard.FSDPModule._get_fsdp_state", "parallel/", "what torch keeps of a module", FSDP),
+    Part(
+        f"{_STATE}._fsdp_param_groups|{_STATE}._fsdp_param_group",
+        "parallel/fsdp_groups.py",
+        "parameters that are gathered together",
+        FSDP,
+    ),
+    Part(f"{_STATE}._lazy_init", "parallel/fully_shard.py", "torch's setting up, before a hook calls a layer", FSDP),
+    Part(f"{_STATE}._mp_policy", "parallel/fully_shard.py", "the dtype of a module's inputs", FSDP),
+    Part(f"{_STATE}._register_pre_backward_hook", "parallel/fully_shard.py", "a backward within manual steps", FSDP),
+    Part(f"{_STATE}._pre_forward", "parallel/gathered_calls.py", "a layer that is called in a hook", FSDP),
+    Part(f"{_STATE}._post_forward", "parallel/gathered_calls.py", "as above", FSDP),
+    Part(f"{_GROUP}._to_sharded", "parallel/fully_shard.py", "free what is whole", FSDP),
+    Part(f"{_GROUP}.post_backward", "parallel/fsdp_groups.py", "gradients of parameters that a rank did not use", FSDP),
+    Part(f"{_PARAM}._unsharded_param", "parallel/", "the whole parameter, for its gradient's hooks", FSDP),
+    Part(f"{_PARAM}._module_info", "parallel/", "the layers that a parameter belongs to", FSDP),
+    Part(
+        "torch.distributed.tensor.DTensor._local_tensor", "parallel/ planner/trace.py testing/crash.py", "a shard", FSDP
+    ),
+    Part(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "parallel/fully_shard.py",
+        "where a shard lies in the whole",
+        FSDP,
+    ),
+    Part("torch.distributed.tensor._dtensor_spec.DTensorSpec", "parallel/fully_shard.py", "shards of states", FSDP),
+    Part("torch.distributed.tensor._dtensor_spec.TensorMeta", "parallel/fully_shard.py", "as above", FSDP),
+    # weights that are drawn a layer at a time
+    Part("torch.utils._python_dispatch.TorchDispatchMode", "parallel/ planner/trace.py", "each operation", INIT),
+    Part("torch.utils._python_dispatch._disable_current_modes", "parallel/sharded_init.py", "to be out of it", INIT),
+    Part("torch._C.DisableTorchFunction", "parallel/sharded_init.py", "as above", INIT),
+    Part(
+        "torch._ops.OpOverload._schema", "parallel/sharded_init.py planner/trace.py", "what an operation changes", INIT
+    ),
+    # pipelines
+    Part(
+        f"{_SCHEDULES}.PipelineScheduleMulti._prepare_schedule_with_comms"
+        f"|{_SCHEDULES}._PipelineScheduleRuntime._prepare_schedule_with_comms",
+        "parallel/pipeline/stages.py",
+        "who sends what, with the last stage on the first rank",
+        PIPELINES,
+    ),
+    Part(
+        "torch.Tensor._post_accumulate_grad_hooks",
+        "parallel/pipeline/split_backward.py",
+        "hooks of gradients that are computed apart",
+        PIPELINES,
+    ),
+    Part(
+        f"{_SCHEDULES}._PipelineScheduleRuntime",
+        "parallel/pipeline/stages.py",
+        "all stages of one process",
+        ONE_PROCESS,
+    ),
+    Part(f"{_SCHEDULES}._Action", "parallel/pipeline/stages.py", "as above", ONE_PROCESS),
+    Part(f"{_SCHEDULES}._ComputationType", "parallel/pipeline/stages.py", "as above", ONE_PROCESS),
+    Part(
+        f"{_STAGE}.PipelineStage._warmup_forward_vote",
+        "parallel/pipeline/stages.py",
+        "a message between stages of several devices, before the first step",
+        "nothing: earlier releases send none",
+        since="2.12",
+    ),
+    Part(
+        f"{_STAGE}.PipelineStage._get_init_p2p_neighbors_ops",
+        "parallel/pipeline/stages.py",
+        "a message between ranks that one process has nobody for",
+        "nothing: it is replaced where torch has it",
+    ),
+    # the planner
+    Part("torch._subclasses.fake_tensor.FakeTensorMode", "planner/profile.py", "tensors without memory", PLAN),
+    Part(
+        "torch._subclasses.fake_tensor.DataDependentOutputException",
+        "loop/planning.py",
+        "models that look at values",
+        PLAN,
+    ),
+    Part("torch._subclasses.fake_tensor.DynamicOutputShapeException", "loop/planning.py", "as above", PLAN),
+    Part("torch.autograd._get_sequence_nr", "planner/trace.py", "the forward that a backward belongs to", PLAN),
+    Part("torch._C._current_autograd_node", "planner/trace.py", "as above", PLAN),
+    Part("torch.autograd.graph.Node._sequence_nr", "planner/trace.py", "as above", PLAN),
+    Part("torch._ops.OpOverload._overloadpacket", "planner/trace.py", "the name of an operation", PLAN),
+    # memory
+    Part(
+        f"{_HOOKS}._top_saved_tensors_default_hooks", "parallel/memory.py", "hooks of saved tensors beside ours", MEMORY
+    ),
+    Part(f"{_HOOKS}._pop_saved_tensors_default_hooks", "parallel/memory.py", "as above", MEMORY),
+    Part(f"{_HOOKS}._push_saved_tensors_default_hooks", "parallel/memory.py", "as above", MEMORY),
+    Part(
+        "torch.UntypedStorage._new_with_weak_ptr",
+        "parallel/memory.py parallel/sharded_init.py",
+        "memory that is still there",
+        MEMORY,
+    ),
+    Part(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "parallel/recompute.py",
+        "layers that torch's own wrapper recomputes",
+        "nothing: such layers are not there without it",
+    ),
+    # precision
+    Part(
+        "torch.amp.GradScaler._per_optimizer_states",
+        "parallel/fully_shard.py parallel/zero/optimizers.py precision/base.py",
+        "an overflow that only one rank has seen",
+        SCALER,
+    ),
+    # compiled modules
+    Part(
+        "torch._dynamo",
+        "loop/compiled.py loop/spawn_results.py parallel/ddp.py",
+        "whether anything is compiled",
+        COMPILE,
+    ),
+    Part("torch._dynamo.eval_frame.OptimizedModule", "loop/compiled.py", "the module that was compiled", COMPILE),
+    Part("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "loop/compiled.py parallel/ddp.py", "as above", COMPILE),
+    Part("torch.nn.Module._compiled_call_impl", "ground/compiled.py parallel/ddp.py", "module.compile()", COMPILE),
+    # supervision
+    Part(
+        "torch.distributed._functional_collectives", "supervise/collective_trace.py", "collectives of DTensors", TRACE
+    ),
+    Part("torch._C._distributed_c10d._resolve_process_group", "supervise/traced_groups.py", "their groups", TRACE),
+    Part("torch.distributed.ProcessGroup._device_types", "supervise/traced_groups.py", "a group's backends", TRACE),
+    Part(
+        "torch.distributed.distributed_c10d._get_object_coll_device",
+        "supervise/traced_groups.py",
+        "the backend of a collective of objects",
+        TRACE,
+    ),
+    Part("torch._C._get_accelerator", "supervise/traced_groups.py", "the backend of a barrier", TRACE),
+    Part(
+        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+        "supervise/collective_trace.py",
+        "the number of a collective",
+        TRACE,
+    ),
+    Part("torch.distributed.distributed_c10d._check_op", "supervise/collective_trace.py", "batched messages", TRACE),
+    Part("torch.cuda._is_in_bad_fork", "launch/spawn.py", "CUDA used before ranks are forked", "its message"),
+    Part(
+        "torch.distributed.rpc._is_current_rpc_agent_set", "parallel/backward_watcher.py", "distributed autograd", "rpc"
+    ),
+    Part("torch.distributed.autograd._current_context", "parallel/backward_watcher.py", "as above", "rpc"),
+    # testing
+    Part("torch.distributed.distributed_c10d._set_pg_timeout", "testing/pool.py", "a call's limit", TESTING),
+    Part("torch._C._distributed_c10d._set_thread_isolation_mode", "testing/pool.py", "groups of rank threads", TESTING),
+)
+
+
+@cache
+def missing(feature: str) -> tuple[Part, ...]:
+    """The parts of a feature that this torch does not have."""
+    return tuple(part for part in PARTS if part.feature == feature and not is_there(part.name))
+
+
+def refuse_without(feature: str, what: str, instead: str) -> None:
+    """Refuse a feature whose parts this torch lacks.
+
+    Args:
+        feature: one of `ASKED_FOR`.
+        what: as the user wrote it.
+        instead: the way out that is no other torch.
+
+    Raises:
+        MisconfigurationException: it lacks one, which is named.
+    """
+    lacking = missing(feature)
+    if lacking:
+        part = lacking[0]
+        raise MisconfigurationException(
+            f"{what} needs {part.name.replace('|', ' or ')} ({part.why}), which torch {torch.__version__} has not: "
+            f"take a torch from {part.since} on that lockstep was tested with, or {instead}."
+        )
+
+
+def is_there(name: str) -> bool:
+    """Whether this torch has a part: a module, what a module or a class has, or what objects of a class get."""
+    return any(map(_is_there, name.split("|")))
+
+
+def _is_there(name: str) -> bool:
+    found, names = _longest_module(name.split("."))
+    if found is None:
+        return False
+    for step, each in enumerate(names):
+        if hasattr(found, each):
+            found = getattr(found, each)
+            continue
+        return step == len(names) - 1 and isinstance(found, type) and _gives(found, each)
+    return True
+
+
+def _longest_module(names: list[str]) -> tuple[object, list[str]]:
+    """The module that a name begins with, and what is left of the name."""
+    for length in range(len(names), 0, -1):
+        try:
+            return importlib.import_module(".".join(names[:length])), names[length:]
+        except ImportError:
+            continue
+    return None, names
+
+
+def _gives(kind: type, attribute: str) -> bool:
+    """Whether the objects of a class have an attribute: by an annotation, or since a method names it."""
+    for base in kind.__mro__:
+        if attribute in vars(base).get("__annotations__", {}):
+            return True
+        methods = [vars(base)[name] for name in vars(base)]
+        if any(attribute in getattr(getattr(method, "__code__", None), "co_names", ()) for method in methods):
+            return True
+    return False
