@@ -297,6 +297,12 @@ PARTS: tuple[Part, ...] = (
         "an overflow that only one rank has seen",
         SCALER,
     ),
+    Part(
+        "torch.utils._triton.has_triton",
+        "precision/formats.py",
+        "whether layers can be compiled",
+        "nothing: it says so",
+    ),
     # compiled modules
     Part(
         "torch._dynamo",
@@ -327,7 +333,7 @@ PARTS: tuple[Part, ...] = (
         TRACE,
     ),
     Part("torch.distributed.distributed_c10d._check_op", "supervise/collective_trace.py", "batched messages", TRACE),
-    Part("torch.cuda._is_in_bad_fork", "launch/spawn.py", "CUDA used before ranks are forked", "its message"),
+    Part("torch.cuda._is_in_bad_fork", "ground/device.py", "CUDA used before ranks are forked", "its message"),
     Part(
         "torch.distributed.rpc._is_current_rpc_agent_set", "parallel/backward_watcher.py", "distributed autograd", "rpc"
     ),
