@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -98,10 +99,12 @@ class Part:
         return 1 if self.on_cpu else int(torch.get_device_module(self.device).device_count())
 
     def ranks(self, world: int, function: Callable[..., Any], *arguments: object, group: bool = True) -> list[Any]:
-        """What a function returns on each of so many fresh ranks, with a gloo group or none."""
+        """What a function returns on each of so many fresh ranks, with a group (gloo's on CPUs and CUDA) or none."""
         if self.pool is None:
+            from lockstep.testing.devices import VARIABLE
             from lockstep.testing.pool import RankPool
 
+            os.environ[VARIABLE] = self.device  # what carries the messages of the ranks' groups depends on it
             self.pool = RankPool(world, ("lockstep.trainer",))
         return list(self.pool.run(function, *arguments, world=world, timeout=max(5.0, self.left - 2), group=group))
 

@@ -131,12 +131,12 @@ def counted_waits(device: str, armed: bool = True, tells: bool | None = None) ->
     """Inside, each wait for the device is counted.
 
     Args:
-        device: its type; CUDA tells of waits.
+        device: its type; CUDA tells of waits, as does what has ``set_sync_debug_mode``.
         armed: whether they count from the beginning, or once `Waits.armed` is set.
         tells: whether to listen; by default where the device tells.
     """
-    is_cuda = device == "cuda"
-    waits = Waits(is_cuda if tells is None else tells, armed)
+    set_mode = getattr(module_of(device), "set_sync_debug_mode", None)
+    waits = Waits(set_mode is not None if tells is None else tells, armed)
     if waits.places is None:
         yield waits
         return
@@ -149,10 +149,10 @@ def counted_waits(device: str, armed: bool = True, tells: bool | None = None) ->
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show
-        if is_cuda:
-            torch.cuda.set_sync_debug_mode("warn")
+        if set_mode is not None:
+            set_mode("warn")
         try:
             yield waits
         finally:
-            if is_cuda:
-                torch.cuda.set_sync_debug_mode("default")
+            if set_mode is not None:
+                set_mode("default")

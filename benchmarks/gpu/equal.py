@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.gpu.checks import Numbers, Part, expect
+from benchmarks.gpu.groups import join
 from lockstep import LightningModule
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import check_equivalence
@@ -55,7 +56,7 @@ def report(name: str, world: int, accelerator: Any) -> tuple[bool, str, float]:
     """On a rank: whether it equals one process, in what not, and the largest difference that passed."""
     allow_this_torch()
     if not dist.is_initialized():
-        join(accelerator)
+        join(device_of(accelerator))
     module, strategy, flags = EQUAL[name]
     small = {"batch_size": 2} if module is Blocks else {}
     found = check_equivalence(
@@ -64,16 +65,11 @@ def report(name: str, world: int, accelerator: Any) -> tuple[bool, str, float]:
     return bool(found), str(found), found.largest
 
 
-def join(accelerator: str) -> None:
-    """Make the group of the ranks that a launcher has started, each with a device of its own."""
-    import os
-
-    number = int(os.environ["LOCAL_RANK"])
-    if accelerator == "gpu":
-        torch.cuda.set_device(number)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", number))
-    else:
-        dist.init_process_group("gloo")
+def device_of(accelerator: Any) -> str:
+    """The device type of what is given to ``Trainer(accelerator=...)``."""
+    return (
+        {"gpu": "cuda"}.get(accelerator, accelerator) if isinstance(accelerator, str) else str(accelerator.device_type)
+    )
 
 
 def allow_this_torch() -> None:
@@ -111,7 +107,7 @@ def trained(what: str, world: int, accelerator: Any, steps: int) -> list[str]:
 
     allow_this_torch()
     if not dist.is_initialized():
-        join(accelerator)
+        join(device_of(accelerator))
     strategy: Any = DDPStrategy()
     module: LightningModule = Plain()
     if what == "dropout":

@@ -1,4 +1,4 @@
-"""What goes over NCCL with one rank, and over gloo with two where there is no such device."""
+"""What goes over NCCL with one rank; over another device's backend, or gloo, with two."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.checks import Numbers, Part, expect
 from benchmarks.gpu.devices import accelerator_of
 from benchmarks.gpu.equal import allow_this_torch
+from benchmarks.gpu.groups import backend_of
 from benchmarks.gpu.modules import QUIET, Classifier, perceptron, rows
 
 HOOKS = ("allreduce", "fp16", "bf16", "int8", "power_sgd")
@@ -21,7 +22,7 @@ HOOKS = ("allreduce", "fp16", "bf16", "int8", "power_sgd")
 
 def run(part: Part) -> None:
     """Each check with each backend."""
-    for backend in ("nccl", "cpu:gloo,cuda:nccl") if part.is_cuda else ("gloo",):
+    for backend in ("nccl", backend_of(part.device)) if part.is_cuda else (backend_of(part.device),):
         for function in (reduced, *(hooked(name) for name in HOOKS), objects, exchanged):
             part.check(f"{function.__doc__} [{backend}]", on_ranks, part, function, backend)
         for name in ("optimizer in shards", "fsdp, clipped and saved", "fsdp on the CPU, clipped and saved"):

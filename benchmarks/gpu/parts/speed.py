@@ -7,7 +7,6 @@ import gc
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -183,10 +182,11 @@ def llama(device: str, small: bool) -> Case:
 def measured(part: Part, case: Case) -> Numbers:
     """All ways through a case, in turns, and whether they reach the goals."""
     works = made(part, case)
+    flops = flops_of(works[HAND])
     times = raced(part, case, works)
     numbers: Numbers = {
         "unit": case.unit,
-        "ways": {name: row(part, case, name, work, times) for name, work in works.items()},
+        "ways": {name: row(part, case, name, work, times, flops) for name, work in works.items()},
     }
     if part.is_cuda and not case.compiled:
         for name in (HAND, TRAINER):
@@ -205,7 +205,8 @@ def made(part: Part, case: Case) -> dict[str, Work]:
     ]
     left_out = [*missing, *(() if case.containers else (TORCH, TORCH_HOOK, CONTAINER))]
     torch.manual_seed(0)
-    origin = case.make().to(part.device)
+    with torch.device(part.device):
+        origin = case.make()
     shared = Work(origin, case.batch(), case.loss, case.optimizer, case.precision, part.device)
     works = {}
     for name in WAYS:
@@ -244,10 +245,10 @@ def timed(part: Part, work: Work, name: str, steps: int, warm: int) -> float:
     return median(found)
 
 
-def row(part: Part, case: Case, name: str, work: Work, times: dict[str, list[float]]) -> Numbers:
+def row(part: Part, case: Case, name: str, work: Work, times: dict[str, list[float]], flops: int) -> Numbers:
     """What is told of a way: time, throughput, share of the device's peak, memory, waits."""
     took = median(times[name])
-    flops, most = flops_of(case), peak_flops(case, part.device)
+    most = peak_flops(case, part.device)
     used, waits = memory_and_waits(part, name, work)
     return {
         "ms a step": round(took, 4),
@@ -279,17 +280,11 @@ def memory_and_waits(part: Part, name: str, work: Work) -> tuple[float | None, f
     return None if most is None or before is None else round(most - before + own, 1), waits.a_step(steps)
 
 
-@lru_cache
-def _flops(make: Callable[[], nn.Module], batch: Callable[[], tuple[torch.Tensor, ...]], loss: Any) -> int:
-    with torch.device("meta"):
-        model = make()
-        inputs = tuple(torch.empty_like(each, device="meta") for each in batch())
-    return measure_flops(model, lambda: loss(model, *inputs), lambda value: value)
-
-
-def flops_of(case: Case) -> int:
+def flops_of(work: Work) -> int:
     """Operations of a step, counted without computing them."""
-    return _flops(case.make, case.batch, case.loss)
+    model = copy.deepcopy(work.model).to("meta")
+    inputs = tuple(each.to("meta") for each in work.batch)
+    return measure_flops(model, lambda: work.loss(model, *inputs), lambda value: value)
 
 
 def peak_flops(case: Case, device: str) -> int | None:

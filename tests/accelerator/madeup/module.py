@@ -68,6 +68,9 @@ class Module:
     def synchronize(self, device: Any = None) -> None:
         queues.synchronize(device)
 
+    def set_sync_debug_mode(self, mode: str) -> None:
+        queues.debug_mode = mode
+
     # -- streams
 
     def current_stream(self, device: Any = None) -> Stream:

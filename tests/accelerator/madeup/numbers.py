@@ -35,7 +35,7 @@ class Generator:
 
     def get_state(self) -> Tensor:
         """16 bytes."""
-        return torch.tensor([self.seed, self.drawn], dtype=torch.int64).view(torch.uint8)
+        return torch.tensor([self.seed, self.drawn], dtype=torch.int64, device="cpu").view(torch.uint8)
 
     def set_state(self, state: Tensor) -> None:
         """What `get_state` gave."""

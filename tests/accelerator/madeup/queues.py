@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -117,11 +118,15 @@ class Mark:
 waits: Counter[str] = Counter()
 """How often the host has waited for a device in this process, by the reason."""
 _watches: list[list[tuple[str, str]]] = []
+debug_mode = "default"
+"""As CUDA's: "warn" says each wait in a warning."""
 
 
 def count_wait(why: str) -> None:
     """Note that the host waits for a device, for the line of Python that asked."""
     waits[why] += 1
+    if debug_mode == "warn":
+        warnings.warn(f"called a synchronizing {NAME} operation", stacklevel=2)
     if _watches:
         line = _asking_line()
         for watch in _watches:
