@@ -33,6 +33,7 @@ from lockstep.parallel.deepspeed import package
 from lockstep.parallel.deepspeed.flat_part import FlatPart
 from lockstep.parallel.deepspeed.partition import is_partitioned, partition, put, shapes_shown, span
 from lockstep.parallel.fully_shard import Policy
+from lockstep.parallel.layer_states import bring_states
 from lockstep.parallel.recompute import Layers, Save
 from lockstep.precision.base import Precision
 from lockstep.strategies import deepspeed_config as settings
@@ -265,6 +266,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         gather(buffers)
         for buffer in buffers:
             buffer.data = buffer.data.to(self.root_device)
+        bring_states(module, self.root_device)
         broadcast_buffers(buffers, 0, None)
         if self._stage == 3:
             self._exact = partition(module, self._engine_config(), self._dtype, self.root_device, gather)

@@ -24,6 +24,7 @@ from lockstep.ground.rank import does
 from lockstep.ground.torch_parts import FSDP, refuse_without
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
+from lockstep.parallel.layer_states import bring_states
 from lockstep.parallel.recompute import Layers, Save
 from lockstep.parallel.reducer import Reducer
 from lockstep.strategies.base import Strategy
@@ -203,6 +204,7 @@ class FSDPStrategy(ShardedStrategy):
         self._take_shards(ShardedModule(module))
 
     def _take_shards(self, shards: ShardedModule) -> None:
+        bring_states(self.module, self.root_device)
         self._sharded = shards
         self._ends_calls = shards.serve_calls(within=not self.module.automatic_optimization)
         self._watch(self.module)

@@ -18,6 +18,7 @@ from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedChec
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
+from lockstep.parallel.foreach import update_one_by_one
 from lockstep.parallel.late_parameters import LateParameters, LateTensors, beside
 from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.strategies.ranks import RankedStrategy, check_others
@@ -136,6 +137,7 @@ class ShardedStrategy(RankedStrategy):
         """Take the optimizers, unless they cannot update parts."""
         super().setup_optimizers(optimizers, configs)
         for optimizer in optimizers:
+            update_one_by_one(optimizer, self.module.parameters())
             name = type(optimizer).__name__
             if name in MIXES:
                 raise MisconfigurationException(

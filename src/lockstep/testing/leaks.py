@@ -36,8 +36,9 @@ UNWATCHED_VARIABLES = frozenset(
     }
 )
 
-SAMPLED = "lockstep-sample"
-"""A process that has been a rank keeps this thread, which tells others where it is (`lockstep.supervise.stack`)."""
+LASTING = frozenset(["lockstep-sample", "lockstep-device-marks"])
+"""A process that has been a rank keeps these threads, which tell others where it is, and what its device has done
+(`lockstep.supervise.stack`, `lockstep.supervise.device_marks`)."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def running(before: Snapshot, known: Iterable[int] = ()) -> list[str]:
         for thread in threading.enumerate()
         if id(thread) not in before.threads
         and type(thread).__name__ != "TMonitor"  # tqdm keeps one for good
-        and thread.name != SAMPLED
+        and thread.name not in LASTING
     ]
     return found
 

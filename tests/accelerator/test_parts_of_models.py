@@ -1,0 +1,38 @@
+"""Models in parts on a device that is not the CPU: whole parameters beside parts, layers with states of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.gpu.modules import QUIET, Classifier, perceptron
+from benchmarks.gpu.modules import rows as classes
+from lockstep import Trainer
+from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
+from lockstep.testing import check_equivalence
+from tests.accelerator.on_device import on_device
+from tests.equivalence.models import Blocks, rows
+
+STRATEGIES: list[Any] = [FSDPStrategy, lambda: ModelParallelStrategy(1, 2), lambda: ModelParallelStrategy(2, 1)]
+
+
+@on_device(2, group=True)
+def test_whole_parameters_are_updated_beside_parts() -> None:
+    """torch's optimizers gave both to one foreach function, as on all devices but the CPU, and it takes one kind."""
+    for strategy in STRATEGIES:  # each of them has some whole ones
+        report = check_equivalence(
+            Blocks, rows(13), strategy=strategy(), devices=2, batch_size=2, accelerator="madeup", gradient_clip_val=0.5
+        )
+        assert report, report
+
+
+@on_device(2, group=True)
+def test_a_metric_of_a_model_in_parts_is_on_the_device() -> None:
+    """Its states are neither parameters nor buffers: they stayed on the CPU, and the first update failed."""
+    pytest.importorskip("torchmetrics")
+    flags: dict[str, Any] = {**QUIET, "accelerator": "madeup", "devices": dist.get_world_size(), "max_epochs": 1}
+    trainer = Trainer(**flags, strategy=FSDPStrategy())
+    trainer.fit(Classifier(perceptron()), classes(16, 4), classes(8, 4))
+    assert 0 <= trainer.callback_metrics["accuracy"] <= 1
