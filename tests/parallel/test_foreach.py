@@ -12,7 +12,7 @@ from lockstep.parallel.foreach import update_one_by_one
 
 def parameters(*meshes: object) -> list[nn.Parameter]:
     """Some of which say that they are parts on a mesh."""
-    made = [nn.Parameter(torch.ones(2)) for _ in meshes]
+    made = [nn.Parameter(torch.ones(2, device="meta")) for _ in meshes]
     for parameter, mesh in zip(made, meshes, strict=True):
         if mesh is not None:
             parameter.device_mesh = mesh  # type: ignore[attr-defined]
@@ -45,6 +45,7 @@ def test_a_state_that_another_strategy_has_saved_does_not_undo_it() -> None:
     update_one_by_one(optimizer, mine)
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["foreach"] is False
+    assert optimizer.state_dict()["param_groups"] == saved["param_groups"]  # nor is it in what is saved
 
 
 def test_an_optimizer_without_such_functions_is_left_alone() -> None:
@@ -52,3 +53,12 @@ def test_an_optimizer_without_such_functions_is_left_alone() -> None:
     optimizer = torch.optim.SparseAdam(mine)
     update_one_by_one(optimizer, mine)
     assert "foreach" not in optimizer.param_groups[0]
+
+
+def test_parameters_on_the_cpu_are_left_alone() -> None:
+    """Where torch takes no such functions by itself."""
+    mine = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    mine[0].device_mesh = "mesh"  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(mine, 0.1)
+    update_one_by_one(optimizer, mine)
+    assert optimizer.param_groups[0]["foreach"] is None
