@@ -110,7 +110,7 @@ class SpikeDetection(Callback):
         spike = loss is not None and batch_idx >= self.warmup and self._is_spike(loss)
         finite = loss is None or math.isfinite(loss)
         if trainer.world_size > 1:
-            seen = torch.tensor([spike, not finite], dtype=torch.int32, device=trainer.strategy.root_device)
+            seen = torch.tensor([spike, not finite], dtype=torch.int32)
             anywhere = trainer.strategy.reduce(seen, reduce_op="max").tolist()
             spike, finite = bool(anywhere[0]), not anywhere[1]
         if spike:

@@ -131,6 +131,11 @@ STACK = Installation(
     ("supervise/stack.py",),
     "tell the supervisor where a rank is, also behind its fit, until the process ends",
 )
+DEVICE_MARKS = Installation(
+    "the thread lockstep-device-marks",
+    ("supervise/device_marks.py",),
+    "note which queued collectives the device is done with, also behind a fit, where other ranks may wait as well",
+)
 PASSED_ON = Installation(
     "the handler of the signal SIGRTMIN+10",
     ("supervise/signals.py",),

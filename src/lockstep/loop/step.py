@@ -112,7 +112,7 @@ class Step:
         self._unweighed = False  # whether it returned a loss without one in this window
         self._looked_at_keys = False
         self._weighs: bool | None = None  # whether it returns weights, as all ranks agree once one has returned a loss
-        self._factor = 1.0
+        self._factor: float | Tensor = 1.0
         self._share = 1.0
         automatic = self.module.automatic_optimization
         self._use_optimizers()
@@ -511,7 +511,7 @@ class Step:
             if self.shared and strategy.sync_gradients and self.hooks.on_after_backward is not None:
                 warnings.warn(NO_HOOK.format(rank=strategy.global_rank), stacklevel=2)  # on this rank, whichever it is
         else:
-            if factor != 1.0:
+            if isinstance(factor, Tensor) or factor != 1.0:  # of a device's nobody asks
                 loss = loss * factor
             if self._by_closure_road:
                 self._losses.append(loss.detach())
@@ -694,7 +694,7 @@ class Step:
         """Divide the weights that training steps returned out of the gradient; all ranks do it, or none."""
         weighed, unweighed = self.fit.weights is not None, self._unweighed
         if self._weighs is None:
-            kinds = torch.tensor([weighed, unweighed], dtype=torch.float32, device=self.strategy.root_device)
+            kinds = torch.tensor([weighed, unweighed], dtype=torch.float32)
             weighed, unweighed = self.strategy.reduce(kinds, reduce_op="max").bool().tolist()
             self._weighs = weighed if weighed or unweighed else None
         if (weighed and self._weighs is False) or (unweighed and self._weighs):

@@ -21,6 +21,7 @@ from lockstep.ground.parameters import plain_name
 from lockstep.ground.tree import tensors_in, tree_map
 from lockstep.parallel.consistency import broadcast_buffers, check_same_module
 from lockstep.parallel.fsdp_groups import groups_of, reduce_unused_parameters, set_waiting_gradient, waiting_gradient
+from lockstep.parallel.transport import Flags
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -290,6 +291,8 @@ class ShardedModule:
         self._is_running = self._goes_back = False
         self._used: set[int] = set()  # ids of parameters with a gradient from this rank's samples since a reduction
         self._heard: set[int] = set()  # ids of those that tell of their gradients
+        self._device: torch.device = self._groups[0].device if self._groups else torch.device("cpu")
+        self._told: Flags | None = None  # by this rank, of what it has used; nobody may have waited for it
         for part in self._parts:
             reduce_unused_parameters(part)
         self._entry = self._make_entry(module)
@@ -408,8 +411,11 @@ class ShardedModule:
     def _take_back(self, before: list[FSDPParam]) -> None:
         """Take away gradients that are there since the reduction, and to which no rank has given anything."""
         keys = [key for key, param in self._params.items() if param.sharded_param.requires_grad]
-        there = torch.tensor([int(key in self._used) for key in keys], dtype=torch.uint8)
-        anywhere = dict(zip(keys, comm.all_reduce(there, "max").tolist(), strict=True))
+        self._told = told = Flags(bytes(key in self._used for key in keys), None, self._device)
+        before = [param for param in before if id(param.sharded_param) not in self._used]
+        if not before and self._device.type != "cpu":
+            return  # who has used them all need not know of the others
+        anywhere = dict(zip(keys, told.of_all(), strict=True))
         for param in before:
             if not anywhere.get(id(param.sharded_param)):
                 param.sharded_param.grad = None

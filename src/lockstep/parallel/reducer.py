@@ -410,7 +410,7 @@ class Reducer:
         if group is not False:
             self._transport.flush()
             willing = self._static and not self.zero_weight and bool(self._arrived)
-            message = UsedParameters(self._buckets, willing, group, self._arrived)
+            message = UsedParameters(self._buckets, willing, group, self._arrived, self._buckets[0].device)
             self.collectives += message.work is not None
             self.bytes += message.nbytes
         for bucket in self._buckets:

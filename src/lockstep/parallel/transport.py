@@ -96,6 +96,45 @@ def all_gather(flat: Tensor, part: Tensor, group: comm.Group) -> Any:
 # -- who used what -------------------------------------------------------------------------------------------
 
 
+_HOST = torch.device("cpu")
+
+
+class Flags:
+    """Flags of a byte for each of several things, on their way over ``group``; the largest of all ranks counts.
+
+    Nobody waits for them but who asks. Where the host's tensors are carried they do not touch the device.
+
+    Args:
+        flags: this rank's.
+        group: the ranks that are to agree.
+        device: where the model is, by which flags travel where only devices send.
+
+    Attributes:
+        nbytes: what this rank sends.
+        work: the collective; None where there is nobody to tell.
+    """
+
+    def __init__(self, flags: bytes | bytearray, group: comm.Group, device: torch.device) -> None:
+        self._flags = torch.tensor(list(flags), dtype=torch.uint8)
+        self.nbytes = 0
+        self.work: Any = None
+        if flags and comm.world_size(group) > 1:
+            by = comm.carrier(group, self._flags.device)
+            if by.type != "cpu":
+                # from pinned memory, so that this process does not wait for the kernels of the backward
+                by = device if device.type == by.type else by
+                self._flags = pinned(self._flags, by).to(by, non_blocking=True)
+            self.nbytes = self._flags.nbytes
+            self.work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group, async_op=True)
+
+    def of_all(self) -> list[int]:
+        """The largest of each over the ranks."""
+        if self.work is not None:
+            self.work.wait()
+        found: list[int] = self._flags.tolist()
+        return found
+
+
 class UsedParameters:
     """The used flags of all buckets of a round, one byte for each parameter, on their way over ``group``.
 
@@ -105,6 +144,7 @@ class UsedParameters:
         group: the ranks that are to agree.
         arrived: names of the parameters to which this backward gave gradients, where ``willing``; other gradients were
             there before.
+        device: of the gradients.
 
     Attributes:
         nbytes: what this rank sends.
@@ -115,7 +155,12 @@ class UsedParameters:
     """The flag of a gradient of this backward, where ranks are willing: that of an older one is 1, and MAX tells."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], willing: bool, group: comm.Group, arrived: Collection[str] = ()
+        self,
+        buckets: Sequence[Bucket],
+        willing: bool,
+        group: comm.Group,
+        arrived: Collection[str] = (),
+        device: torch.device = _HOST,
     ) -> None:
         self._own = [bytes(bucket.used) for bucket in buckets]
         # A rank that used everything and is not willing knows what comes of it. A GPU would wait here for all of its
@@ -127,25 +172,17 @@ class UsedParameters:
             flags[1:] = bytes(
                 self.ARRIVED if flag and name in arrived else flag for flag, name in zip(flags[1:], names, strict=True)
             )
-        self._flags = torch.frombuffer(flags, dtype=torch.uint8)
-        self.nbytes = 0
-        self.work: Any = None
-        if comm.world_size(group) > 1:
-            by = comm.carrier(group, self._flags.device)
-            if by.type != "cpu":
-                # from pinned memory, so that this process does not wait for the kernels of the backward
-                by = buckets[0].device if buckets[0].device.type == by.type else by
-                self._flags = pinned(self._flags, by).to(by, non_blocking=True)
-            self.nbytes = self._flags.nbytes
-            self.work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group, async_op=True)
+        self._waits = device.type == "cpu"  # so that a lost rank is told where it is lost
+        self._flags = Flags(flags, group, device)
+        self.nbytes, self.work = self._flags.nbytes, self._flags.work
 
     def wait(self) -> tuple[list[Sequence[Any] | None], bool]:
         """For each bucket who got a gradient on any rank; and whether all ranks were willing."""
-        if self.work is not None:
-            self.work.wait()
         if not self._looks:
+            if self._waits and self.work is not None:
+                self.work.wait()
             return list(self._own), False
-        unwilling, *found = self._flags.tolist()
+        unwilling, *found = self._flags.of_all()
         parts: list[Sequence[Any] | None] = []
         start = 0
         for own in self._own:

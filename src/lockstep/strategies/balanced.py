@@ -21,7 +21,6 @@ from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.compiled import has_compiled
-from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.overrides import innermost
 from lockstep.ground.parameters import clip_by_value
@@ -484,8 +483,7 @@ class BalancedStrategy(RankedStrategy):
 
     def divide_gradients(self, weight: float | Tensor) -> float:
         """As the base does it; of a replica one rank has weights, and ranks average over replicas."""
-        mine = torch.as_tensor(weight, dtype=widest(self.root_device), device=self.root_device)
-        total = self.collectives.reduce(mine, reduce_op="sum").item()
+        total = self.summed_weight(weight).item()
         factor = self.replicas.count / total if total else 0.0
         for parameter in self.module.parameters():
             if parameter.grad is not None:

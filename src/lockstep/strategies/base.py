@@ -33,7 +33,7 @@ class LocalSteps(Protocol):
     def averaged_ranks(self) -> Sequence[int]:
         """The ranks, this one among them, over which gradients are averaged in the next round."""
 
-    def summed_weight(self, weight: Tensor) -> tuple[float, int]:
+    def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
         """The sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
 
 
@@ -209,18 +209,30 @@ class Strategy(Engine):
         for name, gradient in gradients.items():
             parameters[name].grad = gradient.to(parameters[name].device, parameters[name].dtype)
 
-    def divide_gradients(self, weight: float | Tensor) -> float:
+    def divide_gradients(self, weight: float | Tensor) -> float | Tensor:
         """Divide the window's gradients by the weights that all ranks' training steps returned; gives the factor."""
-        mine, local = torch.as_tensor(weight, dtype=widest(self.root_device), device=self.root_device), self.local_steps
+        local = self.local_steps
         if local is not None:
-            total, ranks = local.summed_weight(mine)
+            total, ranks = local.summed_weight(self.on_step_device(weight))
         else:
-            total, ranks = self.collectives.reduce(mine, reduce_op="sum").item(), self.world.size
-        factor = ranks / total if total else 0.0
+            total, ranks = self.summed_weight(weight), self.world.size
+        factor = _part(ranks, total)
         grads = [grad for optimizer in self.optimizers for grad in self.gradients_of(optimizer)]
         if grads:
             torch._foreach_mul_(grads, factor)
         return factor
+
+    def on_step_device(self, weight: float | Tensor) -> Tensor:
+        """A weight on this rank's device, for which nobody waits."""
+        device, dtype = self.root_device, widest(self.root_device)
+        if isinstance(weight, Tensor) and weight.device == device:
+            return weight.detach().to(dtype)
+        return torch.full((), float(weight), dtype=dtype, device=device)
+
+    def summed_weight(self, weight: float | Tensor) -> Tensor:
+        """The sum of all ranks' weights, on this rank's device."""
+        found: Tensor = self.collectives.reduce(self.on_step_device(weight), reduce_op="sum")
+        return found
 
     # -- time
 
@@ -440,3 +452,11 @@ class SingleDeviceStrategy(Strategy):
                 f"Trainer(accelerator={asked.type!r}{place}), or leave the strategy's device out."
             )
         super().connect(world, device, precision)
+
+
+def _part(ranks: int, total: Tensor) -> float | Tensor:
+    """The factor by which a sum over weights becomes a mean; on a device nobody waits for it."""
+    if total.device.type == "cpu":
+        weight = total.item()
+        return ranks / weight if weight else 0.0
+    return torch.where(total != 0, ranks / total, 0.0)

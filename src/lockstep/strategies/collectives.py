@@ -302,7 +302,7 @@ class Collectives:
         if self.world.size == 1:
             return tensor
         self.check_present(f"strategy.reduce(..., reduce_op={reduce_op!r})", group)
-        value = torch.as_tensor(tensor, device=self.device)
+        value = tensor if isinstance(tensor, Tensor) else torch.full((), tensor, device=self.device)
         name = str(reduce_op).rpartition(".")[2].lower()
         operation: Any = {"avg": "mean", "none": "sum"}.get(name, name)
         return comm.all_reduce(value, operation, group)  # which refuses others

@@ -224,12 +224,12 @@ class LocalSteps:
         local = self._rounds >= self._state.start_localSGD_iter
         return self._members if local else range(comm.world_size())
 
-    def summed_weight(self, weight: Tensor) -> tuple[float, int]:
+    def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
         """The sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
         over = self._reducer.round_group
         if over is False:
-            return weight.item(), 1
-        return comm.all_reduce(weight, "sum", over).item(), comm.world_size(over)
+            return weight, 1
+        return comm.all_reduce(weight, "sum", over), comm.world_size(over)
 
     def take_in(self, parameters: Iterable[Tensor]) -> None:
         """Average these parameters, too, from now on."""

@@ -22,7 +22,6 @@ from lockstep.checkpoint.sharded_io import EngineCheckpointIO
 from lockstep.cluster.local import told_local_rank
 from lockstep.cluster.world import World
 from lockstep.ground import comm
-from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.parameters import whole_shape
 from lockstep.ground.rank import does, rank_zero_info
@@ -529,8 +528,7 @@ class DeepSpeedStrategy(ShardedStrategy):
     def divide_gradients(self, weight: float | Tensor) -> float:
         """As on one process; the norms that offloading has noted are divided, too."""
         assert self._zero is not None
-        mine = torch.as_tensor(weight, dtype=widest(self.root_device), device=self.root_device)
-        total = self.collectives.reduce(mine, reduce_op="sum").item()
+        total = self.summed_weight(weight).item()
         factor = self.world.size / total if total else 0.0
         self._zero.scale_gradients(factor)
         return factor

@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from torch.distributed.distributed_c10d import GroupMember
 
 from lockstep.ground import comm
-from lockstep.ground.installed import FORK_TRACE, TORCH_COLLECTIVES
+from lockstep.ground.installed import DEVICE_MARKS, FORK_TRACE, TORCH_COLLECTIVES
 from lockstep.ground.rank import waits
 from lockstep.supervise.device_marks import DeviceMarks
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP, answer_by, calling
@@ -617,6 +617,7 @@ def take_down() -> None:
     while _replaced:
         home, name, value = _replaced.pop()
         setattr(home, name, value)
+    DEVICE_MARKS.remove()
 
 
 def set_location(where: Callable[[], tuple[str, int]] | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lockstep.ground.installed import DEVICE_MARKS
 from lockstep.supervise.trace_memory import TraceMemory
 
 PERIOD = 1.0
@@ -63,9 +64,13 @@ class DeviceMarks:
         self._open.append((index, mark))
         if self._thread is None:
             self._memory.watched()
-            self._thread = threading.Thread(target=self._run, name="lockstep-device-marks", daemon=True)
-            self._thread.start()
+            DEVICE_MARKS.install(self._start)
         return True
+
+    def _start(self) -> Callable[[], None]:
+        self._thread = threading.Thread(target=self._run, name="lockstep-device-marks", daemon=True)
+        self._thread.start()
+        return self._wakes.set
 
     def look(self) -> None:
         """Note the ends of those that the device is done with."""
@@ -81,10 +86,6 @@ class DeviceMarks:
             else:
                 self._open.append((index, mark))
         self._memory.watched()
-
-    def close(self) -> None:
-        """Look no more."""
-        self._wakes.set()
 
     def _run(self) -> None:
         while not self._wakes.wait(PERIOD):

@@ -1,0 +1,106 @@
+"""In a steady step of several ranks the host waits for nothing that is on the device."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lockstep import Callback, LightningModule
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import quiet
+
+FIRST, STEPS = 4, 4
+
+
+class Samples(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), float(index))
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return (torch.full((8,), float(index)) for index in range(64))
+
+
+class Net(LightningModule):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=self.what == "sync_dist")
+        self.log("least", loss.detach() / 2, reduce_fx="min")
+        if self.what == "weight":
+            return {"loss": loss, "weight": torch.full((), 3.0, device=loss.device)}
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("v", self.net(batch).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+class Watch(Callback):
+    """Notes the waits of some steps, or batches of the validation."""
+
+    def __init__(self, validation: bool) -> None:
+        self.validation = validation
+        self.waits: list[tuple[str, str]] = []
+        self._inside = ExitStack()
+
+    def _at(self, batch_idx: int) -> None:
+        from tests.accelerator.madeup import queues
+
+        if batch_idx == FIRST:
+            self.waits = self._inside.enter_context(queues.watched_waits())
+        if batch_idx == FIRST + STEPS:
+            self._inside.close()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self.validation:
+            self._at(batch_idx)
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self.validation:
+            self._at(batch_idx)
+
+
+def _waits(what: str) -> list[tuple[str, str]]:
+    watch = Watch(what.endswith("validation"))
+    module = Net(what)
+    train = DataLoader(Stream() if what == "iterable" else Samples(), 2)
+    flags: dict[str, Any] = {"gradient_clip_val": 1.0} if what == "clip" else {}
+    trainer = quiet(
+        strategy="fsdp" if what.startswith("fsdp") else "ddp",
+        devices=2,
+        max_epochs=1,
+        callbacks=[watch],
+        num_sanity_val_steps=0,
+        limit_train_batches=1 if watch.validation else None,
+        limit_val_batches=None if watch.validation else 0,
+        log_every_n_steps=1000,
+        **flags,
+    )
+    trainer.fit(module, train, DataLoader(Samples(), 2))
+    return watch.waits
+
+
+@pytest.mark.parametrize("what", ["plain", "clip", "iterable", "weight", "fsdp", "validation", "fsdp validation"])
+def test_nobody_waits_for_the_device(madeup: RankPool, what: str) -> None:
+    """Each of them was a copy up, a collective and a copy down, behind all that the device had yet to do."""
+    waits = madeup(2).run(_waits, what)
+    assert waits == [[], []]
