@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop.device_errors import device_error
 from lockstep.module import LightningModule
 
 Teller = Callable[[LightningModule, str, "re.Match[str]"], "str | None"]
@@ -30,6 +31,10 @@ def in_words(module: LightningModule | None, strategy: str, error: BaseException
             "ended, say. Give it a default, `next(iterator, None)`, or begin the iterator anew.",
         )
     if module is None or len(error.args) != 1 or isinstance(error, (MisconfigurationException, KeyError, OSError)):
+        return
+    of_devices = device_error(module, error)
+    if of_devices is not None:
+        error.args = (of_devices,)
         return
     text = str(error)
     for form, tell in TOLD:
