@@ -118,9 +118,11 @@ class Waits:
 _PLACES_LEFT_OUT = (str(Path(torch.__file__ or "").parent), __file__, warnings.__file__, "<")
 
 
-def place_of(frames: traceback.StackSummary) -> str:
-    """``file.py:12 function`` of the innermost frame that is not torch's."""
-    own = [frame for frame in frames if not frame.filename.startswith(_PLACES_LEFT_OUT)]
+def place_of(frames: traceback.StackSummary, device: str) -> str:
+    """``file.py:12 function`` of the innermost frame that is neither torch's nor of the device's own package."""
+    file = getattr(sys.modules.get(type(module_of(device)).__module__), "__file__", None)
+    left_out = (*_PLACES_LEFT_OUT, *([str(Path(file).parent)] if file else []))
+    own = [frame for frame in frames if not frame.filename.startswith(left_out)]
     frame = own[-1] if own else frames[-1]
     path = Path(frame.filename)
     return f"{path.parent.name}/{path.name}:{frame.lineno} {frame.name}"
@@ -144,7 +146,7 @@ def counted_waits(device: str, armed: bool = True, tells: bool | None = None) ->
 
     def show(message: Any, *rest: Any, **more: Any) -> None:
         if waits.armed and WAITS in str(message):
-            places[place_of(traceback.extract_stack(sys._getframe(1)))] += 1
+            places[place_of(traceback.extract_stack(sys._getframe(1)), device)] += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -54,7 +53,6 @@ def compared(part: Part, name: str, world: int, accelerator: Any, group: bool) -
 
 def report(name: str, world: int, accelerator: Any) -> tuple[bool, str, float]:
     """On a rank: whether it equals one process, in what not, and the largest difference that passed."""
-    allow_this_torch()
     if not dist.is_initialized():
         join(device_of(accelerator))
     module, strategy, flags = EQUAL[name]
@@ -70,15 +68,6 @@ def device_of(accelerator: Any) -> str:
     return (
         {"gpu": "cuda"}.get(accelerator, accelerator) if isinstance(accelerator, str) else str(accelerator.device_type)
     )
-
-
-def allow_this_torch() -> None:
-    """Let what refuses an older torch by its version be tried all the same: these checks say whether it works."""
-    from lockstep.ground import device
-
-    if hasattr(device, "refuse_older_torch"):
-        own = tuple(int(number) for number in torch.__version__.split(".")[:2])
-        device.TRIED = min(device.TRIED, own)
 
 
 # -- what cannot be compared with one process ------------------------------------------------------------------
@@ -105,7 +94,6 @@ def trained(what: str, world: int, accelerator: Any, steps: int) -> list[str]:
     from lockstep.parallel import hooks
     from lockstep.testing.equivalence import digest
 
-    allow_this_torch()
     if not dist.is_initialized():
         join(device_of(accelerator))
     strategy: Any = DDPStrategy()

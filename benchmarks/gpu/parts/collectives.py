@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.checks import Numbers, Part, expect
 from benchmarks.gpu.devices import accelerator_of
-from benchmarks.gpu.equal import allow_this_torch
 from benchmarks.gpu.groups import backend_of
 from benchmarks.gpu.modules import QUIET, Classifier, perceptron, rows
 
@@ -38,7 +37,6 @@ def on_ranks(part: Part, function: Any, backend: str, *arguments: Any) -> Number
 
 def in_group(function: Any, device: str, backend: str, *arguments: Any) -> Numbers:
     """On a rank: the function, in a group of this backend."""
-    allow_this_torch()
     if not dist.is_initialized():
         where = torch.device("cuda", 0)
         torch.cuda.set_device(where)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.gpu.checks import Numbers, Part, Skip, expect
-from benchmarks.gpu.equal import allow_this_torch, run_alike, run_equal
+from benchmarks.gpu.equal import run_alike, run_equal
 from lockstep.testing import SharedCard
 
 WORLD = 2
@@ -19,7 +19,6 @@ COUNTS = (2, 4)
 
 def run(part: Part) -> None:
     """Each case, with a fresh group."""
-    allow_this_torch()  # for one process that a pool forks later
     if not (part.is_cuda or part.on_cpu):
         part.check("two ranks on one device", _left_out, part)
         return

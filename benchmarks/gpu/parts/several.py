@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.engine.language import GPT, LARGE, TINY
 from benchmarks.gpu.checks import Numbers, Part, Skip, expect
 from benchmarks.gpu.devices import Clock, accelerator_of
-from benchmarks.gpu.equal import allow_this_torch, run_alike, run_equal
+from benchmarks.gpu.equal import run_alike, run_equal
 from benchmarks.gpu.groups import join
 from benchmarks.gpu.modules import QUIET, Classifier, Language, perceptron, rows, text
 from benchmarks.gpu.parts.life import asleep
@@ -86,7 +86,6 @@ def steps_of(device: str, world: int, small: bool) -> tuple[float, float, int]:
     """On a rank: milliseconds of a step that reduces and of one that does not, and tokens of a step."""
     from lockstep import Callback, Trainer
 
-    allow_this_torch()
     join(device)
     size, count, steps = (TINY, 2, 4) if small else (LARGE, 64, 30)
 
@@ -167,7 +166,6 @@ def opened(device: str, world: int) -> int:
     from lockstep import Trainer
     from lockstep.callbacks import ModelCheckpoint
 
-    allow_this_torch()
     join(device)
     saved = ModelCheckpoint(dirpath=f"contexts-{time.time():.0f}", every_n_train_steps=2)
     flags: dict[str, Any] = {**QUIET, "accelerator": accelerator_of(device), "devices": world, "max_epochs": 1}

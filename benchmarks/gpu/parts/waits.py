@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from benchmarks.gpu.checks import Numbers, Part, expect
 from benchmarks.gpu.devices import Waits, accelerator_of, counted_waits
-from benchmarks.gpu.equal import allow_this_torch
 from benchmarks.gpu.modules import QUIET, Classifier, Stream, perceptron, rows
 from lockstep import Callback, Trainer
 from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -115,7 +114,6 @@ def run(part: Part) -> None:
 
 def waited(device: str, name: str, steps: int) -> Numbers:
     """Waits a step, with their places."""
-    allow_this_torch()
     make, allowed = cases(steps)[name]
     module, loader, flags = make()
     flags = {name: value() if callable(value) else value for name, value in flags.items()}

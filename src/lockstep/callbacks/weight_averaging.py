@@ -212,7 +212,13 @@ class WeightAveraging(Callback):
     def _update(self, pl_module: LightningModule) -> None:
         assert self._average is not None, "an update before on_train_start"
         self._check(pl_module)
-        self._average.update_parameters(pl_module)
+        # The update asks for the counter on the device: a copy would wait until all that is queued there is done.
+        counter: Any = self._average.n_averaged
+        counter.to = lambda device: torch.full_like(counter, int(counter), device=device)
+        try:
+            self._average.update_parameters(pl_module)
+        finally:
+            del counter.to
 
     def _has_average(self) -> bool:
         return self._average is not None and int(self._average.n_averaged) > 0
