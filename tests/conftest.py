@@ -38,6 +38,7 @@ from hypothesis import settings  # noqa: E402
 from lockstep.ground import seed  # noqa: E402
 from lockstep.testing import leaks  # noqa: E402
 from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
+from tests.accelerator.left_out import why_not  # noqa: E402
 
 gc.enable()
 if DEVICE == "madeup":
@@ -66,6 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SECONDS_SLOW))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if DEVICE == "madeup" and (reason := why_not(item.nodeid, getattr(item, "fixturenames", []))):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -82,6 +82,23 @@ def test_the_name_alone_stands_for_the_current_device() -> None:
 
 
 @on_device()
+def test_complex_numbers_are_those_of_the_cpu_also_where_they_are_conjugated_later() -> None:
+    one, two = (torch.randn(3, 3, dtype=torch.complex128) for _ in range(2))
+    there, other = one.to("madeup"), two.to("madeup").requires_grad_()
+    (there @ other).imag.square().sum().backward()
+    two.requires_grad_()
+    (one @ two).imag.square().sum().backward()
+    assert other.grad is not None
+    assert two.grad is not None
+    for found, expected in (
+        (there.mH @ there, one.mH @ one),
+        (there.conj().imag, one.conj().imag),
+        (other.grad, two.grad),
+    ):
+        torch.testing.assert_close(found.cpu(), expected)
+
+
+@on_device()
 def test_views_share_memory_and_outputs_grow() -> None:
     base = torch.zeros(2, 3, device="madeup")
     base.view(6)[1::2].add_(1)
@@ -105,6 +122,16 @@ def test_a_module_that_moves_keeps_its_parameters() -> None:
     assert net.cpu().weight is weight
     assert weight.grad is not None
     assert weight.grad.device.type == "cpu"
+
+
+@on_device()
+def test_hooks_of_a_parameter_move_with_it() -> None:
+    net = nn.Linear(1, 1, bias=False)
+    called: list[str] = []
+    net.weight.register_hook(lambda gradient: called.append(f"gradient {gradient.device}"))
+    net.weight.register_post_accumulate_grad_hook(lambda weight: called.append(f"weight {weight.device}"))
+    net.to("madeup:1").weight.sum().backward()
+    assert called == ["gradient madeup:1", "weight madeup:1"]
 
 
 @on_device()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.ground import comm
 from lockstep.testing.pool import RankFailure, RankPool
 from tests.accelerator.on_device import on_device
 
@@ -173,6 +174,22 @@ def test_a_barrier_stops_the_host() -> None:
         dist.barrier()
     assert [each[0] for each in waits] == ["barrier"]
     assert time.monotonic() - begun > 0.09
+
+
+@on_device(2)
+def test_tensors_that_are_on_the_cpu_on_one_rank_alone_travel_by_one_backend() -> None:
+    """After a pipeline each rank gets others' blocks on the CPU, which their owner has on its device: it sent them
+    by the device's backend, and the others waited at gloo, without end."""
+    rank = _meet(BOTH)
+    tensors = [
+        torch.full((3,), rank + number, dtype=dtype) for number, dtype in enumerate((torch.int32, torch.float64))
+    ]
+    if rank == 0:
+        tensors = [each.to("madeup") for each in tensors]
+    tensors.append(torch.full((1,), rank + 5.0, device="madeup"))
+    comm.broadcast_tensors(tensors, 0, over=torch.device("madeup", rank))
+    assert [each.tolist() for each in tensors] == [[0, 0, 0], [1.0, 1.0, 1.0], [5.0]]
+    assert {each.device.type for each in tensors[:2]} == {"madeup" if rank == 0 else "cpu"}
 
 
 def _lost(ends: int) -> float:

@@ -56,7 +56,7 @@ class Weighted(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, count = batch
-        counts = torch.arange(6) < count[:, None]
+        counts = torch.arange(6, device=count.device) < count[:, None]
         distance = (self.net(x) - x).square()
         return {"loss": distance[counts].mean(), "weight": self.weight(count)}
 

@@ -44,7 +44,7 @@ class Changes(LightningModule):
         self.changed = True
         if self.grows:
             torch.manual_seed(7 + self.global_rank)
-            self.net.append(nn.Linear(1, 1).double())
+            self.net.append(nn.Linear(1, 1).double().to(self.device))
         put(self, torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9), self.way)
 
     def on_train_epoch_start(self) -> None:

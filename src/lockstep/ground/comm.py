@@ -352,35 +352,43 @@ def scatter_objects(objects: list[Any], group: Group = None) -> Any:
 
 @waits()
 def broadcast_tensors(
-    tensors: Iterable[Tensor], src: int = 0, group: Group = None, *, piece: int | None = None
+    tensors: Iterable[Tensor],
+    src: int = 0,
+    group: Group = None,
+    *,
+    piece: int | None = None,
+    over: torch.device | None = None,
 ) -> None:
     """Overwrite ``tensors`` on every rank with those of rank ``src``, bitwise, many of them in one message.
 
     Args:
         tensors: same shapes, dtypes and order on every rank; strided views and any dtype are fine.
         piece: bytes of a message (more for a larger tensor); `BROADCAST_BYTES` if None.
+        over: this rank's device, by which all tensors travel: give it where a tensor may be on the CPU on one rank and
+            on a device on another, for which a group may have two backends, each of which waits for all ranks.
     """
     if world_size(group) == 1:
         return
     with torch.no_grad():
-        for chunk in _chunks(tensors, BROADCAST_BYTES if piece is None else piece):
-            parts = [as_bytes(tensor) for tensor in chunk]
-            flat = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(carrier(group, chunk[0].device))
+        for chunk in _chunks(tensors, BROADCAST_BYTES if piece is None else piece, over is None):
+            there = carrier(group, chunk[0].device if over is None else over)
+            parts = [as_bytes(tensor) if over is None else as_bytes(tensor).to(there) for tensor in chunk]
+            flat = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(there)
             dist.broadcast(flat, _global_rank(src, group), group)
             if len(parts) == 1 and flat.data_ptr() == chunk[0].data_ptr():
                 continue
-            arrived = flat.to(chunk[0].device).split([part.numel() for part in parts])
-            for tensor, data in zip(chunk, arrived, strict=True):
+            arrived = flat.to(chunk[0].device) if over is None else flat
+            for tensor, data in zip(chunk, arrived.split([part.numel() for part in parts]), strict=True):
                 tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-def _chunks(tensors: Iterable[Tensor], piece: int) -> Iterator[list[Tensor]]:
-    """Tensors that travel together: of one device, wide dtypes first, so that each starts at a multiple of
-    its width and its bytes can be viewed as its dtype again. Large ones travel alone."""
-    by_device: dict[torch.device, list[Tensor]] = {}
+def _chunks(tensors: Iterable[Tensor], piece: int, apart: bool) -> Iterator[list[Tensor]]:
+    """Tensors that travel together, those of each device ``apart`` or all: wide dtypes first, so that each starts at
+    a multiple of its width and its bytes can be viewed as its dtype again. Large ones travel alone."""
+    by_device: dict[torch.device | None, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(tensor)
+            by_device.setdefault(tensor.device if apart else None, []).append(tensor)
     for alike in by_device.values():
         chunk: list[Tensor] = []
         size = 0

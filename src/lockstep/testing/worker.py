@@ -19,6 +19,7 @@ import datetime
 import faulthandler
 import gc
 import importlib
+import io
 import os
 import pickle
 import random
@@ -33,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -134,7 +136,7 @@ def run(call: Call, before: leaks.Snapshot) -> Outcome:
         function, arguments = pickle.loads(call.body)
         value = function(*arguments)
         ended = time.monotonic()
-        body = cloudpickle.dumps(value)
+        body = packed(value)
         del function, arguments, value
         _refuse_leaks(before)
         return Outcome(ended, body)
@@ -143,6 +145,22 @@ def run(call: Call, before: leaks.Snapshot) -> Outcome:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Writes tensors of a device as those of the CPU: who reads may not have it, or not under its number."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.device.type not in ("cpu", "meta"):  # type: ignore[attr-defined]
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[attr-defined]
+        return super().reducer_override(obj)
+
+
+def packed(value: object) -> bytes:
+    """What a call has returned, to travel to the process of the tests."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
 
 
 def _refuse_leaks(before: leaks.Snapshot) -> None:

@@ -64,6 +64,7 @@ def register() -> None:
         "resize_": own.resize_,
         "_copy_from": own.copy_from,
         "_copy_from_and_resize": own.copy_from,
+        "_to_copy": own.to_copy,
         "native_dropout": own.native_dropout,
     }
     for name, function in kinds.items():

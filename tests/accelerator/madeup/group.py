@@ -90,7 +90,7 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, size)
         self._rank, self._size = rank, size
         self._made = store, timeout
-        self._gloos: dict[str, Any] = {"collectives": self._gloo("collectives")}
+        self._gloos: dict[str, Any] = {each: self._gloo(each) for each in ("collectives", "cpu")}
         self._lanes = {"collectives": Lane("collectives")}
         self._begun = 0
         self._aborted = threading.Event()
@@ -107,8 +107,6 @@ class Group(dist.ProcessGroup):
         takes = settings.takes_cpu
         if not (takes if takes >= 0 else any(each.type == "cpu" for each in self._device_types)):
             raise RuntimeError("No backend type associated with device type cpu")
-        if "cpu" not in self._gloos:
-            self._gloos["cpu"] = self._gloo("cpu")
         return self._gloos["cpu"]
 
     def _do(self, name: str, *args: Any, result: Any = None) -> Any:

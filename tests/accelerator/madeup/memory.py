@@ -43,7 +43,11 @@ def _twin(tensor: Tensor, kind: int, index: int) -> Tensor:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The twin on the CPU of a tensor of the device."""
+    """The twin on the CPU of a tensor of the device, whose memory may be said to be conjugated or negated."""
+    if tensor.is_conj():
+        return on_host(tensor.conj()).conj()
+    if tensor.is_neg():
+        return torch._neg_view(on_host(torch._neg_view(tensor)))
     return _twin(tensor, _HOST, 0)
 
 

@@ -64,7 +64,7 @@ def copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
         return _across(source, to)
     up = on_it(to)
     lane = lane_of((to if up else source).device.index)
-    there, here = (on_host(to), source) if up else (to, _read(source))
+    there, here = (on_host(to), source) if up else (to, on_host(source))
     host = source if up else to
     if not non_blocking or not (up or is_pinned(to)):
         count_wait("copy to the device" if up else "copy to the cpu")
@@ -80,19 +80,29 @@ def copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
     return to
 
 
-def _read(tensor: Tensor) -> Tensor:
-    """The twin on the CPU, of a tensor that may say of its memory that it is to be conjugated or negated."""
-    if tensor.is_conj():
-        return _read(tensor.conj()).conj()
-    if tensor.is_neg():
-        return torch._neg_view(_read(torch._neg_view(tensor)))
-    return on_host(tensor)
+def to_copy(
+    tensor: Tensor,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> Tensor:
+    """``aten::_to_copy``; to the CPU without waiting into pinned memory, for which torch asks the device's C++."""
+    to = tensor.device if device is None else torch.device(device)
+    memory = torch.empty_like(
+        tensor, dtype=dtype, device=to, memory_format=memory_format or torch.preserve_format, pin_memory=False
+    )
+    if non_blocking and not on_it(memory):
+        pinned(memory)
+    return memory.copy_(tensor, non_blocking)
 
 
 def _across(source: Tensor, to: Tensor) -> Tensor:
     """From a device to a device: behind what both have queued, and before what they will."""
     mine, its = lane_of(to.device.index), lane_of(source.device.index)
-    there, here = on_host(to), _read(source)
+    there, here = on_host(to), on_host(source)
     if not mine.busy and not its.busy and not settings.queued:
         there.copy_(here)
         return to

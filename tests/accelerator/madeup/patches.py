@@ -41,10 +41,24 @@ def set_data(tensor: Tensor, other: Tensor) -> None:
     if on_it(tensor) == on_it(other):
         _data.__set__(tensor, other)
         return
-    made = other.detach()
-    if isinstance(tensor, torch.nn.Parameter):
-        made = torch.nn.Parameter(made, tensor.requires_grad)
-    torch.utils.swap_tensors(tensor, made)
+    grad = tensor.grad if tensor.is_leaf else None
+    made = other.detach().requires_grad_(tensor.requires_grad)
+    if grad is not None:
+        made.grad = grad.to(made.device)
+    hooks = {name: getattr(tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    torch._C._swap_tensor_impl(tensor, made)
+    for name, registered in hooks.items():  # Python has them still, and autograd is to know them again
+        if registered:
+            setattr(tensor, name, registered)
+
+
+def compatible(input: Tensor, from_: Tensor) -> bool:
+    """``torch._has_compatible_shallow_copy_type``: `Module.to` sets the parameters' ``data``; they stay themselves."""
+    return True
+
+
+# torch's compiler compares the signature with its own, whose annotations are types
+compatible.__annotations__ = {"input": Tensor, "from_": Tensor, "return": bool}
 
 
 def restored(storage: Any, location: str) -> Any:
@@ -135,8 +149,9 @@ def _stats(index: int) -> dict[str, Any]:
 def apply() -> None:
     """Put all of them in place."""
     Tensor.to = to  # type: ignore[method-assign,assignment]
+    torch.nn.parameter.UninitializedTensorMixin._allowed_methods.append(to)  # lazy layers, too, move
     Tensor.data = property(_data.__get__, set_data)  # type: ignore[assignment,method-assign]
-    torch.__future__.set_swap_module_params_on_conversion(True)  # Module.to: parameters stay the same objects
+    torch._has_compatible_shallow_copy_type = compatible
     storage: Any = torch.UntypedStorage
     storage.resize_, storage.size, storage.nbytes = memory.resize_storage, memory.storage_size, memory.storage_nbytes
     Tensor.is_pinned = lambda tensor, device=None: memory.is_pinned(tensor)  # type: ignore[method-assign]

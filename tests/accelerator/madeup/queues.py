@@ -52,12 +52,12 @@ class Lane:
                 self._thread.start()
 
     def _work(self) -> None:
-        torch._C._set_grad_enabled(False)
         while True:
             item = self._items[0]
             try:
                 if self.error is None or isinstance(item, Mark):
-                    item()
+                    with torch.inference_mode():  # what is written may be a tensor of that mode
+                        item()
             except BaseException as error:  # it is raised where the host waits
                 self.error = error
             del item

@@ -95,7 +95,7 @@ class WholeModule:
         state = dict(chain(self._parameters.items(), self.module.named_buffers()))
         for place in range(comm.world_size(self.pipeline)):
             theirs = [each.detach() for name, each in state.items() if self._owner(name) == place]
-            comm.broadcast_tensors(theirs, place, self.pipeline)
+            comm.broadcast_tensors(theirs, place, self.pipeline, over=self.device)
 
     def _after_fit(self, name: str) -> torch.device:
         device = self.placement.device_of(name)

@@ -1,0 +1,72 @@
+"""What of the suite does not run on the made-up device, and why."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+DEEPSPEED = "DeepSpeed chooses its device itself, and has no such"
+LIGHTNING = "compares with Lightning, which takes no such device"
+SAYS = "looks for the CPU's words"
+CPUS = "measures what is so on the CPU alone"
+SPARSE = "the device has no sparse tensors"
+DRAWN = "compares with weights that were drawn on the CPU"
+LATER = "ranks agree at once by a page that they share, which a device's queue is not read by"
+TIED = "its tied layers would be on two devices"
+SLOWER = "compares measured seconds, which the device's queues take"
+THEIRS = "has tensors or a metric of its own on the CPU, as a script for a device may not"
+
+LEFT_OUT = {
+    "tests/strategies/test_deepspeed*": DEEPSPEED,
+    "*eepspeed*": DEEPSPEED,
+    "*DeepSpeed*": DEEPSPEED,
+    "tests/loop/test_fit.py::test_batches_reach_training_step_as_the_loader_made_them": "a batch is copied to a device",
+    "tests/loop/test_fit_messages.py::test_the_first_line_says_devices_strategy_precision_and_folder": SAYS,
+    "tests/loop/test_fit_messages.py::test_rank_0_says_it": SAYS,
+    "tests/loop/test_memory.py::*": CPUS,
+    "tests/loop/test_profiled.py::test_the_actions_of_a_fit": CPUS,
+    "tests/loop/test_handover.py::*ddp_fork*": "this process uses the device, and cannot be copied",
+    "tests/loop/test_lazy_layers.py::test_they_train_as_layers_that_have_seen_a_batch[flags?]": DRAWN,
+    "tests/loop/test_stopping.py::test_one_rank_stops_all_at_the_same_step[flags0-*": LATER,
+    "tests/loop/test_stopping.py::test_one_rank_stops_all_at_the_same_step[flags1-*": LATER,
+    "tests/loop/test_stopping.py::test_ctrl_c_on_one_rank_ends_all[training_step-2-*": LATER,
+    "tests/loop/test_signals.py::test_one_rank_that_hears_of_it_ends_all_at_the_same_step*": LATER,
+    "tests/loop/test_decisions_on_ranks.py::test_one_rank_s_clock_saves_on_all_ranks*": LATER,
+    "tests/loop/test_empty_shares.py::test_a_sample_was_counted_on_ranks_that_had_borrowed_it*": THEIRS,
+    "tests/loop/test_empty_shares.py::test_hooks_that_do_not_run_on_ranks_without_samples*": THEIRS,
+    "tests/loop/test_empty_shares.py::test_a_padding_batch_leaves_no_trace_in_the_module": THEIRS,
+    "tests/loop/test_metrics.py::test_a_metric_that_the_user_computes_on_a_rank*": THEIRS,
+    "tests/loop/test_ready_made.py::test_a_list_of_ready_made_nests_was_taken_for_several*arrays*": THEIRS,
+    "tests/loop/test_mistakes.py::*Resized*": THEIRS,
+    "tests/loop/test_balance.py::test_a_step_that_is_measured_has_one_frame*": CPUS,
+    "tests/loop/test_balance.py::test_a_resume_goes_on_with_the_shares*": SLOWER,
+    "tests/loop/test_balance.py::test_a_checkpoint_of_a_balanced_run_goes_on*": SLOWER,
+    "tests/loop/test_balance.py::test_a_rank_takes_no_more_than_its_memory*": CPUS,
+    "tests/loop/test_mistakes.py::*Sparse*": SPARSE,
+    "tests/strategies/test_one_process.py::*": TIED,
+    "tests/strategies/test_options.py::test_sparse_gradients_are_averaged": SPARSE,
+    "tests/strategies/test_late_parameters.py::*": THEIRS,
+    "tests/strategies/test_norms.py::test_a_layer_that_the_user_synchronized_meets*": THEIRS,
+    "tests/strategies/test_options.py::test_on_gloo_they_are_told_to_have_no_effect*": SAYS,
+    "tests/strategies/test_options.py::test_nccl_on_the_cpu_is_refused*": SAYS,
+    "tests/strategies/test_resplit.py::test_a_slow_rank_gets_fewer_blocks*": SLOWER,
+    "tests/strategies/test_leave_device.py::*": CPUS,
+    "tests/loop/test_resume_on_others.py::*Table*": SPARSE,
+}
+"""Patterns of the tests' names, and the reason."""
+
+
+def why_not(name: str, fixtures: list[str]) -> str:
+    """Why a test does not run on the device, or nothing.
+
+    Args:
+        name: as pytest writes it.
+        fixtures: what the test asks for.
+    """
+    if "lightning" in fixtures:
+        return LIGHTNING
+    return next((reason for pattern, reason in LEFT_OUT.items() if fnmatchcase(name, glob(pattern))), "")
+
+
+def glob(pattern: str) -> str:
+    """A pattern in which brackets stand for themselves."""
+    return pattern.replace("[", "[[]")
