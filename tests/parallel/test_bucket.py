@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from lockstep.ground import device
 from lockstep.parallel.bucket import ALIGNMENT, Bucket, GradBucket, ParameterInfo, fit_plan, offsets, plan_buckets
 from lockstep.parallel.reducer import Reducer
 from lockstep.testing.pool import RankPool
@@ -31,8 +32,9 @@ def test_marks_go_to_a_gpu_from_pinned_memory_of_their_own(monkeypatch: pytest.M
     bucket = Bucket(0, ["a", "b"], [Parameter(torch.ones(2)), Parameter(torch.ones(3))], True, 16)
     bucket.lay_out(torch.zeros(bucket.size[0]))
     bucket.arm(True, False)
-    bucket.used[0] = 1
+    bucket.parameters[0].grad = torch.ones(2)
     bucket.device = torch.device("cuda", 0)
+    monkeypatch.setattr(device, "has_pinned_memory", lambda kind: True)
     monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
     monkeypatch.setattr(Tensor, "copy_", watched)
     bucket.collect(True, 0.5)

@@ -7,7 +7,6 @@ import threading
 import time
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel import bucket
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.reducer import Reducer, lock_of
 from lockstep.parallel.transport import AllReduce
@@ -87,22 +85,19 @@ KINDS = ("plain", "reentrant", "anew")
 WAYS = ((True, 1, True), (False, 2, True), (True, 2, False))
 
 
-# Every day each pair of a kind, a way and a size of buckets in one of three cases.
+# Every day each kind and each way.
 @pytest.mark.parametrize(
-    ("kind", "views", "micro", "to_none", "big"),
+    ("kind", "views", "micro", "to_none"),
     [
-        pytest.param(kind, *way, big, marks=() if (KINDS.index(kind) + turn + (big > 1)) % 2 else pytest.mark.slow)
+        pytest.param(kind, *way, marks=() if (KINDS.index(kind) + turn) % 2 else pytest.mark.slow)
         for kind in KINDS
         for turn, way in enumerate(WAYS)
-        for big in (1, 100)
     ],
 )
-def test_gradients_are_those_of_one_process(
-    ranks: RankPool, kind: str, views: bool, micro: int, to_none: bool, big: int
-) -> None:
+def test_gradients_are_those_of_one_process(ranks: RankPool, kind: str, views: bool, micro: int, to_none: bool) -> None:
     expected, _ = _train(kind, views, micro, to_none, [0, 1], False)
     jobs = [(kind, views, micro, to_none, [rank], True) for rank in range(WORLD)]
-    for found, (hooks, buckets, collectives) in ranks(WORLD).run(_on_rank, jobs, big):
+    for found, (hooks, buckets, collectives) in ranks(WORLD).run(_on_rank, jobs):
         for step, right in zip(found, expected, strict=True):
             for grad, reference in zip(step, right, strict=True):
                 assert (grad is None) == (reference is None)
@@ -112,29 +107,22 @@ def test_gradients_are_those_of_one_process(
         assert collectives == 4 * buckets + 1  # and the used flags of the first round
 
 
-def _on_rank(jobs: list[Any], big: int) -> Any:
-    with patch.object(bucket, "BIG", big):
-        return _train(*jobs[dist.get_rank()])
+def _on_rank(jobs: list[Any]) -> Any:
+    return _train(*jobs[dist.get_rank()])
 
 
-@pytest.mark.parametrize("big", [1, 100])
 @pytest.mark.parametrize("zero_weight", [0, 2])
-def test_an_empty_share_is_no_broken_promise(ranks: RankPool, zero_weight: int, big: int) -> None:
+def test_an_empty_share_is_no_broken_promise(ranks: RankPool, zero_weight: int) -> None:
     expected, _ = _train("plain", True, 1, True, [0, 1], False, zero_weight)
     jobs = [("plain", True, 1, True, [rank], True, zero_weight) for rank in range(WORLD)]
-    for found, _ in ranks(WORLD).run(_on_rank, jobs, big):
+    for found, _ in ranks(WORLD).run(_on_rank, jobs):
         for step, right in zip(found, expected, strict=True):
             for grad, reference in zip(step, right, strict=True):
                 assert (grad is None) == (reference is None)
                 assert grad is None or torch.allclose(grad, reference, rtol=1e-12, atol=1e-15)
 
 
-def _broken(kind: str, big: int) -> str:
-    with patch.object(bucket, "BIG", big):
-        return _broken_promise(kind)
-
-
-def _broken_promise(kind: str) -> str:
+def _broken(kind: str) -> str:
     net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)}).double()
     reducer = Reducer(net.named_parameters(), static_graph=True)
     x = torch.ones(1, 2, dtype=torch.float64)
@@ -160,18 +148,12 @@ def _broken_promise(kind: str) -> str:
         ("more", "2: .*parameter 'c.bias' got a gradient"),
     ],
 )
-@pytest.mark.parametrize("big", [1, 100])
-def test_a_broken_promise_names_the_parameter(ranks: RankPool, kind: str, says: str, big: int) -> None:
-    for error in ranks(WORLD).run(_broken, kind, big):
+def test_a_broken_promise_names_the_parameter(ranks: RankPool, kind: str, says: str) -> None:
+    for error in ranks(WORLD).run(_broken, kind):
         assert re.match(says, error), error
 
 
-def _another_order(big: int, buckets: int) -> Any:
-    with patch.object(bucket, "BIG", big):
-        return _in_another_order(buckets)
-
-
-def _in_another_order(buckets: int) -> Any:
+def _another_order(buckets: int) -> Any:
     """The same parameters, but the one whose gradient closed a bucket comes first from the third step on."""
     names = ["first", "second"] if buckets == 1 else ["third", "first", "second"]
     values = {name: nn.Parameter(torch.full((2,), 1.0 + index)) for index, name in enumerate(names)}
@@ -198,16 +180,14 @@ def _in_another_order(buckets: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize("big", [1, 100])
-def test_another_order_is_named_not_reduced_wrongly(ranks: RankPool, big: int) -> None:
-    for error in ranks(WORLD).run(_another_order, big, 2):
+def test_another_order_is_named_not_reduced_wrongly(ranks: RankPool) -> None:
+    for error in ranks(WORLD).run(_another_order, 2):
         assert re.match("2: .*'second' had no gradient yet", error), error
 
 
-@pytest.mark.parametrize("big", [1, 100])
-def test_in_the_last_bucket_any_order_is_reduced_rightly(ranks: RankPool, big: int) -> None:
+def test_in_the_last_bucket_any_order_is_reduced_rightly(ranks: RankPool) -> None:
     """It does not travel before the backward has ended."""
-    one, other = ranks(WORLD).run(_another_order, big, 1)
+    one, other = ranks(WORLD).run(_another_order, 1)
     for step, (mine, theirs) in enumerate(zip(one, other, strict=True)):
         values = {"first": torch.full((2,), 1.0), "second": torch.full((2,), 2.0)}
         order = ["first", "second"] if step < 2 else ["second", "first"]

@@ -218,10 +218,10 @@ class BackwardWatcher:
             hook.remove()
         self._leaf_hooks = []
         only = (outputs,) if isinstance(outputs, Tensor) else None
-        context, single = current_context(), only is not None
+        context = current_context()
         for output in only or find_tensors(outputs):
             if output.requires_grad:
-                hook = output.register_hook(self._make_hook(weakref.ref(output), sync, single, context))
+                hook = output.register_hook(self._make_hook(weakref.ref(output), sync, context))
                 if output.is_leaf:  # a parameter, handed out as it is: it outlives this forward
                     self._leaf_hooks.append(hook)
         self.expected = self.expected or (sync and expected)
@@ -230,13 +230,11 @@ class BackwardWatcher:
         self._waiting = True
 
     def _make_hook(
-        self, output: weakref.ref[Tensor], sync: bool, single: bool, context: int | None
+        self, output: weakref.ref[Tensor], sync: bool, context: int | None
     ) -> Callable[[Tensor | None], None]:
         container = self._container()  # which the outputs' graph keeps alive by this hook
 
         def reached(grad: Tensor | None) -> None:
-            if grad is None and single and not self._prepared:
-                self._reducer.undefined = True
             if container is not None:
                 with self._reducer.lock:
                     self._begin(sync, output, context)

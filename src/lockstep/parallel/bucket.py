@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -179,9 +180,9 @@ def offsets(numels: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) ->
 # -- a bucket at work ----------------------------------------------------------------------------------------
 
 
-BIG = 2**12
-"""Elements from which on a gradient is not added to its place in the buffer but put there, scaled on the way: that
-spares three passes over memory, and costs an operation."""
+LARGE = 2**15
+"""Elements from which on a gradient of the CPU is multiplied on its way into the buffer: there a pass over memory costs
+more than the operation that it spares."""
 
 
 class Bucket:
@@ -199,9 +200,8 @@ class Bucket:
         views: each parameter's part of it, with the parameter's shape and strides. They count their changes
             apart from each other (``_version``).
         starts: where each begins in ``buffer``, in elements.
-        big: indices of the parameters of `BIG` and more elements.
-        scaled: of those, the ones whose gradients lie in the buffer, scaled.
-        used: the used flags, one for each parameter: 1 where it has a gradient.
+        used: the used flags, one for each parameter: 1 where it had a gradient when it was last looked at.
+        fresh: whether none had one before this backward.
         waiting: indices of the parameters whose gradients must come before the bucket may travel.
         kept: gradients from before a backward of weight 0.
         work: what is under way; whoever put it there waits for it.
@@ -223,9 +223,8 @@ class Bucket:
         self.kept: list[Tensor | None] | None = None
         self.work: Any = None
         self.views: list[Tensor] = []
-        self.big = [index for index, p in enumerate(self.parameters) if p.numel() >= BIG]
-        self.scaled: set[int] = set()
-        self._scalar: tuple[float, float | Tensor] = (1.0, 1.0)
+        self.fresh = False
+        self._large = [i for i, p in enumerate(self.parameters) if p.numel() >= LARGE and p.device.type == "cpu"]
         self._used_flags = torch.frombuffer(self.used, dtype=torch.uint8)
         self._everyone = range(len(self.parameters))
         self.holds_used = holds_used
@@ -260,59 +259,45 @@ class Bucket:
             self._places = [view.data_ptr() for view in self.views]
         self._storage = self.buffer.untyped_storage()
         self._uses = -1  # tensors in the memory, when its views were last looked at
-        self._pairs = list(zip(self.parameters, self.views, strict=True))
-        self._small = [pair for index, pair in enumerate(self._pairs) if index not in self.big]
-        # the stretches of the buffer between the big ones
-        ends = [0]
-        for index in self.big:
-            ends += [self.starts[index], self.starts[index] + self.parameters[index].numel()]
-        ends.append(self.end)
-        self._runs = [self.buffer[a:b] for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
-        self._clean = [torch.view_as_real(run) if run.is_complex() else run for run in self._runs]
-        nothing = torch.full((1,), -0.0, dtype=flat.dtype, device=flat.device)
-        self._blank = [nothing.expand_as(run) for run in self._clean]
+        self._fitting: list[int] = []  # where the parameters were when they were last seen to fit
 
     def let_go(self) -> None:
         """Hold on to none of the buffer's memory; another layout has taken this one's place."""
         self.flat = self.buffer = self._tail = self.flat.new_empty(0)
         self._storage = self.flat.untyped_storage()
-        self.views, self._pairs, self._small = [], [], []
-        self._runs, self._clean, self._blank = [], [], []
+        self.views = []
 
     # -- a round
 
     def arm(self, views: bool, early: bool) -> None:
-        """Note which parameters have gradients by now; with ``views``, lay the others' into the buffer."""
+        """Note which parameters have gradients by now; with ``views``, lay these into the buffer.
+
+        The others' ``.grad`` stays None: autograd hands over what it has made, where it would add to a view.
+        """
         self.kept = None  # a backward of weight 0 that raised leaves some; its window starts again with zero_grad
-        self.scaled.clear()
         self.waiting.clear()
-        if views and self._may_be_moved():
-            self._put_back()
+        if views:
+            if self._may_be_moved():
+                self._put_back()
+            if list(map(Tensor.data_ptr, self.parameters)) != self._fitting:
+                self._fit()
         self._uses = _users_of(self._storage)
         if early:
             self.waiting.update(self._everyone)
         else:
             self.waiting.add(self.HELD)
-        count = len(self._pairs)
-        with_grad = [index for index, p in enumerate(self.parameters) if p.grad is not None]
-        if not with_grad:
-            self.used[:] = bytes(count)
-            if views:
-                if len(self._clean) > 1:
-                    torch._foreach_copy_(self._clean, self._blank)
-                else:
-                    for run in self._clean:
-                        run.fill_(-0.0)
-                for parameter, view in self._small:
-                    parameter.grad = view
-            return
-        self.used[:] = b"\1" * count if len(with_grad) == count else _used_flags(with_grad, count)
-        if views:
-            for index, (parameter, view) in enumerate(self._pairs):
-                grad = parameter.grad
-                if grad is not view and (grad is not None or index not in self.big):
-                    _fill(view, grad)
-                    parameter.grad = view
+        self.used[:] = bytes([parameter.grad is not None for parameter in self.parameters])
+        self.fresh = 1 not in self.used
+        if views and not self.fresh:
+            self._bring([parameter.grad for parameter in self.parameters], views)
+
+    def _fit(self) -> None:
+        """Let torch refuse a parameter that by now has another shape, dtype or device than its view."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            grad = parameter.grad
+            parameter.grad = view
+            parameter.grad = grad
+        self._fitting = list(map(Tensor.data_ptr, self.parameters))
 
     def _may_be_moved(self) -> bool:
         """Whether ``parameter.grad.data = ...`` may have given a view other memory, for all that can be seen in time.
@@ -327,7 +312,7 @@ class Bucket:
 
     def _put_back(self) -> None:
         """Lay views into the buffer again, with what they hold, that were given other memory."""
-        for index, (parameter, view) in enumerate(self._pairs):
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if view.data_ptr() != self._places[index]:
                 elsewhere, strides = view.data, torch.empty_like(parameter, device="meta").stride()
                 view.data = self.buffer.as_strided(parameter.shape, strides, self.starts[index])
@@ -351,65 +336,70 @@ class Bucket:
                 parameter.grad = grad
             self.kept = None
 
-    def scalar(self, scale: float) -> float | Tensor:
-        """``scale`` as what a gradient is multiplied by soonest, to the same bits."""
-        if self._scalar[0] != scale:
-            exact = self.dtype in (torch.float32, torch.float64) and self.device.type == "cpu"
-            self._scalar = scale, torch.tensor(scale, dtype=self.dtype) if exact else scale
-        return self._scalar[1]
-
-    def collect(self, views: bool, scale: float, there: bool = False) -> float:
-        """Bring into the buffer what is not there, and the used flags.
+    def collect(self, views: bool, scale: float) -> float:
+        """Bring into the buffer the gradients that are not there, and the used flags.
 
         Args:
             views: whether gradients are views of the buffer.
             scale: what gradients are to be multiplied by.
-            there: all small gradients are known to be there.
 
         Returns:
-            the scale by which the whole buffer is still to be multiplied: 1 if that is done.
+            the scale by which the buffer is still to be multiplied: 1 if that is done.
         """
         kept = self.kept
         if views and kept is None and _users_of(self._storage) != self._uses:  # by a user's hook in the backward
             self._put_back()
-        for index, (parameter, view) in enumerate(() if there else self._pairs):
-            grad = parameter.grad if kept is None else kept[index]
-            if grad is not view:
-                # no views; a big one; or somebody put another tensor there: backward(create_graph=True), a user's hook
-                self.used[index] = grad is not None
-                if index in self.big and grad is not None:
-                    continue
-                _fill(view, grad)
-                if views and kept is None:
-                    parameter.grad = view
-        if self.big:
-            scalar = self.scalar(scale)
-            if scale != 1 and self._runs:
-                torch._foreach_mul_(self._runs, scalar)
-            if len(self.scaled) < len(self.big):
-                for index in self.big:
-                    if index not in self.scaled:
-                        self._settle(index, views, scalar)
+        grads = [parameter.grad for parameter in self.parameters] if kept is None else kept
+        self.used[:] = bytes([grad is not None for grad in grads])
+        if self._large and scale != 1:
+            self._bring_scaled(grads, views and kept is None, scale)
             scale = 1
+        else:
+            self._bring(grads, views and kept is None)
+        complete = 0 not in self.used
+        if not complete:
+            absent = [view for view, grad in zip(self.views, grads, strict=True) if grad is None]
+            torch._foreach_zero_(absent)
+            torch._foreach_neg_(absent)  # -0.0, which leaves the others' summands as they are
         if self.holds_used:
-            if 0 in self.used:
-                # a GPU reads what it is given later than here, and what is not pinned lets this process wait for it
-                flags = pinned(self._used_flags, self.device)
-                self._tail.copy_(flags, non_blocking=True)
-            else:
+            if complete:
                 self._tail.fill_(1)
+            else:
+                # a GPU reads what it is given later than here, and what is not pinned lets this process wait for it
+                self._tail.copy_(pinned(self._used_flags, self.device), non_blocking=True)
         return scale
 
-    def _settle(self, index: int, views: bool, scale: float | Tensor) -> None:
-        """Bring a big gradient into the buffer, times ``scale``."""
-        parameter, view = self._pairs[index]
-        grad = parameter.grad if self.kept is None else self.kept[index]
-        if grad is None or grad is view:
-            view.mul_(scale)
-            return
-        torch.mul(grad.detach() if grad.requires_grad else grad, scale, out=view)
-        if views and self.kept is None:
-            parameter.grad = view
+    def _bring_scaled(self, grads: list[Tensor | None], views: bool, scale: float) -> None:
+        """The same as :meth:`_bring`, and multiply; large gradients are read once for both."""
+        there, left = list(grads), set(range(len(grads)))
+        for index in self._large:
+            grad, view = grads[index], self.views[index]
+            if grad is not None and grad is not view and grad.layout is torch.strided:
+                torch.mul(grad.detach(), scale, out=view)
+                there[index] = view
+                left.remove(index)
+                if views:
+                    self.parameters[index].grad = view
+        self._bring(there, views)
+        if left:
+            torch._foreach_mul_([self.views[index] for index in left], scale)
+
+    def _bring(self, grads: list[Tensor | None], views: bool) -> None:
+        """Copy gradients into their places, together; with ``views``, let the places be the gradients."""
+        parameters, places, there = self.parameters, self.views, grads
+        if 0 in self.used or not all(map(is_not, grads, places)):
+            found = [
+                one
+                for one in zip(parameters, places, grads, strict=True)
+                if one[2] is not None and one[2] is not one[1]
+            ]
+            if not found:
+                return
+            parameters, places, there = map(list, zip(*found, strict=True))
+        _copy(places, there)  # type: ignore[arg-type]
+        if views:
+            for parameter, view in zip(parameters, places, strict=True):
+                parameter.grad = view
 
     def used_anywhere(self) -> Sequence[Any]:
         """After a round whose used flags travelled in the buffer: who got a gradient on any rank."""
@@ -423,19 +413,20 @@ class Bucket:
             views: whether gradients are views of the buffer.
             anywhere: who got a gradient on any rank; None where nothing was reduced.
         """
+        if anywhere is None:
+            return
         if 0 in self.used:
-            for index, (parameter, view) in enumerate(self._pairs):
+            for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
                 if not self.used[index]:
-                    self.used[index] = anywhere is not None and anywhere[index] != 0
+                    self.used[index] = anywhere[index] != 0
                     parameter.grad = view if views and self.used[index] else None
-        if anywhere is not None and not views:
-            for index, (parameter, view) in enumerate(self._pairs):
-                if not self.used[index]:
-                    continue
+        if not views:
+            pairs = [(p, view) for p, view, used in zip(self.parameters, self.views, self.used, strict=True) if used]
+            for parameter, view in pairs:
                 if parameter.grad is None:
-                    parameter.grad = view.clone()
-                else:
-                    parameter.grad.detach().copy_(view)
+                    parameter.grad = torch.empty_like(view)
+            if pairs:
+                _copy([p.grad for p, _ in pairs], [view for _, view in pairs])  # type: ignore[misc]
 
 
 class SparseBucket(Bucket):
@@ -464,8 +455,9 @@ class SparseBucket(Bucket):
         self.waiting.clear()
         self.waiting.add(0 if early else self.HELD)
         self.used[0] = self.parameters[0].grad is not None
+        self.fresh = not self.used[0]
 
-    def collect(self, views: bool, scale: float, there: bool = False) -> float:
+    def collect(self, views: bool, scale: float) -> float:
         """Take the gradient for what travels, or an empty one."""
         parameter = self.parameters[0]
         grad = parameter.grad if self.kept is None else self.kept[0]
@@ -584,15 +576,11 @@ def _users_of(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def _used_flags(indices: Iterable[int], count: int) -> bytearray:
-    flags = bytearray(count)
-    for index in indices:
-        flags[index] = 1
-    return flags
-
-
-def _fill(view: Tensor, grad: Tensor | None) -> None:
-    if grad is None:
-        (torch.view_as_real(view) if view.is_complex() else view).fill_(-0.0)
-    else:
-        view.copy_(grad.detach())
+def _copy(places: list[Tensor], gradients: list[Tensor]) -> None:
+    """Copy gradients, by one kernel where a GPU has it."""
+    with torch.no_grad():
+        try:
+            torch._foreach_copy_(places, gradients)
+        except RuntimeError:  # a sparse one, of a function that is in no layer with sparse=True
+            for place, gradient in zip(places, gradients, strict=True):
+                place.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())

@@ -97,7 +97,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         process_group: the ranks; ``None`` is the default group.
         bucket_cap_mb: size in MiB of the buckets in which gradients travel; default 25.
         find_unused_parameters, batched_grad_copy: taken and not needed: unused parameters are found whatever this
-            says, and views are not copied.
+            says, and the gradients of a bucket are always copied together.
         check_reduction: at each forward and backward, make sure that all ranks are at the same point, that the last
             backward reduced everything, and that it left the same gradients everywhere. For finding faults: slow.
         gradient_as_bucket_view: let ``.grad`` be views of the buckets, which saves a copy and their memory.

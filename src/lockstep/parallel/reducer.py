@@ -16,17 +16,18 @@ Words: a *bucket* is a flat buffer in which some gradients lie one after another
 where that cannot be (a communication hook sees the buffer, sparse gradients have none), in one small message a
 round. A *round* is one reduction of all buckets; a `lockstep.parallel.transport.Transport` makes it.
 
-A gradient's path: autograd adds it to its view and calls the parameter's hook (`Reducer._make_hook`); the hook of
-a bucket's last parameter launches the bucket (`Reducer._launch`), which collects and scales what lies in it
-(`lockstep.parallel.bucket.Bucket.collect`); the transport sums it over the ranks: by an all-reduce
+A gradient's path: autograd leaves it in ``.grad`` (the first one as it is; further ones are added to the view that is
+there by then) and calls the parameter's hook, which counts (`Reducer._make_hook`); the hook of a bucket's last
+parameter launches the bucket (`Reducer._launch`), into which all its gradients are copied together
+(`lockstep.parallel.bucket.Bucket.collect`); the transport scales it, and sums it over the ranks: by an all-reduce
 (`lockstep.parallel.transport.AllReduce`), in memory that the ranks of a host share
 (`lockstep.parallel.shared_memory.SharedReduction`), or by a communication hook
 (`lockstep.parallel.hooks.hook_transport.HookTransport`); `Reducer.finish` waits, and gives each parameter its mean
 (`lockstep.parallel.bucket.Bucket.give_back`).
 
 Bits: two ranks get those of torch's ``DistributedDataParallel``, and of one process that accumulates two
-halves. For that, fresh buffers are filled with -0.0, which leaves every summand as it is (0.0 would turn -0.0
-into 0.0), and gradients are multiplied by 1 / world size before they are summed. With three and more ranks gloo
+halves. For that, -0.0 stands for a gradient that a rank lacks, which leaves every summand as it is (0.0 would turn
+-0.0 into 0.0), and gradients are multiplied by 1 / world size before they are summed. With three and more ranks gloo
 sums in an order that moves with the bucket layout, so the layout (`Reducer.plan`) is part of a checkpoint; in
 shared memory ranks are summed in their order, whatever the layout.
 
@@ -107,7 +108,6 @@ class Reducer:
         sync: whether the next `finish` reduces. False accumulates: what this rank adds up stays here until a
             round. Set it before `prepare` to have the reduction overlap the backward.
         zero_weight: for one backward, drop what it makes (an empty share of a batch); what was accumulated counts.
-        undefined: for one backward, look who really gets a gradient: autograd may visit parameters with none.
         divisor: what sums over the ranks are divided by: the world size, unless somebody sets it.
         on_unprepared_grad: called when a gradient comes in a backward that was not prepared; it may `prepare` then.
         finds_thawed: whether each `prepare` looks for parameters that have thawed; else somebody calls `take_in` then.
@@ -141,7 +141,6 @@ class Reducer:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb}, first_bucket_mb={first_bucket_mb}: sizes above 0")
         self.sync = True
         self.zero_weight = False
-        self.undefined = False
         self.on_unprepared_grad: Callable[[], None] | None = None
         self.finds_thawed = True
         self.rounds = 0
@@ -162,7 +161,7 @@ class Reducer:
         self._next = 0  # buckets are launched in order, alike on every rank; this one comes next
         self._prepared = False  # between `prepare` and `finish`
         self._started = False  # a backward has been prepared before
-        self._scales_early = False  # in this backward, big gradients are scaled as they come
+        self._early = False  # in this backward, buckets are launched as they are complete
         self._scale = 1.0
         self._hooks: list[Any] = []
         self._hidden: list[tuple[Parameter, Tensor | None]] = []
@@ -352,14 +351,11 @@ class Reducer:
             self._build()
         self._prepared = self._started = self._started or come_last(self._hooks)
         self._arrived.clear()
-        early = self.sync and self._overlap and not self.undefined
-        self._scales_early = early  # where gradients come once each, they can be scaled as they come
+        early = self._early = self.sync and self._overlap
         self._scale = 1 / self.divisor if self._transport.divides else 1.0
         record = self._recorded
-        views = self._views and not self.undefined
-        self.undefined = False
         for bucket in self._buckets:
-            bucket.arm(views, early and record is None)
+            bucket.arm(self._views, early and record is None)
             if early and record is None:
                 bucket.skip_frozen()
         if record is not None:
@@ -377,7 +373,7 @@ class Reducer:
             self.rounds += self.sync
             return
         assert self._prepared, "finish without prepare"
-        self._scales_early = False
+        self._early = False
         if self._probes:
             self._conclude()
         anywhere: list[Sequence[Any] | None] = [None] * len(self._buckets)
@@ -444,44 +440,18 @@ class Reducer:
     # -- inside the backward
 
     def _make_hook(self, bucket: Bucket, index: int) -> Callable[[Parameter], None]:
-        used, waiting, complete = bucket.used, bucket.waiting, self._complete
+        waiting, complete = bucket.waiting, self._complete
 
         def accumulated(parameter: Tensor) -> None:
             if not parameter.requires_grad:  # frozen since its forward: torch calls its hooks, and leaves no gradient
                 return
-            if bucket.kept is None:
-                used[index] = 1
-            else:
+            if bucket.kept is not None:
                 parameter.grad = None  # zero_weight: not kept longer than it takes
             waiting.discard(index)
             if not waiting:
                 complete(bucket)
 
-        if index not in bucket.big or not self._views:
-            return accumulated
-        view, scaled = bucket.views[index], bucket.scaled
-
-        def accumulated_big(parameter: Tensor) -> None:
-            if not parameter.requires_grad:
-                return
-            if self._scales_early and bucket.kept is None:
-                if index in scaled:
-                    raise RuntimeError(NESTED.format(names=[bucket.names[index]]))
-                grad = parameter.grad
-                if grad is not view and grad is not None:  # None: a Function's backward, further up, gave nothing
-                    torch.mul(grad.detach() if grad.requires_grad else grad, bucket.scalar(self._scale), out=view)
-                    parameter.grad = view
-                    scaled.add(index)
-                used[index] = grad is not None
-            elif bucket.kept is None:
-                used[index] = 1
-            else:
-                parameter.grad = None
-            waiting.discard(index)
-            if not waiting:
-                complete(bucket)
-
-        return accumulated_big
+        return accumulated
 
     def _complete(self, bucket: Bucket) -> None:
         if not self._prepared:
@@ -497,10 +467,9 @@ class Reducer:
         if bucket.index == 0:  # asked before the hook is called, which counts its rounds
             self.round_group = self._group_of_round()
         record = None if self.zero_weight else self._recorded
-        there = record is not None and record.launch(bucket, self._scales_early)
-        scale = bucket.collect(self._views, self._scale, there and self._views and not bucket.is_sparse)
-        if record is not None and self._scales_early:
-            record.launched(bucket)
+        scale = bucket.collect(self._views, self._scale)
+        if record is not None:
+            record.launched(bucket, self._early)
         self._next = bucket.index + 1
         self.collectives += 1
         self.bytes += bucket.nbytes
@@ -661,7 +630,7 @@ class StaticGraph:
         self._closing: list[str | None] = []
         self._times: list[int] = []
         self._left = [0] * len(buckets)
-        self._before: list[list[Any]] = [[] for _ in buckets]
+        self._before: list[list[Any] | None] = [None for _ in buckets]  # None: no gradients
         self._at_launch: list[list[Any] | None] = [None] * len(buckets)
         for bucket in buckets:
             came = [name for name in bucket.names if name in moments]
@@ -694,31 +663,20 @@ class StaticGraph:
         self._left[:] = self._times
         for index, bucket in enumerate(self._buckets):
             self._at_launch[index] = None
-            self._before[index] = self._states(bucket)
+            self._before[index] = None if bucket.fresh else self._states(bucket)
             if early and bucket is not self._buckets[-1]:
                 bucket.waiting.clear()
                 if self._closing[index] is not None:
                     bucket.waiting.add(0)
 
-    def launch(self, bucket: Bucket, early: bool) -> bool:
-        """When a bucket is to travel, ``early`` or after the backward; gives whether all of its gradients lie there.
+    def launched(self, bucket: Bucket, early: bool) -> None:
+        """When a bucket travels, ``early`` or after the backward: all of its gradients have been brought there.
 
         Raises:
             RuntimeError: if the backward has not given gradients to those to which the recorded one gave some.
         """
-        now = self._states(bucket)
-        if 0 not in self._expected[bucket.index] and all(map(ne, now, self._before[bucket.index])):
-            bucket.used[:] = b"\1" * len(now)
-            if not bucket.big:  # nothing in it is moved any more
-                self._at_launch[bucket.index] = now
-            return True
-        self._compare(bucket, now, EARLY if early else LACKING)
-        return False
-
-    def launched(self, bucket: Bucket) -> None:
-        """When a bucket's gradients have been brought into its buffer: no more may come."""
-        if self._at_launch[bucket.index] is None:
-            self._at_launch[bucket.index] = self._states(bucket)
+        self._compare(bucket, EARLY if early else LACKING)
+        self._at_launch[bucket.index] = self._places(bucket)
 
     def check(self, bucket: Bucket) -> None:
         """After the backward.
@@ -726,37 +684,33 @@ class StaticGraph:
         Raises:
             RuntimeError: if it was not what was recorded.
         """
-        now = self._states(bucket)
         launched = self._at_launch[bucket.index]
         if launched is None:
-            self._compare(bucket, now, LACKING)
-        elif now != launched:
+            bucket.used[:] = bytes([parameter.grad is not None for parameter in bucket.parameters])
+            self._compare(bucket, LACKING)
+            return
+        now = self._places(bucket)
+        if now != launched:
             late = next(i for i, (a, b) in enumerate(zip(now, launched, strict=True)) if a != b)
             raise RuntimeError(
                 BROKEN.format(name=bucket.names[late], what="got another gradient after its bucket was reduced")
             )
 
-    def _compare(self, bucket: Bucket, now: list[Any], lacking: str) -> None:
+    def _compare(self, bucket: Bucket, lacking: str) -> None:
         expected, before = self._expected[bucket.index], self._before[bucket.index]
-        for index, name in enumerate(bucket.names):
-            came = now[index] != before[index]
-            if self._views and not came and not bucket.is_sparse:  # backward(create_graph=True) leaves another tensor
-                grad = bucket.parameters[index].grad
-                came = grad is not None and grad is not bucket.views[index]
-            if came:
-                bucket.used[index] = 1
-            if came != expected[index]:
-                what = "got a gradient, which it did not at first" if came else lacking
-                raise RuntimeError(BROKEN.format(name=name, what=what))
+        came = bytes(bucket.used) if before is None else bytes(map(ne, self._states(bucket), before))
+        if came != expected:
+            index = next(i for i, (a, b) in enumerate(zip(came, expected, strict=True)) if a != b)
+            what = "got a gradient, which it did not at first" if came[index] else lacking
+            raise RuntimeError(BROKEN.format(name=bucket.names[index], what=what))
 
     def _states(self, bucket: Bucket) -> list[Any]:
-        """What changes when a gradient comes: the number of changes of its place, or its tensor and that one's."""
-        if not self._views or bucket.is_sparse:
-            return [_state(parameter) for parameter in bucket.parameters]
-        states: list[Any] = [view._version for view in bucket.views]
-        for index in bucket.big:
-            states[index] = _state(bucket.parameters[index])
-        return states
+        """What changes when a gradient comes: its tensor, and the number of that one's changes."""
+        return [_state(parameter) for parameter in bucket.parameters]
+
+    def _places(self, bucket: Bucket) -> list[Any]:
+        """The same behind a launch, when gradients are where they stay."""
+        return [v._version for v in bucket.views] if self._views and bucket.views else self._states(bucket)
 
 
 def _state(parameter: Tensor) -> tuple[int, int] | None:
