@@ -124,6 +124,8 @@ PARTS: tuple[Part, ...] = (
     Part("torch._foreach_add_", "callbacks/weight_averaging.py", "averages of weights", EVERYTHING),
     Part("torch._foreach_norm", "loop/nan_watch.py parallel/zero/optimizers.py", "norms of gradients", EVERYTHING),
     Part("torch._foreach_copy_", "loop/window_start.py parallel/bucket.py", "copies of many tensors", EVERYTHING),
+    Part("torch._foreach_zero_", "parallel/bucket.py", "the places of absent gradients", EVERYTHING),
+    Part("torch._foreach_neg_", "parallel/bucket.py", "the places of absent gradients", EVERYTHING),
     Part(
         "torch.utils.data._utils.worker.WorkerInfo",
         "data/stream.py",
