@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from lockstep.launch.environment import number_devices
+from lockstep.launch.environment import cuda_has_begun, number_devices
 
 
 @pytest.fixture
@@ -40,3 +42,21 @@ def test_torch_without_cuda_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     environ: dict[str, str] = {}
     number_devices(False, environ)
     assert environ == {}
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_others_get_the_names_of_gpus_that_this_process_has_counted_by_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 went on by speed and its children by the bus: on unlike GPUs two ranks took one card."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    found = [SimpleNamespace(name="Some GPU", uuid=f"0{number}-ab") for number in (2, 0, 1)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: found[number])
+    environ: dict[str, str] = {}
+    number_devices(False, environ)
+    assert environ == {"CUDA_VISIBLE_DEVICES": "GPU-02-ab,GPU-00-ab,GPU-01-ab"}
+    environ = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,2"}
+    number_devices(False, environ)
+    assert environ == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,2"}
+
+
+def test_asking_whether_cuda_has_begun_starts_nothing() -> None:
+    assert cuda_has_begun() == torch.cuda.is_initialized()

@@ -5,6 +5,7 @@ And what a process takes over from whoever started it: its rank, the seed, and i
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import re
@@ -136,20 +137,43 @@ def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.envir
     """Let all ranks of this machine count its GPUs alike: by their places on the bus, as ``nvidia-smi`` does.
 
     What the user has set stays. On a cluster nothing is set: it says itself which devices a task has. A build of torch
-    without CUDA needs neither.
+    without CUDA needs neither. Where CUDA has begun to count before, by speed, that holds in this process: the others
+    get the names of the GPUs in its order, so that two ranks do not take one card.
 
     Args:
         dealt_out: whether a cluster places the ranks; or no GPU is wanted.
-        environ: the environment; called before CUDA is used, which reads it once.
+        environ: the environment, which CUDA reads once, when it is used first.
     """
     import torch
 
     if dealt_out or torch.version.cuda is None:
         return
+    if ORDER not in environ and cuda_has_begun():
+        found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        if not any("MIG" in each.name for each in found):  # a slice of a GPU has a name of its own
+            environ[VISIBLE] = ",".join(f"GPU-{each.uuid}" for each in found)
+            return
     environ.setdefault(ORDER, "PCI_BUS_ID")
     count = torch.cuda.device_count() if VISIBLE not in environ else 0
     if count:
         environ[VISIBLE] = ",".join(map(str, range(count)))
+
+
+def cuda_has_begun() -> bool:
+    """Whether this process has started CUDA, by torch or otherwise; asking does not."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return True
+    try:  # the driver's library as it is loaded; one that nobody has loaded is left alone
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
+    except (OSError, AttributeError):
+        return False
+
+
+_NOT_INITIALIZED = 3
+"""What the driver answers before it is started (CUDA_ERROR_NOT_INITIALIZED)."""
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -17,6 +17,7 @@ from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.device import make_current, widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tensors_in
+from lockstep.ground.usable import check_usable
 from lockstep.module import LightningModule
 from lockstep.parallel.fully_shard import Policy
 from lockstep.parallel.late_parameters import beside
@@ -98,6 +99,7 @@ class Strategy(Engine):
     def setup_environment(self) -> None:
         """Join the other ranks; afterwards collectives work."""
         make_current(self.root_device)
+        check_usable(self.root_device)
 
     def building(self, module: LightningModule) -> AbstractContextManager[object]:
         """Around the module's ``configure_model``. Collective."""

@@ -112,7 +112,9 @@ class RankedStrategy(Strategy):
             told = self._nccl.apply(self.process_group_backend, dist.is_initialized())
             if told is not None:
                 rank_zero_info(told)
-        if not dist.is_initialized():
+        if dist.is_initialized():
+            self._check_group()
+        else:
             self._make_group()
         install_trace()
         if dist.get_world_size() != world.size:
@@ -141,6 +143,35 @@ class RankedStrategy(Strategy):
             return "gloo"
         connects = self.world.size < CONNECTED or self.keeps_parameters_on_cpu
         return f"cpu:gloo,{kind}:{own}" if connects and dist.is_gloo_available() else own
+
+    def _check_group(self) -> None:
+        """Look at a process group that somebody else has made.
+
+        Raises:
+            MisconfigurationException: it does not carry the tensors that it would have to.
+        """
+        backends, kind = dist.get_backend_config(), self.root_device.type
+        carried = [entry.partition(":")[0] for entry in backends.split(",")]
+        wanted = backends if kind in carried else self.process_group_backend
+        if "cpu" not in carried and "gloo" not in wanted:
+            wanted = f"cpu:gloo,{wanted}"
+        way_out = f'torch.distributed.init_process_group("{wanted}"), or let lockstep make it'
+        if kind not in carried and self.world.size > 1:
+            raise MisconfigurationException(
+                f"The process group that is there ({backends}) carries no tensors of {kind!r} devices, and this run is "
+                f"on such: make it by {way_out}."
+            )
+        if "cpu" in carried:
+            return
+        if self.keeps_parameters_on_cpu:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: parameters on the CPU, and the process group that is there ({backends}) "
+                f"carries none of them: make it by {way_out}."
+            )
+        told = (
+            f"The process group that is there ({backends}) carries no tensors of the CPU: small messages of the host "
+        )
+        rank_zero_info(f"{told}go by the device, which waits for each of them. Make it by {way_out}.")
 
     @does("joining the other ranks")
     def _make_group(self) -> None:
