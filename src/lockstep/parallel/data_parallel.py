@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lockstep.ground.device import current_device, current_of, current_stream, has_pinned_memory, has_streams, in_stream
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_leaves, tree_map
+from lockstep.parallel.coalesced import copies_of
 from lockstep.parallel.recompute import Again
 
 # -- DataParallel --------------------------------------------------------------------------------------------
@@ -169,22 +169,11 @@ def replicate(
     Raises:
         ValueError: for a lazy module that has not seen a batch.
     """
-    return [module, *(_replica(module, device, stand_in) for device in devices[1:])]
+    return [module, *(_replica(module, copies, stand_in) for copies in copies_of(module, devices[1:]))]
 
 
-def _replica(module: nn.Module, device: torch.device, stand_in: Callable[[nn.Module], Any] | None) -> nn.Module:
-    tensors: dict[int, Tensor] = {}  # shared ones stay shared
+def _replica(module: nn.Module, copies: Mapping[int, Tensor], stand_in: Callable[[nn.Module], Any] | None) -> nn.Module:
     made: dict[int, Any] = {}
-
-    def moved(tensor: Tensor | None, buffer: bool) -> Tensor | None:
-        if tensor is None:
-            return None
-        if id(tensor) not in tensors:
-            if is_lazy(tensor):  # each replica would begin with weights of its own
-                raise ValueError("DataParallel: the module is lazy and has seen no batch; run one through it first.")
-            there = tensor.to(device, non_blocking=has_pinned_memory(device.type))
-            tensors[id(tensor)] = there.clone() if buffer and there is tensor else there
-        return tensors[id(tensor)]
 
     def copied(original: nn.Module | None) -> Any:
         if original is None:
@@ -197,8 +186,8 @@ def _replica(module: nn.Module, device: torch.device, stand_in: Callable[[nn.Mod
             replica = made[id(original)] = original.__new__(type(original))
             replica.__dict__.update(original.__dict__)
             fill = replica.__dict__
-            fill["_parameters"] = {key: moved(value, False) for key, value in original._parameters.items()}
-            fill["_buffers"] = {key: moved(value, True) for key, value in original._buffers.items()}
+            fill["_parameters"] = {key: None if p is None else copies[id(p)] for key, p in original._parameters.items()}
+            fill["_buffers"] = {key: None if b is None else copies[id(b)] for key, b in original._buffers.items()}
             fill["_modules"] = {key: copied(value) for key, value in original._modules.items()}
             if isinstance(fill.get("forward"), Again):
                 fill["forward"] = fill["forward"].of(replica)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.ground.device import move_data_to_device
+from lockstep.ground.device import has_pinned_memory, move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.module import LightningModule
 from lockstep.parallel.data_parallel import cut, gather, in_threads, join, replicate, rows_of, scatter
@@ -80,7 +80,7 @@ class DataParallelStrategy(Strategy):
             module.__dict__.pop("log", None)
             for place, name, metric in own_metrics:
                 place[name] = metric
-        for name, logged in _merged(logs, sizes).items():
+        for name, logged in _merged(logs, sizes, self.root_device).items():
             module.log(name, logged.value, *logged.args, **logged.kwargs)
         return self._output(fn.__name__, outputs, sizes)
 
@@ -173,8 +173,11 @@ def _mean(values: list[Tensor], weights: list[float]) -> Tensor:
     return torch.stack([value * (weight / total) for value, weight in zip(values, weights, strict=True)]).sum()
 
 
-def _merged(logs: list[dict[str, _Logged]], sizes: list[int]) -> dict[str, _Logged]:
-    """One entry for each name, in the order in which the parts first logged them."""
+def _merged(logs: list[dict[str, _Logged]], sizes: list[int], device: torch.device) -> dict[str, _Logged]:
+    """One entry for each name, in the order in which the parts first logged them; values on ``device``.
+
+    Nothing goes to the host: it would wait there for a forward, with no backward to follow on the devices.
+    """
     merged: dict[str, _Logged] = {}
     for name in dict.fromkeys(name for log in logs for name in log):
         found = [(log[name], size) for log, size in zip(logs, sizes, strict=True) if name in log]
@@ -186,7 +189,10 @@ def _merged(logs: list[dict[str, _Logged]], sizes: list[int]) -> dict[str, _Logg
             merged[name] = entry
             continue
         weights = [float(logged.kwargs.get("batch_size") or size) for logged, size in found]
-        values = [torch.as_tensor(logged.value).detach().cpu() for logged, _ in found]
+        values = [
+            torch.as_tensor(logged.value).detach().to(device, non_blocking=has_pinned_memory(device.type))
+            for logged, _ in found
+        ]
         how, kwargs = entry.kwargs.get("reduce_fx", "mean"), dict(entry.kwargs)
         if how in ("min", "max", "sum"):
             value = getattr(torch.stack(values), how)()

@@ -1,0 +1,107 @@
+"""Copies of many tensors to other devices, small ones together, and the sum of gradients that come back, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lockstep.ground.device import has_pinned_memory
+
+ALONE = 2**20
+"""Bytes from which on a tensor is copied by itself: to put it beside others would cost what a copy costs."""
+TOGETHER = 2**24
+"""Bytes of small tensors that are copied together at most."""
+
+
+def copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """``tensors`` on ``device``, small ones of a dtype by one copy for many."""
+    found: dict[int, Tensor] = {}
+    non_blocking = has_pinned_memory(device.type)  # the CPU would read what is not there yet
+    for indices in _batches(tensors):
+        if len(indices) == 1:
+            found[indices[0]] = tensors[indices[0]].to(device, non_blocking=non_blocking)
+            continue
+        flat = torch.cat([tensors[index].reshape(-1) for index in indices]).to(device, non_blocking=non_blocking)
+        stretches = flat.split([tensors[index].numel() for index in indices])
+        for index, stretch in zip(indices, stretches, strict=True):
+            found[index] = stretch.view(tensors[index].shape)
+    return [found[index] for index in range(len(tensors))]
+
+
+def _batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Places of the tensors that are copied together."""
+    filled: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided or tensor.nbytes >= ALONE:
+            yield [index]
+            continue
+        batch, size = filled.get(tensor.dtype, ([], 0))
+        if size + tensor.nbytes > TOGETHER:
+            yield batch
+            batch, size = [], 0
+        batch.append(index)
+        filled[tensor.dtype] = batch, size + tensor.nbytes
+    yield from (batch for batch, _ in filled.values() if batch)
+
+
+class CopiesOfAll(torch.autograd.Function):
+    """Copies of parameters on several devices; their gradients are added up in the order of the devices.
+
+    Autograd has a thread for each GPU: copies one by one would return their gradients in an order of chance.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, devices: Sequence[torch.device], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.root, ctx.count = parameters[0].device, len(parameters)
+        # `.data`: what several share of memory is no view for autograd
+        return tuple(copy.data for device in devices for copy in copied(parameters, device))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        sums: list[Tensor | None] = [None] * ctx.count
+        for first in range(0, len(grads), ctx.count):
+            there = [(i, grad) for i, grad in enumerate(grads[first : first + ctx.count]) if grad is not None]
+            for (index, _), grad in zip(there, copied([grad for _, grad in there], ctx.root), strict=True):
+                before = sums[index]
+                sums[index] = grad if before is None else before + grad
+        return None, *sums
+
+
+def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
+    """For each device, by the id of the module's tensor: parameters there, and a buffer of its own.
+
+    On the device where the module is these are the parameters themselves. Gradients of copies arrive at them.
+
+    Raises:
+        ValueError: for a lazy module that has not seen a batch.
+    """
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    if any(is_lazy(tensor) for tensor in chain(parameters, buffers)):  # each replica would begin with its own weights
+        raise ValueError("DataParallel: the module is lazy and has seen no batch; run one through it first.")
+    homes = {tensor.device for tensor in chain(parameters, buffers)}
+    away = [device for device in devices if homes != {device}]
+    trained = [p for p in parameters if p.requires_grad]
+    rest = [p for p in parameters if not p.requires_grad]
+    moved: list[dict[int, Tensor]] = [{} for _ in away]
+    if away and trained:
+        # The views are nodes of the first device's thread, made before all others: they come last there, so that a
+        # parameter that is used several times gets its gradients in one order.
+        copies = CopiesOfAll.apply(away, *[p.view_as(p) for p in trained])
+        for place, tensors in enumerate(moved):
+            own = copies[place * len(trained) : (place + 1) * len(trained)]
+            tensors.update(zip(map(id, trained), own, strict=True))
+    with torch.no_grad():
+        for tensors, device in zip(moved, away, strict=True):
+            fixed = [*rest, *buffers]
+            tensors.update(zip(map(id, fixed), copied(fixed, device), strict=True))
+        here = {id(p): p for p in parameters}
+        found = iter(moved)
+        return [
+            next(found) if homes != {device} else {**here, **{id(b): b.clone() for b in buffers}} for device in devices
+        ]
