@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
-from lockstep.ground.device import widest
+from lockstep.ground.device import pinned, widest
+from lockstep.ground.rank import waits
 from lockstep.ground.tree import tree_leaves
 from lockstep.parallel.pipeline.layout import Ownership
 
@@ -43,23 +45,73 @@ def reduce(owned: Ownership, pipeline: comm.Group, peers: comm.Group, replicas: 
             parameter.grad = gradient
 
 
+ALONE = 2**20
+"""Bytes from which on a gradient is summed where it lies."""
+TOGETHER = 2**23
+"""Bytes of smaller gradients that travel together at most."""
+
+
+@torch.no_grad()
 def _summed(parameters: Sequence[Parameter], group: comm.Group, factor: float) -> list[Tensor | None]:
-    """The gradients added up over a group, by one all-reduce for each dtype; None where none of its ranks has one."""
+    """The gradients times a factor, added up over a group, in place; None where none of its ranks has one.
+
+    Who has a gradient is asked on the device, and only a rank that lacks one waits for the answer.
+    """
     device = next((p.grad.device for p in parameters if p.grad is not None), parameters[0].device)
-    there = comm.all_reduce(torch.tensor([float(p.grad is not None) for p in parameters], device=device), "max", group)
-    found: list[Tensor | None] = [None] * len(parameters)
-    used = [number for number, is_used in enumerate(there.tolist()) if is_used]
-    for dtype in sorted({parameters[number].dtype for number in used}, key=str):
-        alike = [number for number in used if parameters[number].dtype is dtype]
-        sizes = [parameters[number].numel() for number in alike]
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        for number, stretch in zip(alike, flat.split(sizes), strict=True):
-            gradient = parameters[number].grad
-            if gradient is not None:
-                stretch.copy_(gradient.reshape(-1)).mul_(factor)
-        for number, stretch in zip(alike, comm.all_reduce(flat, "sum", group).split(sizes), strict=True):
-            found[number] = stretch.view(parameters[number].shape)
-    return found
+    has = [p.grad is not None for p in parameters]
+    flags = pinned(torch.tensor(has, dtype=torch.uint8), device).to(device, non_blocking=device.type != "cpu")
+    anywhere = comm.all_reduce(flags, "max", group)
+    found: list[Tensor | None] = [p.grad for p in parameters]
+    for numbers in _batches(parameters):
+        parts = [found[number] for number in numbers]
+        first = parts[0]
+        if len(numbers) == 1 and first is not None and first.is_contiguous():
+            _sum_in_place(first, group, factor)
+            continue
+        sizes = [parameters[number].numel() for number in numbers]
+        flat = torch.zeros(sum(sizes), dtype=parameters[numbers[0]].dtype, device=device)
+        for stretch, part in zip(flat.split(sizes), parts, strict=True):
+            if part is not None:
+                stretch.copy_(part.reshape(-1))
+        _sum_in_place(flat, group, factor)
+        for number, stretch, part in zip(numbers, flat.split(sizes), parts, strict=True):
+            if part is None:
+                found[number] = stretch.view(parameters[number].shape).clone()
+            else:
+                part.copy_(stretch.view(part.shape))
+    if all(has):
+        return found
+    return [gradient if used else None for gradient, used in zip(found, anywhere.tolist(), strict=True)]
+
+
+def _batches(parameters: Sequence[Parameter]) -> Iterator[list[int]]:
+    """Places of those that travel together: of one dtype, alike on all ranks."""
+    for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+        batch: list[int] = []
+        size = 0
+        for number, parameter in enumerate(parameters):
+            if parameter.dtype is not dtype:
+                continue
+            if parameter.nbytes >= ALONE:
+                yield [number]
+                continue
+            if batch and size + parameter.nbytes > TOGETHER:
+                yield batch
+                batch, size = [], 0
+            batch.append(number)
+            size += parameter.nbytes
+        if batch:
+            yield batch
+
+
+@waits()
+def _sum_in_place(tensor: Tensor, group: comm.Group, factor: float) -> None:
+    if factor != 1:
+        tensor.mul_(factor)
+    if comm.carrier(group, tensor.device) == tensor.device:
+        dist.all_reduce(tensor, group=group)
+    else:
+        tensor.copy_(comm.all_reduce(tensor, "sum", group))
 
 
 def clip_by_norm(
