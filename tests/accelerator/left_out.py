@@ -12,6 +12,7 @@ SPARSE = "the device has no sparse tensors"
 DRAWN = "compares with weights that were drawn on the CPU"
 LATER = "ranks agree at once by a page that they share, which a device's queue is not read by"
 TIED = "its tied layers would be on two devices"
+CLOCK = "plays seconds by a clock of the host's, and a device has its own"
 SLOWER = "compares measured seconds, which the device's queues take"
 THEIRS = "has tensors or a metric of its own on the CPU, as a script for a device may not"
 
@@ -22,6 +23,8 @@ LEFT_OUT = {
     "tests/loop/test_fit.py::test_batches_reach_training_step_as_the_loader_made_them": "a batch is copied to a device",
     "tests/loop/test_fit_messages.py::test_the_first_line_says_devices_strategy_precision_and_folder": SAYS,
     "tests/loop/test_fit_messages.py::test_rank_0_says_it": SAYS,
+    "tests/loop/test_balance.py::test_a_balanced_run_is_stopped_*": CLOCK,
+    "tests/callbacks/test_straggler_monitor.py::*": CLOCK,
     "tests/loop/test_memory.py::*": CPUS,
     "tests/loop/test_profiled.py::test_the_actions_of_a_fit": CPUS,
     "tests/loop/test_handover.py::*ddp_fork*": "this process uses the device, and cannot be copied",

@@ -6,6 +6,8 @@ import json
 import platform
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +123,38 @@ def test_what_torchs_allocator_keeps_is_there_to_be_used(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 66 * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 1 * gib)
     assert usable_memory(torch.device("cuda", 0)) == pytest.approx(0.95 * 75 * gib)
+
+
+@pytest.mark.parametrize(("mine", "present", "other"), [(0, 3, 1), (1, 3, 2), (2, 3, 1), (1, 2, 0), (0, 1, None)])
+def test_a_link_is_measured_to_a_device_that_is_there_by_a_process_of_its_own(
+    mine: int, present: int, other: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of an odd number had a neighbour that there was not, and what was opened on the other one stayed."""
+    monkeypatch.setattr(hardware, "devices_of", lambda kind: [torch.device(kind, index) for index in range(present)])
+    asked: list[list[str]] = []
+
+    def run(words: list[str], **options: Any) -> SimpleNamespace:
+        asked.append(words)
+        return SimpleNamespace(stdout="2.5e10\n")
+
+    monkeypatch.setattr(hardware.subprocess, "run", run)
+    found = hardware._link_to_neighbour(torch.device("cuda", mine))
+    assert found == (None if other is None else 2.5e10)
+    assert [words[-1].endswith(f"copying('cuda', {mine}, {other}))") for words in asked] == [True] * (other is not None)
+
+
+def test_measuring_draws_nothing_from_the_runs_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are measured on random numbers: of equal ones a GPU makes more a second."""
+    multiplied: list[torch.Tensor] = []
+
+    def once(run: Any, device: torch.device, times: int = 5) -> float:
+        result = run()
+        multiplied.extend([result] if isinstance(result, torch.Tensor) and result.ndim == 2 else [])
+        return 1.0
+
+    monkeypatch.setattr(hardware, "_median", once)
+    before = torch.get_rng_state()
+    hardware.measure_device(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(multiplied) == 2
+    assert all(product.unique().numel() > 100 for product in multiplied)

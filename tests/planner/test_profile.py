@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.planning import profile_module
+from lockstep.planner import profile
 from lockstep.planner.profile import find_units, measure_step, profile_step
 from lockstep.planner.trace import BACKWARD, FORWARD, UPDATE, Step
 from lockstep.precision.base import Precision
@@ -159,3 +160,26 @@ def test_a_step_of_a_loop_of_ones_own() -> None:
     assert profile.elements == 18
     assert {(p.like, p.fixed) for p in profile.parameters} == {(0, 0)}
     assert profile.steps["kept"].work(FORWARD).products == 2 * 4 * 8 * 2
+
+
+def test_blocks_on_a_device_are_measured_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device was waited for at each block's edge, so that each block's launches counted as its time."""
+    waits, now = [], iter((0.0, 3.0, 10.0))
+
+    class Event:
+        def record(self) -> None:
+            self.at = next(now)
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(profile, "has_timed_events", lambda device: True)
+    monkeypatch.setattr(profile, "timed_event", lambda device: Event())
+    monkeypatch.setattr(profile, "synchronize", waits.append)
+    clock = profile._Clock([], torch.device("cuda", 0))
+    clock.note("forward", 0)
+    clock.note("forward", 1)
+    clock.note("backward", 1)
+    assert waits == []
+    assert clock.seconds() == {("forward", 0): 3e-3, ("forward", 1): 7e-3}
+    assert waits == [torch.device("cuda", 0)]
