@@ -261,6 +261,20 @@ PARTS: tuple[Part, ...] = (
         "a message between ranks that one process has nobody for",
         "nothing: it is replaced where torch has it",
     ),
+    Part(
+        f"{_STAGE}.PipelineStage._get_grad_send_meta",
+        "parallel/pipeline/stages.py",
+        "whether a stage without a gradient sends zeros by itself",
+        "nothing: it is made to",
+        since="2.13",
+    ),
+    Part(
+        f"{_SCHEDULES}._PipelineSchedule._initialize_pipeline_distributed_state",
+        "parallel/pipeline/stages.py",
+        "stages of several devices",
+        "nothing: earlier releases do not look",
+        since="2.15",
+    ),
     # the planner
     Part("torch._subclasses.fake_tensor.FakeTensorMode", "planner/profile.py", "tensors without memory", PLAN),
     Part(

@@ -108,12 +108,13 @@ class Agent(LocalElasticAgent):
 
     Args:
         folder: for what the ranks hand it.
+        grace: seconds that ranks get to end.
         spec, options: torch's.
     """
 
-    def __init__(self, folder: Path, spec: WorkerSpec, **options: Any) -> None:
+    def __init__(self, folder: Path, grace: int, spec: WorkerSpec, **options: Any) -> None:
         super().__init__(spec, **options)
-        self._folder = folder
+        self._folder, self._grace = folder, grace
         self._started = 0
         self._result: RunResult | None = None
 
@@ -137,6 +138,11 @@ class Agent(LocalElasticAgent):
             left = self._remaining_restarts
             say(f"{self.cause()}; all ranks are started anew, and {left or 'no'} restart{'s' * (left != 1)} left")
         super()._restart_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, **options: Any) -> None:
+        if self._pcontext is not None:  # torch 2.11 knows no other time than 30 s
+            self._pcontext.close(death_sig, self._grace)
+        super()._shutdown(death_sig, **options)
 
     def cause(self) -> str:
         """What ended the ranks: as somebody among them has told, else as far as their ends tell."""
@@ -314,7 +320,7 @@ def _agent(plan: Plan, hosts: bool, folder: Path) -> Agent:
         monitor_interval=0.1,
         local_addr=HERE if plan.alone else plan.local_address,
     )
-    return Agent(folder, spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)), shutdown_timeout=plan.grace)
+    return Agent(folder, plan.grace, spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)))
 
 
 def _several(plan: Plan, hosts: bool) -> RendezvousHandler:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lockstep.cluster.local import on_one_host, rank_variables
 from lockstep.cluster.world import World
-from lockstep.ground.device import accelerator_kinds, devices_of, in_bad_fork
+from lockstep.ground.device import accelerator_kinds, devices_of, in_bad_fork, is_there
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import wait_for_torch_threads
 from lockstep.ground.rank import log
@@ -402,13 +402,15 @@ class ForkLauncher(SpawnLauncher):
                 stream.flush()
         threads = torch.get_num_threads() if end_openmp_pools() else 1
         strategy = self.strategy
+        # a build for an accelerator that this machine does not have calls each copy bad, and is never asked for it
+        there = any(is_there(kind) for kind in accelerator_kinds())
         parent = {PARENT: str(os.getpid())} if threading.current_thread() is threading.main_thread() else {}
         for local_rank in range(call.world.local_size):
             rank = replace(call.world, rank=call.world.rank + local_rank, local_rank=local_rank)
             environ = {**rank_variables(rank), **_on_one_host(rank), **parent}
 
             def take(environ: Mapping[str, str] = environ) -> Call:
-                if in_bad_fork():
+                if there and in_bad_fork():
                     raise _refusal(strategy, _CUDA)
                 torch.set_num_threads(threads)
                 return call

@@ -351,6 +351,7 @@ class Stages:
                 for action in in_one_row(self.actions(count))
             ]
             schedule._prepare_schedule_with_comms({0: list(row)})
+            _begins_on_any_devices(schedule, stages)
             return _Plan(schedule, sends)
         if self.schedule not in IN_ROUNDS:
             one_by_one = self.schedule == "1f1b" and count >= self.layout.stages
@@ -389,6 +390,8 @@ class Stages:
         )
         if self.has_all:
             _on_several_devices(stage, sent)
+        elif not hasattr(stage, "_get_grad_send_meta"):  # since torch 2.13 it sends zeros itself
+            _sends_zeros(stage, received)
         if self._splits:
             # what comes behind the chain may use all that is here
             inside = [parameter for block in own.blocks for parameter in block.parameters()]
@@ -501,6 +504,39 @@ def _without_memory(returned: Any) -> Any:
 
 def _timed(times: StageTimes | None, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn if times is None else times.wrapped(part, fn)
+
+
+def _begins_on_any_devices(schedule: Schedule, stages: list[PipelineStage]) -> None:
+    """Let torch set up stages of several devices; from 2.15 on it asks for one, by which ranks would connect."""
+    connect = getattr(schedule, "_initialize_pipeline_distributed_state", None)
+    if connect is None:
+        return
+
+    def as_if_on_one(*args: Any, **kwargs: Any) -> None:
+        devices = [stage.device for stage in stages]
+        for stage in stages:
+            stage.device = devices[0]
+        try:
+            connect(*args, **kwargs)
+        finally:
+            for stage, device in zip(stages, devices, strict=True):
+                stage.device = device
+
+    vars(schedule)["_initialize_pipeline_distributed_state"] = as_if_on_one
+
+
+def _sends_zeros(stage: PipelineStage, received: Tensor) -> None:
+    """Let a stage without a gradient for what it received send zeros, which the stage before waits for."""
+    send = stage.get_bwd_send_ops
+
+    def filled(number: int) -> list[Any]:
+        found = stage.bwd_cache.get(number)
+        if found is not None and not stage.is_first:
+            zeros = torch.zeros(received.shape, dtype=received.dtype, device=stage.device)
+            stage.bwd_cache[number] = tuple(zeros if gradient is None else gradient for gradient in found)
+        return send(number)
+
+    vars(stage)["get_bwd_send_ops"] = filled
 
 
 def _on_several_devices(stage: PipelineStage, sent: Tensor) -> None:
