@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.bucket import distinct, infos_of, plan_buckets
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.testing.pool import RankPool
@@ -42,12 +43,26 @@ def test_every_argument_of_torchs_is_taken_in_its_place() -> None:
     theirs = list(inspect.signature(TORCHS.__init__).parameters)
     ours = inspect.signature(DistributedDataParallel.__init__).parameters
     assert list(ours)[: len(theirs)] == theirs
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for name, p in ours.items() if name not in theirs)
+    later = {"batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"}  # of torch 2.12, 2.13 and 2.15
+    own = {name: p for name, p in ours.items() if name not in {*theirs, *later}}
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in own.values())
 
 
 def test_every_public_name_of_torchs_is_there() -> None:
     names = {name for name in dir(TORCHS) if not name.startswith("_")} - set(dir(nn.Module))
     assert names - set(dir(DistributedDataParallel)) == set()
+
+
+def test_a_backward_that_ends_by_hand_is_refused() -> None:
+    net = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(net)
+    assert not net.require_manual_backward_finalization
+    assert not net.should_finalize_after_backward
+    net.require_manual_backward_finalization = False
+    with pytest.raises(MisconfigurationException, match="finalization=True: gradients are there"):
+        net.require_manual_backward_finalization = True
+    with pytest.raises(MisconfigurationException, match=r"finalize_backward\(\): gradients are there"):
+        net.finalize_backward()
 
 
 def _made(name: str) -> list[Any]:
@@ -62,7 +77,7 @@ def _made(name: str) -> list[Any]:
         },
         "skip": {"skip_all_reduce_unused_params": True},
         "caps": {"bucket_cap_mb_list": [0.0001, 0.0002]},
-        "copies": {"batched_grad_copy": True},
+        "copies": {"batched_grad_copy": True, "lazy_bucket_allocation": True},
         "over TCP": {"shared_memory": False},
         "small": {"bucket_cap_mb": 0.0001},
         "checked": {"check_reduction": True},

@@ -268,7 +268,7 @@ class Deep(LightningModule):
         x = self.into(batch[0])
         for block in self.blocks:
             x = block(x)
-        return nn.functional.mse_loss(x.sum(1), batch[1].reshape(-1))
+        return nn.functional.mse_loss(x.sum(1), batch[1].reshape(-1).to(x.dtype))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.005, momentum=0.9)

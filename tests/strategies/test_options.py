@@ -98,6 +98,7 @@ def test_what_says_nothing_new_is_taken() -> None:
         find_unused_parameters=True,
         skip_all_reduce_unused_params=True,
         batched_grad_copy=True,
+        lazy_bucket_allocation=True,
         broadcast_buffers=None,
         static_graph=0,
         process_group_backend="cpu:gloo,cuda:NCCL",

@@ -46,6 +46,7 @@ from lockstep.parallel.consistency import (
 from lockstep.parallel.data_parallel import Device, as_device, as_id, choose_devices
 from lockstep.parallel.late_parameters import LateParameters, find_cast, find_changed
 from lockstep.parallel.logging_data import logging_data, names_by_place
+from lockstep.parallel.manual_finalization import ManualFinalization
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.parallel.uneven import JoinState, Weight, check_weight, join_hook, meet
 
@@ -73,13 +74,12 @@ FORWARD = "DistributedDataParallel.forward"
 """A forward's range in a profile, by torch's name."""
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(ManualFinalization, nn.Module, Joinable):
     """Trains ``module`` on every rank of a group, each with its own part of the batch, as one.
 
-    Takes the place of ``torch.nn.parallel.DistributedDataParallel`` when the import is changed; ``docs/ddp.md``
-    lists what differs. At construction every rank takes rank 0's parameters and buffers. A backward leaves every
-    rank with the mean of the ranks' gradients: they are averaged while it still runs, and are there when
-    ``loss.backward()`` returns. Parameters that a rank, or no rank, uses in a step need no flag.
+    Takes the place of ``torch.nn.parallel.DistributedDataParallel`` when the import is changed; ``docs/ddp.md`` lists
+    what differs. At construction every rank takes rank 0's parameters and buffers. A backward leaves every rank with
+    the mean of the ranks' gradients, averaged while it runs. Parameters that no rank uses in a step need no flag.
 
     Construction, a forward with gradients and its backward are points where ranks meet: all must come there equally
     often. A rank whose loss depends on none of the outputs calls `skip_backward`; if it goes on to its optimizer's
@@ -96,8 +96,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         init_sync: compare the ranks' modules, then give all of them rank 0's parameters and buffers.
         process_group: the ranks; ``None`` is the default group.
         bucket_cap_mb: size in MiB of the buckets in which gradients travel; default 25.
-        find_unused_parameters, batched_grad_copy: taken and not needed: unused parameters are found whatever this
-            says, and the gradients of a bucket are always copied together.
+        find_unused_parameters, batched_grad_copy, lazy_bucket_allocation: taken and not needed: unused parameters are
+            found whatever this says, gradients of a bucket are copied together, and lie in it.
         check_reduction: at each forward and backward, make sure that all ranks are at the same point, that the last
             backward reduced everything, and that it left the same gradients everywhere. For finding faults: slow.
         gradient_as_bucket_view: let ``.grad`` be views of the buckets, which saves a copy and their memory.
@@ -122,9 +122,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         require_backward_grad_sync: whether the next forward's backward is synchronised (`no_sync`).
 
     Raises:
-        ValueError: on every rank, if the ranks' modules differ; if nothing in ``module`` requires a gradient; if
-            parameters have no values, or share memory with themselves; if there is no process group, or this rank
-            is not in it.
+        ValueError: on every rank, if the ranks' modules differ; if nothing in ``module`` requires a gradient, or
+            parameters have no values, or share memory with themselves; if this rank is in no process group.
 
     Example::
 
@@ -158,6 +157,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         shared_memory: bool = True,
     ) -> None:
@@ -192,7 +192,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.forward_sync_buffers = buffers_in_forwards(forward_sync_buffers, broadcast_buffers)
             self.find_unused_parameters = find_unused_parameters
             self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-            self.batched_grad_copy = batched_grad_copy
+            self.batched_grad_copy, self.lazy_bucket_allocation = batched_grad_copy, lazy_bucket_allocation
             self.mixed_precision = mixed_precision
             if mixed_precision is not None:
                 from lockstep.parallel.mixed_precision import LowPrecision  # with hooks behind it: most runs have none

@@ -269,7 +269,9 @@ REFUSED = {
 }
 """Arguments of Lightning's DDPStrategy and of torch's DistributedDataParallel that have no place, and why."""
 
-NO_EFFECT = dict.fromkeys(("find_unused_parameters", "skip_all_reduce_unused_params", "batched_grad_copy"))
+NO_EFFECT = dict.fromkeys(
+    ("find_unused_parameters", "skip_all_reduce_unused_params", "batched_grad_copy", "lazy_bucket_allocation")
+)
 """Of DDP, taken and not needed: unused parameters are found anyway, and a bucket's gradients copied together."""
 
 _UNSET = ("broadcast_buffers", "forward_sync_buffers")

@@ -18,6 +18,7 @@ from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedChec
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
+from lockstep.parallel.consistency import sparse_names
 from lockstep.parallel.foreach import update_one_by_one
 from lockstep.parallel.late_parameters import LateParameters, LateTensors, beside
 from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
@@ -134,8 +135,9 @@ class ShardedStrategy(RankedStrategy):
         self._buffers = WindowBuffers(self.module) if some else None
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Take the optimizers, unless they cannot update parts."""
+        """Take the optimizers, unless they cannot update parts, or the gradients cannot be cut up."""
         super().setup_optimizers(optimizers, configs)
+        self._refuse_sparse()
         for optimizer in optimizers:
             update_one_by_one(optimizer, self.module.parameters())
             name = type(optimizer).__name__
@@ -147,6 +149,15 @@ class ShardedStrategy(RankedStrategy):
             for parameter in beside(self.module, [optimizer]).values():
                 shape = tuple(parameter.shape)
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
+
+    def _refuse_sparse(self) -> None:
+        parameters = dict(self.module.named_parameters())
+        sparse = [name for name in sorted(sparse_names(self.module)) if hasattr(parameters.get(name), "placements")]
+        if sparse:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: the gradients of {', '.join(sparse)} are sparse, and cannot be cut up: build "
+                'the layers with sparse=False, or use strategy="ddp".'
+            )
 
     def _synchronize_norms(self) -> None:
         if self.world.size == 1:
