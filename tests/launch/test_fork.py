@@ -147,8 +147,16 @@ def test_what_cannot_be_copied_is_refused(wrong: dict[str, Any], says: str, monk
 
 def test_cuda_that_only_a_copy_finds_broken_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(spawn, "is_there", lambda kind: kind == "cuda")
     with pytest.raises(RuntimeError, match=r"'ddp_fork': rank \d failed first.*CUDA is in use.*'ddp_spawn'"):
         ForkLauncher(TWO).launch(print)
+
+
+def test_a_build_for_cuda_on_a_machine_without_a_gpu_copies_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was refused: to count the GPUs marks every copy as bad, also where there are none."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(spawn, "is_there", lambda kind: False)
+    ForkLauncher(TWO).launch(print)
 
 
 def test_a_copy_is_waited_for_like_a_started_process() -> None:

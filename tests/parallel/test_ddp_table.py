@@ -36,7 +36,7 @@ def test_each_default_that_differs_has_a_row() -> None:
     # torch 2.11 and 2.12 have True for broadcast_buffers, which is forward_sync_buffers since
     assert differ - {"broadcast_buffers"} == {"gradient_as_bucket_view"}
     named = {name for row in rows() for name in re.findall(r"`(\w+)`", row[0])}
-    assert named >= {*differ, "check_reduction", "device_ids", "mixed_precision"}
+    assert named >= {*(differ - {"broadcast_buffers"}), "check_reduction", "device_ids", "mixed_precision"}
 
 
 def test_what_is_ours_alone_is_on_the_page() -> None:
@@ -44,6 +44,7 @@ def test_what_is_ours_alone_is_on_the_page() -> None:
     ours = inspect.signature(DistributedDataParallel.__init__).parameters
     methods = {name for name in vars(DistributedDataParallel) if not name.startswith("_")}
     set_there = re.findall(r"\bself\.(\w+)", inspect.getsource(nn.parallel.DistributedDataParallel))
-    alone = (set(ours) - set(theirs)) | (methods - {*dir(nn.parallel.DistributedDataParallel), *set_there})
+    later = {"batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"}  # of torch 2.12, 2.13 and 2.15
+    alone = (set(ours) - {*theirs, *later}) | (methods - {*dir(nn.parallel.DistributedDataParallel), *set_there})
     text = PAGE.read_text()
     assert [name for name in sorted(alone - {"reducer"}) if name not in text] == []

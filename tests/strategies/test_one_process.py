@@ -325,10 +325,16 @@ class Measures(Untied):
 
 def test_layers_that_move_more_than_parameters_do_so() -> None:
     """A metric of torchmetrics stayed on the CPU while its model went to the device of its rank."""
+    at_end: list[torch.device] = []
+
+    class Looked(Measures):
+        def on_train_end(self) -> None:
+            at_end.append(self.head.sums.device)
+
     with MadeUpDevices(1).there():
-        module = Measures()
+        module = Looked()
         quiet(strategy=one_process(split=[2, 3]), devices=2, max_epochs=1).fit(module, rows(8)(4))
-        assert module.head.sums.device == made_up(1)
+        assert at_end == [made_up(1)]
         assert module.layers[1].sums.device == CPU  # again, with its block
         assert module.layers[1].sums.any()
 

@@ -155,8 +155,8 @@ class ShardedStrategy(RankedStrategy):
         sparse = [name for name in sorted(sparse_names(self.module)) if hasattr(parameters.get(name), "placements")]
         if sparse:
             raise MisconfigurationException(
-                f"{type(self).__name__}: the gradients of {', '.join(sparse)} are sparse, and cannot be cut up: build "
-                'the layers with sparse=False, or use strategy="ddp".'
+                f"{type(self).__name__}(): the gradients of {', '.join(sparse)} are sparse, and cannot be cut up: "
+                'build the layers with sparse=False, or use strategy="ddp".'
             )
 
     def _synchronize_norms(self) -> None:

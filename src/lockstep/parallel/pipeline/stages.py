@@ -553,15 +553,21 @@ def _on_several_devices(stage: PipelineStage, sent: Tensor) -> None:
     def here(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().to(stage.device, non_blocking=True)
 
-    def gradient(tensor: Tensor | None) -> Tensor:
-        # torch 2.11 refuses none, and 2.12 takes that of the last micro-batch for it
-        there = torch.zeros(sent.shape, dtype=sent.dtype, device=stage.device) if tensor is None else tensor
-        return there.detach().to(stage.device, non_blocking=True)
+    fills = not hasattr(
+        stage, "_get_grad_send_meta"
+    )  # torch 2.11 refuses no gradient, and 2.12 takes the last one for it
+
+    def gradient(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None and fills:
+            return torch.zeros(sent.shape, dtype=sent.dtype, device=stage.device)
+        return here(tensor)
 
     vars(stage)["_get_init_p2p_neighbors_ops"] = list  # torch 2.11 has each stage write to its neighbors first
     vote = getattr(stage, "_warmup_forward_vote", None)
     if vote is not None:  # since torch 2.13, stages multiply votes before they run
-        vars(stage)["_warmup_forward_vote"] = lambda has_backward, received=None: vote(has_backward, here(received))
+        vars(stage)["_warmup_forward_vote"] = lambda has_backward, received_acc=None: vote(
+            has_backward, here(received_acc)
+        )
     vars(stage)["set_local_fwd_input"] = lambda output, number: takes(here(output), number)
     vars(stage)["set_local_bwd_input"] = lambda gradients, number: takes_gradients(
         tuple(map(gradient, gradients)), number
