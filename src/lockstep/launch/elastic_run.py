@@ -139,10 +139,10 @@ class Agent(LocalElasticAgent):
             say(f"{self.cause()}; all ranks are started anew, and {left or 'no'} restart{'s' * (left != 1)} left")
         super()._restart_workers(worker_group)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, **options: Any) -> None:
-        if self._pcontext is not None:  # torch 2.11 knows no other time than 30 s
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if self._pcontext is not None:  # torch 2.11 has no other time than 30 s
             self._pcontext.close(death_sig, self._grace)
-        super()._shutdown(death_sig, **options)
+        super()._shutdown(death_sig)
 
     def cause(self) -> str:
         """What ended the ranks: as somebody among them has told, else as far as their ends tell."""
