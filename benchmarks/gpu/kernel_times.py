@@ -39,7 +39,11 @@ def profiled(way: Callable[[Work, int, Tick], None], work: Work) -> Numbers:
 
 def spans(events: Iterable[Any]) -> list[tuple[float, float]]:
     """Beginning and end of each kernel and copy, in microseconds."""
-    on_device = [event for event in events if "CUDA" in str(event.device_type)]
+    on_device = [
+        event
+        for event in events
+        if "CUDA" in str(event.device_type) and not getattr(event, "is_user_annotation", False)  # ranges with a name
+    ]
     return sorted((event.time_range.start, event.time_range.end) for event in on_device)
 
 

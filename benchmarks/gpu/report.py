@@ -164,10 +164,15 @@ def write_tables(out: Path, commit: str) -> int:
         print(f"--write-tables: {file} is not there; run `scripts/gpu --out {out}` first", file=sys.stderr)
         return 2
     found = json.loads(file.read_text())
-    found["commit"] = found["commit"] or commit
+    found["commit"] = commit or found["commit"]
+    if found["kind"] != "cpu" and not found["commit"]:
+        print("--write-tables: that checkout had no git; give --commit, which the README's rows name", file=sys.stderr)
+        return 2
     PAGE.write_text(with_section(PAGE.read_text(), found))
     README.write_text(with_rows(README.read_text(), rows_of(found)))
     print(f"{PAGE.relative_to(ROOT)} and {README.relative_to(ROOT)} have the run of {found['began']}")
+    if rows_of(found):
+        print(f'Put "{found["kind"]}" into RAN of src/lockstep/ground/device.py, which goes with the table.')
     return 0
 
 

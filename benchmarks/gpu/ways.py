@@ -126,6 +126,9 @@ def by_accelerate(work: Work, steps: int, tick: Tick) -> None:
     """The loop by Accelerate's rules."""
     package: Any = importlib.import_module("accelerate")
     precision = "bf16" if work.precision == "bf16-mixed" else "no"
+    importlib.import_module("accelerate.state").AcceleratorState._reset_state(
+        True
+    )  # it keeps the first one's precision
     accelerator = package.Accelerator(mixed_precision=precision, cpu=work.device == "cpu")
     model, optimizer = accelerator.prepare(work.model, work.optimizer(work.model.parameters()))
     for batch in Repeated(work.batch, steps):

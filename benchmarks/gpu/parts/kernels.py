@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks.gpu.checks import Numbers, Part, expect
@@ -41,10 +42,28 @@ def timed(part: Part, runs: dict[str, Callable[[], object]]) -> dict[str, float]
     return {name: round(median(clock.intervals()[::2]), 4) for name, clock in clocks.items()}
 
 
+class TorchsSynchronized(nn.BatchNorm2d):
+    """torch's synchronized BatchNorm, which in a group of one rank would be a plain one."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        function: Any = torch.nn.modules._functions.SyncBatchNorm
+        own = (self.weight, self.bias, self.running_mean, self.running_var, self.eps, self.momentum)
+        found: torch.Tensor = function.apply(input, *own, dist.group.WORLD, 1)
+        return found
+
+
+def ours(channels: int) -> nn.Module:
+    """lockstep's, which takes the way of several ranks also with one."""
+    from lockstep.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+
+    layer = convert_sync_batchnorm(nn.BatchNorm2d(channels))
+    assert isinstance(layer, SyncBatchNorm)
+    layer.partial = True
+    return layer
+
+
 def normed(part: Part, dtype: torch.dtype) -> Numbers:
     """Ours, torch's, and a BatchNorm that is not synchronized."""
-    from lockstep.parallel.sync_batchnorm import convert_sync_batchnorm
-
     shape = (4, 3, 5, 5) if part.small else (128, 64, 56, 56)
     x = torch.randn(shape, device=part.device, dtype=dtype, requires_grad=True)
     grad = torch.randn(shape, device=part.device, dtype=dtype)
@@ -56,12 +75,9 @@ def normed(part: Part, dtype: torch.dtype) -> Numbers:
 
         return once
 
-    layers: dict[str, nn.Module] = {
-        "plain": nn.BatchNorm2d(shape[1]),
-        "ours": convert_sync_batchnorm(nn.BatchNorm2d(shape[1])),
-    }
+    layers: dict[str, nn.Module] = {"plain": nn.BatchNorm2d(shape[1]), "ours": ours(shape[1])}
     if part.is_cuda:
-        layers["torch's"] = nn.SyncBatchNorm(shape[1])
+        layers["torch's"] = TorchsSynchronized(shape[1])
     found = timed(part, {name: step(layer.to(part.device)) for name, layer in layers.items()})
     numbers: Numbers = {f"{name}, ms": ms for name, ms in found.items()}
     if part.is_cuda:
