@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +84,7 @@ def cases(steps: int) -> dict[str, tuple[Callable[[], Made], float | None]]:
         "16-mixed": (of(plain, precision="16-mixed"), 1),
         "average of weights": (of(plain, callbacks=lambda: EMAWeightAveraging()), 0),
         "ModelCheckpoint, no save": (
-            of(plain, enable_checkpointing=True, callbacks=lambda: ModelCheckpoint("kept")),
+            of(plain, enable_checkpointing=True, callbacks=lambda: ModelCheckpoint()),
             0,
         ),
         "progress bar": (of(lambda: plain(prog_bar=True), enable_progress_bar=True), None),
@@ -118,9 +119,10 @@ def waited(device: str, name: str, steps: int) -> Numbers:
     module, loader, flags = make()
     flags = {name: value() if callable(value) else value for name, value in flags.items()}
     given = flags.pop("callbacks", None)
-    with counted_waits(device, armed=False) as waits:
+    with counted_waits(device, armed=False) as waits, tempfile.TemporaryDirectory() as folder:
         watch = Watch(waits, steps // 3)
         own = {**QUIET, "accelerator": accelerator_of(device), "devices": 1, "max_epochs": 1, "limit_val_batches": 0}
+        own["default_root_dir"] = folder
         Trainer(**{**own, **flags}, callbacks=[watch, *([] if given is None else [given])]).fit(module, loader)
     total = waits.a_step(max(1, watch.steps))
     numbers: Numbers = {"steps": watch.steps, "waits a step": total}
