@@ -22,13 +22,15 @@ from lockstep.data.combined import CombinedLoader
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import Inner, no_inner_part
+from lockstep.ground.floats import floats
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerState
 from lockstep.loggers.base import Logger
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import Hooks
 from lockstep.loop.loaders import Loaders
-from lockstep.loop.logging import LogCollector, LoggedMetrics
+from lockstep.loop.logged_metrics import LoggedMetrics
+from lockstep.loop.logging import LogCollector
 from lockstep.loop.memory import memory_of
 from lockstep.loop.optimizers import LightningOptimizer
 from lockstep.loop.progress import EPOCH_END
@@ -483,7 +485,8 @@ class Attributes:
     def progress_bar_metrics(self) -> dict[str, float]:
         """Newest value of what the progress bar shows."""
         self.session.show_logged("progress_bar")
-        return {name: float(value) for name, value in self.published.progress_bar.items()}
+        shown = self.published.progress_bar
+        return dict(zip(shown, floats(list(shown.values())), strict=True))
 
     @property
     def loggers(self) -> list[Logger]:

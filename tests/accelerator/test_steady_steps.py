@@ -99,7 +99,9 @@ def _waits(what: str) -> list[tuple[str, str]]:
     return watch.waits
 
 
-@pytest.mark.parametrize("what", ["plain", "clip", "iterable", "weight", "fsdp", "validation", "fsdp validation"])
+@pytest.mark.parametrize(
+    "what", ["plain", "clip", "iterable", "weight", "sync_dist", "fsdp", "validation", "fsdp validation"]
+)
 def test_nobody_waits_for_the_device(madeup: RankPool, what: str) -> None:
     """Each of them was a copy up, a collective and a copy down, behind all that the device had yet to do."""
     waits = madeup(2).run(_waits, what)

@@ -174,6 +174,21 @@ def test_a_rank_that_keeps_others_devices_waiting_is_told(
     assert played.lookout.divergence() is None
 
 
+def test_a_rank_is_asked_again_once_its_device_is_known_to_wait(
+    scene: Callable[..., Scene], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stands still before that, and was asked for its stack then; the wait was told ten seconds later."""
+    played = scene()
+    played.ranks[0].queue()
+    played.ranks[0].collectives.watched()
+    for rank in played.ranks:
+        rank.still = 3.5
+    assert played.look(3.2) is None
+    assert capsys.readouterr().err == ""
+    assert played.look(5.0) is None
+    assert "rank 0 waits in all_reduce #1 (queued on its device)" in capsys.readouterr().err
+
+
 def test_a_rank_whose_device_waits_for_ever_is_ended(scene: Callable[..., Scene]) -> None:
     played = scene(3.0, 20.0)
     played.ranks[0].queue()

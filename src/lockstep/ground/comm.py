@@ -182,7 +182,10 @@ def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
     if source.numel() == 0:
         return tensor.detach().new_empty((world, *tensor.shape))
     parts = source.new_empty((world, source.nbytes), dtype=torch.uint8)  # gloo does not know every dtype
-    dist.all_gather(list(parts.unbind()), as_bytes(source), group)
+    if source.device.type == "cpu":
+        dist.all_gather(list(parts.unbind()), as_bytes(source), group)
+    else:  # NCCL gathers a list in memory of its own, and copies each piece out
+        dist.all_gather_into_tensor(parts.view(-1), as_bytes(source), group)
     return parts.view(source.dtype).view(world, *source.shape).to(tensor.device)
 
 
@@ -212,6 +215,11 @@ def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
     if carrier(group, tensor.device).type != "cpu":
         return _by_tree(all_gather_tensor(tensor, group).cpu(), combine)
     return combined_by_messages(tensor.detach().contiguous(), combine, group)
+
+
+def combined_there(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
+    """`combined`, with the same bits, on the tensor's own device: nobody waits for that."""
+    return _by_tree(all_gather_tensor(tensor, group), combine)
 
 
 def _by_tree(rows: Tensor, combine: Combine) -> Tensor:

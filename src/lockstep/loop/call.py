@@ -32,7 +32,8 @@ from lockstep.loop.device_left import leave_device
 from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden, is_replaced
 from lockstep.loop.loaders import Loaders
-from lockstep.loop.logging import LogCollector, LoggedMetrics
+from lockstep.loop.logged_metrics import LoggedMetrics
+from lockstep.loop.logging import LogCollector
 from lockstep.loop.memory import explained, keep, of_setup
 from lockstep.loop.metrics import lists_made_alike
 from lockstep.loop.optimizers import parse

@@ -16,11 +16,11 @@ from lockstep.ground.device import move_data_to_device
 from lockstep.ground.rank import warn_once
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.hooks import ModuleHooks
-from lockstep.loop import logging
 from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluation_table import table
 from lockstep.loop.feed import EvaluationFeed
 from lockstep.loop.hooks import Transfer, is_overridden
+from lockstep.loop.logged_metrics import NOT_FOR_CALLBACKS
 from lockstep.loop.logging import Entry, LogCollector
 from lockstep.loop.padding import in_step, padding
 from lockstep.loop.progress import VALIDATED
@@ -229,7 +229,7 @@ class EvaluationLoop:
             output = session.strategy.run(step, *position[:takes])
             results.enter("", shown)
             hooks.call(end, output, *position)
-            for_loggers = session.published.publish(results.take_step_values(), to=logging.NOT_FOR_CALLBACKS)
+            for_loggers = session.published.publish(results.take_step_values(), to=NOT_FOR_CALLBACKS)
             if not sanity_steps:
                 self._log_steps(for_loggers, dataloader_idx)
             yield output, dataloader_idx

@@ -12,10 +12,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from lockstep.ground.device import pinned, widest
 
 Part: TypeAlias = tuple[float, float, float]
 """Of one name: its value (of a mean, value x weight), the weight, and the micro-batch. Without a weight it is none."""
@@ -24,7 +26,7 @@ Total: TypeAlias = tuple[float, float]
 """Of one name: its value (of a mean, value x weight), and the weight."""
 
 NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-_HEAD = 5
+HEAD = 5
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,27 @@ class Rows:
         """
         kept = parts[: self.capacity]
         room = [0.0] * (self.capacity - len(kept))
-        count = float(len(parts))
-        numbers = [float(names), count, -float(names), -count, float(wants_each_step)]
+        numbers = head(names, len(parts), wants_each_step)
         for column in zip(*kept, strict=True) if kept else ((), (), ()):
             numbers += [*column, *room]
         return torch.tensor(numbers, dtype=torch.float64)
 
+    def make_on(self, device: torch.device, parts: Sequence[tuple[Any, float, int]]) -> Tensor:
+        """A row on a device, of values that are there or not; without a hash of the names, and nobody waits."""
+        far = [isinstance(value, Tensor) and value.device.type != "cpu" for value, *_ in parts]
+        known = [(0.0 if there else value, *rest) for there, (value, *rest) in zip(far, parts, strict=True)]
+        row = self.make(0, False, [part_of(op, *each) for op, each in zip(self.ops, known, strict=True)])
+        row = pinned(row.to(widest(device)), device).to(device, non_blocking=True)
+        for place, (value, weight, _) in enumerate(parts):
+            if far[place] and weight:
+                wide = value.detach().reshape(()).to(row.dtype)
+                row[HEAD + place] = wide * weight if self.ops[place] == "mean" else wide
+        return row
+
     def combine(self, rows: Tensor) -> Tensor:
         """Rows (..., k, n) as one (..., n): sums in their order, from the first on."""
-        head = rows[..., :_HEAD].amax(-2)
-        parts = rows[..., _HEAD:].view(*rows.shape[:-1], 3, self.capacity)
+        head = rows[..., :HEAD].amax(-2)
+        parts = rows[..., HEAD:].view(*rows.shape[:-1], 3, self.capacity)
         values, weights, newest = parts.unbind(-2)
         there = weights != 0.0
         if self.steps:
@@ -74,8 +87,11 @@ class Rows:
         if self._extremes:
             total = total.clone()
         for op, places in self._extremes.items():
-            several = torch.where(there, values, NEUTRAL[op])[..., places].unbind(-2)
-            total[..., 0, places] = functools.reduce(functools.partial(_extreme, op), several)
+            known = torch.where(there, values, NEUTRAL[op])
+            several = torch.stack([known[..., place] for place in places], -1).unbind(-2)
+            found = functools.reduce(functools.partial(_extreme, op), several)
+            for number, place in enumerate(places):  # a list of places would be copied to the device
+                total[..., 0, place] = found[..., number]
         return torch.cat([head, total.flatten(-2), newest[..., 0, :]], -1)
 
     @functools.cached_property
@@ -84,9 +100,16 @@ class Rows:
         ops = self.ops[: self.capacity]
         return {op: [place for place, each in enumerate(ops) if each == op] for op in ("min", "max") if op in ops}
 
+    def shown(self, row: Tensor) -> list[Tensor]:
+        """What is shown of each name, on the row's device."""
+        totals, weights = row[HEAD:].view(3, self.capacity)[:2].unbind()
+        totals = totals + 0.0
+        means = totals / weights  # without weight NaN
+        return [(means if op == "mean" else totals)[place] for place, op in enumerate(self.ops)]
+
     def ranks_differ(self, row: Tensor) -> bool:
         """Whether ranks log other names than others, or more than there is room for."""
-        names, count, least_names, least_count, _ = row[:_HEAD].tolist()
+        names, count, least_names, least_count, _ = row[:HEAD].tolist()
         return bool(names != -least_names or count != -least_count or count > self.capacity)
 
     def values(self, row: Tensor) -> list[float]:
@@ -95,13 +118,31 @@ class Rows:
 
     def totals(self, row: Tensor) -> list[Total]:
         """The value and the weight of each name."""
-        numbers = row.tolist()[_HEAD:]
+        numbers = row.tolist()[HEAD:]
         return list(zip(numbers, numbers[self.capacity :], strict=False))[: len(self.ops)]
+
+
+def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
+    """What a value is in a row; that of a mean in an epoch (micro-batch 0) is a sum already."""
+    if weight == 0.0:
+        return NEUTRAL[op], 0.0, 0.0
+    number = float(value)
+    return number * weight if micro_batch and op == "mean" else number, float(weight), float(micro_batch)
+
+
+def head(names: int, count: int, wants_each_step: bool) -> list[float]:
+    """What a row begins with: a hash of the names, how many there are, and whether the rank reduces each step."""
+    return [float(names), float(count), -float(names), -float(count), float(wants_each_step)]
+
+
+def largest(rows: Tensor) -> Tensor:
+    """Beginnings of rows (..., k, 5) as one (..., 5)."""
+    return rows.amax(-2)
 
 
 def each_step_wanted(row: Tensor) -> bool:
     """Whether any rank wants to reduce each step."""
-    return bool(row[_HEAD - 1])
+    return bool(row[HEAD - 1])
 
 
 def shown_value(op: str, value: float, weight: float) -> float:

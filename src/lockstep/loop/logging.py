@@ -14,8 +14,21 @@ from torch import Tensor, nn
 from lockstep.ground.comm import Combine
 from lockstep.ground.device import plus, widest
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.floats import floats
 from lockstep.ground.rank import does, warn_once
-from lockstep.loop.logged_rows import NEUTRAL, Part, Rows, Total, each_step_wanted, extreme, joined, shown_value
+from lockstep.loop.logged_rows import (
+    NEUTRAL,
+    Part,
+    Rows,
+    Total,
+    each_step_wanted,
+    extreme,
+    head,
+    joined,
+    largest,
+    part_of,
+    shown_value,
+)
 from lockstep.loop.metrics import StatesByLoader, is_metric
 from lockstep.parallel.recompute import STATE
 from lockstep.strategies.base import Strategy
@@ -261,6 +274,17 @@ def _place(key: Key) -> tuple[int, Key]:
     return _PLACES[key[0]], key
 
 
+def _newest(entry: Entry) -> tuple[Any, float, int]:
+    """Of a single step."""
+    return entry.last, entry.last_weight if entry.step_fresh else 0.0, entry.step_fresh
+
+
+def _hash(fresh: list[Entry]) -> int:
+    """Of what a rank has logged, alike where it is the same."""
+    names = repr([(entry.key, entry.op, entry.metric is not None, entry.dtype) for entry in fresh])
+    return zlib.crc32(names.encode())
+
+
 class LogCollector:
     """What was logged in one stage (training or one evaluation).
 
@@ -300,6 +324,8 @@ class LogCollector:
         self._module = module
         self._on_cpu = on_cpu
         self._counts = counted is None or rank in counted
+        self._there: Callable[[Tensor, Combine], Tensor] | None = None
+        self._device = torch.device("cpu")
         self._capacity = 64  # names that fit into a row; grows alike on all ranks
         self._tables: dict[tuple[str, int], dict[str, Entry]] = {}
         self._agreed: dict[Key, tuple[Entry, str, Tensor]] = {}  # reduced, and not yet sent to the loggers
@@ -321,10 +347,18 @@ class LogCollector:
     def of(cls, strategy: Strategy, module: nn.Module) -> LogCollector:
         """A collector of what ``module`` logs, reduced over the ranks of ``strategy``."""
         ranks = strategy.collectives
-        on_cpu = strategy.root_device.type == "cpu"
+        device = strategy.root_device
+        on_cpu = device.type == "cpu"
         replicas = strategy.replicas
         each = None if replicas.count == strategy.world_size else replicas.first_ranks
-        return cls(ranks.combined, ranks.from_zero, strategy.world_size, strategy.global_rank, module, on_cpu, each)
+        made = cls(ranks.combined, ranks.from_zero, strategy.world_size, strategy.global_rank, module, on_cpu, each)
+        if not on_cpu and strategy.world_size > 1:
+            made.reduce_there(ranks.combined_there, device)
+        return made
+
+    def reduce_there(self, combined: Callable[[Tensor, Combine], Tensor], device: torch.device) -> None:
+        """Reduce values of single steps on the device where they are: a log with ``sync_dist`` waits for nothing."""
+        self._there, self._device = combined, device
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
         """Say in which hook the next ``log`` calls happen."""
@@ -406,18 +440,20 @@ class LogCollector:
     def _entries(self) -> list[Entry]:
         return [entry for table in self._tables.values() for entry in table.values()]
 
-    def step_values(self, since: int = 0) -> list[tuple[Entry, str, Tensor]]:
+    def step_values(self, since: int = 0, for_bar: bool = False) -> list[tuple[Entry, str, Tensor]]:
         """The newest on_step values of this rank, not reduced: (entry, name, value).
 
         Args:
             since: only those of later micro-batches.
+            for_bar: only those that the progress bar shows.
         """
-        found = []
-        for entry in self._entries():
-            if entry.step_fresh > since and entry.last_weight:
-                value = torch.tensor(float(entry.last), dtype=entry.dtype)
-                found.append((entry, entry.step_name, value))
-        return found
+        entries = [entry for entry in self._entries() if entry.step_fresh > since and entry.last_weight]
+        entries = [entry for entry in entries if entry.prog_bar] if for_bar else entries
+        numbers = floats([entry.last for entry in entries])
+        return [
+            (entry, entry.step_name, torch.tensor(number, dtype=entry.dtype))
+            for entry, number in zip(entries, numbers, strict=True)
+        ]
 
     def take_step_values(self) -> list[tuple[Entry, str, Tensor]]:
         """:meth:`step_values`, each of them once."""
@@ -440,9 +476,7 @@ class LogCollector:
         of it has an older one. The loggers get what comes out by the next :meth:`reduce_step`.
         """
         fresh = [entry for entry in self._entries() if entry.step_fresh]
-        reduced = self._reduce(
-            fresh, lambda entry: (entry.last, entry.last_weight if entry.step_fresh else 0.0, entry.step_fresh)
-        )
+        reduced = (self._reduce if self._there is None else self._reduce_there)(fresh, _newest)
         values = []
         for entry, value in reduced:
             entry.step_fresh = 0
@@ -536,7 +570,7 @@ class LogCollector:
         if self._world_size > 1:
             fresh, totals = self._exchange(fresh, read)
         else:
-            totals = [self._local(entry, read)[:2] for entry in fresh]
+            totals = [part[:2] for part in self._locals(fresh, read)]
         if read is _epochs:
             totals = _over_loaders(fresh, totals)
         return [
@@ -544,17 +578,35 @@ class LogCollector:
             for entry, total in zip(fresh, totals, strict=True)
         ]
 
+    def _reduce_there(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
+        """:meth:`_reduce` on the device: nobody waits for a value, and what comes out is there, too."""
+        assert self._there is not None
+        fresh.sort(key=lambda entry: _place(entry.key))
+        mine = torch.tensor(head(_hash(fresh), len(fresh), self._wants_each_step), dtype=torch.float64)
+        agreed = self._combined(mine, largest)
+        self.each_step = each_step_wanted(agreed)
+        if Rows([], self._capacity, True).ranks_differ(agreed):
+            fresh = self._agree_on_names(fresh)
+        if not fresh:
+            return []
+        rows = Rows([entry.op for entry in fresh], self._capacity, True)
+        parts = [read(entry) if self._counts else (NEUTRAL[entry.op], 0.0, 0) for entry in fresh]
+        shown = rows.shown(self._there(rows.make_on(self._device, parts), rows.combine))
+        return [(entry, value.to(entry.dtype)) for entry, value in zip(fresh, shown, strict=True)]
+
     def _local(self, entry: Entry, read: Reader) -> Part:
-        value, weight, micro_batch = read(entry)
-        if weight == 0.0:
-            return NEUTRAL[entry.op], 0.0, 0.0
-        number = float(value)
-        number = number * weight if micro_batch and entry.op == "mean" else number
-        return number, float(weight), float(micro_batch)
+        return part_of(entry.op, *read(entry))
+
+    def _locals(self, fresh: list[Entry], read: Reader) -> list[Part]:
+        """:meth:`_local` of several, whose values come by one copy."""
+        parts = [read(entry) for entry in fresh]
+        numbers = floats([value if weight else 0.0 for value, weight, _ in parts])
+        return [
+            part_of(entry.op, number, *rest) for entry, number, (_, *rest) in zip(fresh, numbers, parts, strict=True)
+        ]
 
     def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[Total]]:
-        names = repr([(entry.key, entry.op, entry.metric is not None, entry.dtype) for entry in fresh])
-        rows, row = self._combined_row(zlib.crc32(names.encode()), fresh, read)
+        rows, row = self._combined_row(_hash(fresh), fresh, read)
         self.each_step = each_step_wanted(row)
         if rows.ranks_differ(row):
             fresh = self._agree_on_names(fresh)
@@ -564,7 +616,7 @@ class LogCollector:
     def _combined_row(self, names: int, fresh: list[Entry], read: Reader) -> tuple[Rows, Tensor]:
         rows = Rows([entry.op for entry in fresh], self._capacity, read is not _epochs)
         # of ranks that see the same samples one counts
-        parts = [self._local(entry, read) if self._counts else (NEUTRAL[entry.op], 0.0, 0.0) for entry in fresh]
+        parts = self._locals(fresh, read) if self._counts else [(NEUTRAL[entry.op], 0.0, 0.0) for entry in fresh]
         mine = rows.make(names, self._wants_each_step, parts)
         return rows, self._combined(mine, rows.combine)
 
@@ -720,66 +772,3 @@ def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def _epochs(entry: Entry) -> tuple[Any, float, int]:
     return entry.total, entry.weight, 0
-
-
-NOT_FOR_CALLBACKS = ("logged", "progress_bar")
-EVERYBODY = ("callback", *NOT_FOR_CALLBACKS)
-
-
-class LoggedMetrics:
-    """The three dicts that users read: what callbacks, loggers and the progress bar see."""
-
-    def __init__(self) -> None:
-        self.callback: dict[str, Tensor] = {}
-        self.logged: dict[str, Tensor] = {}
-        self.progress_bar: dict[str, Any] = {}
-        self.measured: dict[str, int] = {}  # names whose newest value is a validation's, and the optimizer step of it
-        self._before: dict[str, Tensor | None] = {}  # what :meth:`preview` has covered in ``callback``
-
-    def preview(self, values: list[tuple[Entry, str, Tensor]], to: Sequence[str] = EVERYBODY) -> None:
-        """Show values that are to be reduced yet."""
-        for entry, name, _ in values if "callback" in to else ():
-            for shown in (name, entry.name):
-                self._before.setdefault(shown, self.callback.get(shown))
-        self.publish(values, reduced=False, to=to)
-
-    def reduced(self) -> dict[str, Tensor]:
-        """``callback`` without what :meth:`preview` has shown."""
-        found: dict[str, Tensor | None] = {**self.callback, **self._before}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def publish(
-        self, values: list[tuple[Entry, str, Tensor]], *, to: Sequence[str] = EVERYBODY, reduced: bool = True
-    ) -> dict[str, Tensor]:
-        """Show ``values``; returns those that loggers get.
-
-        Args:
-            values: as the reductions of :class:`LogCollector` give them.
-            to: which of the three dicts; single steps of an evaluation are :data:`NOT_FOR_CALLBACKS`.
-            reduced: False for values of this rank's that a reduction will replace.
-        """
-        for_loggers = {}
-        for entry, name, value in values:
-            if reduced and self._before:
-                self._before.pop(name, None)
-                self._before.pop(entry.name, None)
-            if "callback" in to:
-                self.callback[name] = value
-                self.measured.pop(name, None)
-                if entry.on_step and entry.on_epoch:  # the plain name stands for the newest of the two
-                    self.callback[entry.name] = value
-            if entry.logger and "logged" in to:
-                self.logged[name] = for_loggers[name] = value
-            if entry.prog_bar and "progress_bar" in to:
-                self.progress_bar[name] = value
-        return for_loggers
-
-    def note_validation(self, values: list[tuple[Entry, str, Tensor]], step: int) -> None:
-        """These were measured by a validation after so many optimizer steps."""
-        for entry, name, _ in values:
-            self.measured[name] = self.measured[entry.name] = step
-
-    def clear(self) -> None:
-        """Forget everything (after the sanity check)."""
-        for shown in (self.callback, self.logged, self.progress_bar, self._before, self.measured):
-            shown.clear()

@@ -18,6 +18,7 @@ from lockstep.config.run import RunConfig
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.copies import kept
+from lockstep.ground.floats import floats
 from lockstep.ground.rank import does
 from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.hpc.trials import TrialFolder
@@ -26,7 +27,8 @@ from lockstep.loggers.base import Logger
 from lockstep.loop.feed import Feed
 from lockstep.loop.hooks import Hooks
 from lockstep.loop.loaders import Loaders
-from lockstep.loop.logging import LogCollector, LoggedMetrics
+from lockstep.loop.logged_metrics import LoggedMetrics
+from lockstep.loop.logging import LogCollector
 from lockstep.loop.progress import Elastic, Progress
 from lockstep.loop.window_start import WindowStart
 from lockstep.module import LightningModule
@@ -252,7 +254,7 @@ class Session:
         """Send values to the loggers; a value named "step" replaces ``step``, None means the windows so far."""
         if not self.loggers:
             return
-        scalars = {name: float(value) for name, value in metrics.items()}
+        scalars = dict(zip(metrics, floats(list(metrics.values())), strict=True))
         if "step" in scalars:
             step = int(scalars.pop("step"))
         elif with_epoch:  # an evaluation's single steps have none in Lightning, either
@@ -267,7 +269,8 @@ class Session:
         if folder is None or not self.is_global_zero or not self.published.callback:
             return
         progress = self.fit.progress
-        metrics = {name: float(value) for name, value in self.published.callback.items()}
+        callback = self.published.callback
+        metrics = dict(zip(callback, floats(list(callback.values())), strict=True))
         TrialFolder(folder).log(metrics, epoch=progress.epoch, step=progress.global_step)
 
     # -- logged values -------------------------------------------------------------------------------------
@@ -294,7 +297,8 @@ class Session:
         if not self.results.among_batches:
             self.published.preview(self.results.epoch_so_far(), to=(to,))
         elif to != "callback" or self.state.stage is RunningStage.TRAINING:
-            self.published.publish(self.results.step_values(self.results.shown), to=(to,))
+            values = self.results.step_values(self.results.shown, for_bar=to == "progress_bar")
+            self.published.publish(values, to=(to,))
 
     def share_step_values(self) -> None:
         """Let ``callback_metrics`` hold the newest values of single steps, reduced over the ranks. Collective."""

@@ -17,7 +17,7 @@ from lockstep.ground.types import RunningStage, TrainerState
 from lockstep.launch.spawn import pack
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
-from lockstep.loop.logging import LoggedMetrics
+from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.progress import Progress
 from lockstep.loop.session import Session
 from lockstep.parallel.fully_shard import ENTRY, gathered

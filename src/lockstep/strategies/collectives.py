@@ -322,6 +322,10 @@ class Collectives:
         """CPU vectors of equal length from all ranks, made one along a tree of fixed shape; see `comm.combined`."""
         return comm.combined(self._sent(vector), combine) if self.world.size > 1 else combine(vector.unsqueeze(0))
 
+    def combined_there(self, row: Tensor, combine: comm.Combine) -> Tensor:
+        """`combined`, of rows on this rank's device, and there: nobody waits."""
+        return comm.combined_there(row, combine)
+
     def _sent(self, tensor: Tensor) -> Tensor:
         """A CPU tensor where it can be sent: as it is, or on this rank's device, where only that has a backend."""
         return tensor if comm.backend_of(None, "cpu") else tensor.to(self.device)

@@ -108,7 +108,7 @@ class HangMonitor:
         self._read: dict[int, int] = {}
         self._histories = Histories()
         self._halted: dict[int, float] = {}
-        self._asked_for: frozenset[int] = frozenset()
+        self._asked_for: frozenset[tuple[int, bool]] = frozenset()
         self._ask_again = self._prove_at = self._tell_at = 0.0
         self._waits: dict[int, float] = {}  # ranks whose stacks waited, since when that is known
         self._said: list[tuple[set[str], set[int]]] = []  # of each wait told: where ranks waited, and who was late
@@ -372,8 +372,10 @@ class HangMonitor:
 
     def _is_due(self, snapshots: Mapping[int, RankSnapshot], limit: float, now: float) -> bool:
         """Whether it is time to ask the ranks for their stacks."""
-        long = frozenset(
-            rank for rank, snapshot in snapshots.items() if snapshot.waited >= limit or snapshot.still >= limit
+        long = frozenset(  # a rank whose device waits is known to do so a while after it stands still
+            (rank, snapshot.waited >= limit)
+            for rank, snapshot in snapshots.items()
+            if snapshot.waited >= limit or snapshot.still >= limit
         )
         due = bool(long) and (bool(long - self._asked_for) or now >= self._ask_again)
         self._asked_for = long

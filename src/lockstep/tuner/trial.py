@@ -25,7 +25,8 @@ from lockstep.loop import state
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import Hooks, is_overridden
-from lockstep.loop.logging import LogCollector, LoggedMetrics
+from lockstep.loop.logged_metrics import LoggedMetrics
+from lockstep.loop.logging import LogCollector
 from lockstep.loop.metrics import is_metric
 from lockstep.loop.optimizers import parse
 from lockstep.loop.progress import EPOCH_START
