@@ -71,7 +71,8 @@ class Trainer(Attributes):
     Every argument is checked here, before anything is started.
 
     Args:
-        accelerator: "auto" (a GPU if there is one), "cpu", "gpu", "cuda", or an Accelerator.
+        accelerator: "auto" (one if there is any), "gpu", "cpu", "cuda", "mps", "xpu", "tpu", the name of any other
+            device that torch has, or an Accelerator.
         strategy: "auto" (one device: as it is; several: "ddp", in a notebook "ddp_notebook"), "ddp" (this script once
             per device), "ddp_spawn" and "ddp_notebook" (the call, in fresh processes), "ddp_fork" (the call, in copies
             of this process), "dp" (one process for all devices), or a Strategy object; all: ``strategies/table.py``.

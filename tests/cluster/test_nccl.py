@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lockstep.cluster import nccl
 from lockstep.cluster.nccl import NAMES, NcclVariables, built_for, check_nccl, mapped, obstacle
@@ -161,6 +162,15 @@ def test_it_is_said_by_the_trainer_before_anything_starts() -> None:
     with pytest.raises(MisconfigurationException, match=r"process_group_backend='nccl': NCCL works between GPUs"):
         Trainer(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="nccl"))
     Trainer(accelerator="cpu", devices=1, strategy=DDPStrategy(process_group_backend="gloo"))
+
+
+def test_gpus_without_nccl_are_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(MisconfigurationException, match=r"was built without NCCL: install .*backend='gloo'"):
+        Trainer(accelerator="gpu", devices=2, strategy="ddp")
+    Trainer(accelerator="gpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo"))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.ground import usable
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.usable import check_usable, refuse_architecture, warn_of_others
+from lockstep.ground.usable import check_usable, held_by_others, refuse_architecture, warn_of_others
 
 GPU = torch.device("cuda", 0)
 GIB = 2**30
@@ -61,18 +61,28 @@ def test_it_is_refused_where_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> No
     check_usable(torch.device("cpu"))
 
 
-def test_a_card_that_others_fill_is_told_once() -> None:
-    with pytest.warns(
-        UserWarning, match=r"cuda:0: 2\.0 of 80\.0 GiB are free, and 77\.0 GiB belong to other processes"
-    ):
-        warn_of_others(GPU, 2 * GIB, 80 * GIB, GIB)
+def with_memory(free: int, own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 80 GiB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own * GIB)
+
+
+def test_a_card_that_others_fill_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(2, 1, monkeypatch)
+    with pytest.warns(UserWarning, match=r"cuda:0: 2\.0 of 80\.0 GiB are free, and 77\.0 GiB belong to other"):
+        warn_of_others(GPU)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_others(GPU, 2 * GIB, 80 * GIB, GIB)
+        warn_of_others(GPU)
+    assert held_by_others(GPU) == 77 * GIB
 
 
 @pytest.mark.parametrize(("free", "own"), [(40, 1), (9, 1), (2, 77)])
-def test_a_card_with_room_or_filled_by_this_process_is_not(free: int, own: int) -> None:
+def test_a_card_with_room_or_filled_by_this_process_is_not(
+    free: int, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_memory(free, own, monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_others(GPU, free * GIB, 80 * GIB, own * GIB)
+        warn_of_others(GPU)

@@ -467,3 +467,10 @@ def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="shapes do not match") as caught:
         quiet(max_steps=3).fit(Hungry("step", error), rows(32)(8))
     assert caught.value is error
+
+
+@pytest.mark.usefixtures("nothing_elsewhere")
+def test_what_other_processes_hold_of_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "other processes" not in str(told(Hungry()))
+    monkeypatch.setattr("lockstep.loop.memory.held_by_others", lambda device: 70 * 2**30)
+    assert "and by other processes on the device: 70" in str(told(Hungry()))

@@ -32,9 +32,7 @@ def check_usable(device: torch.device) -> None:
     module = device_module(device)
     if torch.version.cuda is not None and hasattr(module, "get_arch_list"):
         refuse_architecture(device, module.get_device_capability(device), module.get_arch_list())
-    known = memory_info(device)
-    if known is not None:
-        warn_of_others(device, *known, (memory_held(device) or 0) + memory_cached(device))
+    warn_of_others(device)
 
 
 def refuse_architecture(device: torch.device, capability: tuple[int, int], built_for: Sequence[str]) -> None:
@@ -69,18 +67,18 @@ def _runs_on(form: re.Match[str], capability: tuple[int, int]) -> bool:
     return version <= capability and (form["form"] == "compute" or version[0] == capability[0])
 
 
-def warn_of_others(device: torch.device, free: int, total: int, own: int) -> None:
-    """Warn, once in this process, of a device whose memory other processes have taken.
+def held_by_others(device: torch.device) -> int:
+    """Bytes of an accelerator's memory that other processes have taken; 0 where nobody tells."""
+    known = memory_info(device)
+    return 0 if known is None else max(0, known[1] - known[0] - (memory_held(device) or 0) - memory_cached(device))
 
-    Args:
-        device: for the message.
-        free: bytes that no process has taken.
-        total: bytes of the device.
-        own: bytes that this process has taken.
-    """
-    others = total - free - own
-    if free >= FULL * total or others < total / 2:
+
+def warn_of_others(device: torch.device) -> None:
+    """Warn, once in this process, of a device whose memory other processes have taken."""
+    known, others = memory_info(device), held_by_others(device)
+    if known is None or known[0] >= FULL * known[1] or others < known[1] / 2:
         return
+    free, total = known
     gib = 2**30
     where = rank_prefixed_message(str(device), rank_zero_only.rank)
     if device in _told:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lockstep.ground.compiled import has_compiled
 from lockstep.ground.device import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.usable import held_by_others
 from lockstep.loop.session import Session
 from lockstep.parallel.fully_shard import find_blocks
 from lockstep.parallel.memory import Activations, MemoryUse, parts_of, readable
@@ -207,6 +208,9 @@ def _message(session: Session, error: BaseException) -> str:
         lines.append(
             f"  and in tensors held elsewhere, by data, lists or attributes of the script: {readable(elsewhere)}"
         )
+    others = held_by_others(strategy.root_device)
+    if others * HELPS >= used.total and others >= 2**16:
+        lines.append(f"  and by other processes on the device: {readable(others)}")
     least = (used.total + elsewhere) / HELPS if elsewhere > used.total else 1
     ways = [way for way in ways_out(session, used) if way.saves >= least]
     if ways:
