@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -97,6 +99,26 @@ def _waits(what: str) -> list[tuple[str, str]]:
     )
     trainer.fit(module, train, DataLoader(Samples(), 2))
     return watch.waits
+
+
+def _unused() -> tuple[list[str], int]:
+    class Part(Net):
+        def __init__(self) -> None:
+            super().__init__("plain")
+            self.never = nn.Linear(2, 2)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet(strategy="ddp", devices=2, max_steps=3, num_sanity_val_steps=0, limit_val_batches=0).fit(
+            Part(), DataLoader(Samples(), 2)
+        )
+    return [str(each.message) for each in caught if "got no gradient" in str(each.message)], dist.get_rank()
+
+
+def test_parameters_for_which_a_rank_waits_in_each_step_are_named_once(madeup: RankPool) -> None:
+    for said, rank in madeup(2).run(_unused):
+        assert len(said) == (rank == 0)
+        assert all("never.weight, never.bias" in each or "never.bias, never.weight" in each for each in said)
 
 
 @pytest.mark.parametrize(

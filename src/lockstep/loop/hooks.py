@@ -427,16 +427,20 @@ class Transfer:
         if self._move is None and self._device.type != "cpu":
             self._move = module.transfer_batch_to_device
         self._convert = strategy.precision.convert_input
+        # a cast makes memory that is not pinned, which the copy would wait for; a hook of the user's sees the cast
+        self._converts_there = self._device.type != "cpu" and self._before is None
         self.idle = not chosen and self._move is None and self._convert is None
 
     def __call__(self, batch: object, dataloader_idx: int = 0) -> Any:
         """The batch on the device, in the run's precision."""
-        if self._convert is not None:
+        if self._convert is not None and not self._converts_there:
             batch = self._convert(batch)
         if self._before is not None:
             batch = self._before(batch, dataloader_idx)
         if self._move is not None:
             batch = self._move(batch, self._device, dataloader_idx)
+        if self._convert is not None and self._converts_there:
+            batch = self._convert(batch)
         if self._after is not None:
             batch = self._after(batch, dataloader_idx)
         return batch

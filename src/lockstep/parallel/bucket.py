@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedParameter
 
 from lockstep.ground.device import pinned
+from lockstep.ground.rank import warn_once
 
 # -- plans ---------------------------------------------------------------------------------------------------
 
@@ -183,6 +184,11 @@ def offsets(numels: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) ->
 LARGE = 2**15
 """Elements from which on a gradient of the CPU is multiplied on its way into the buffer: there a pass over memory costs
 more than the operation that it spares."""
+
+UNUSED = (
+    "Parameters {names}{more} got no gradient on this rank. Whether another rank has one it asks the device in each "
+    "step, and waits for the backward there: leave out, or freeze by requires_grad_(False), what no rank uses."
+)
 
 
 class Bucket:
@@ -404,7 +410,12 @@ class Bucket:
     def used_anywhere(self) -> Sequence[Any]:
         """After a round whose used flags travelled in the buffer: who got a gradient on any rank."""
         # Only a rank that lacks gradients has to look at them: a GPU waits here, and seldom has to.
-        return self._tail.tolist() if 0 in self.used else self.used
+        if 0 not in self.used:
+            return self.used
+        if self.device.type != "cpu":
+            lacking = [name for name, used in zip(self.names, self.used, strict=True) if not used]
+            warn_once(UNUSED.format(names=", ".join(lacking[:3]), more=" ..." * (len(lacking) > 3)), key=UNUSED)
+        return self._tail.tolist()
 
     def give_back(self, views: bool, anywhere: Sequence[Any] | None) -> None:
         """Leave each parameter with its gradient, or None where there is none.
