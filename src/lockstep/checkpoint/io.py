@@ -20,6 +20,7 @@ from torch import Tensor
 from lockstep.checkpoint import format, sharded, storage
 from lockstep.checkpoint.storage import PathLike
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.host_memory import ReusedCopies
 
 # -- a copy that the run cannot change -----------------------------------------------------------------------
 
@@ -27,18 +28,20 @@ from lockstep.ground.errors import MisconfigurationException
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def snapshot(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Copy a checkpoint, its tensors to the CPU.
+def snapshot(checkpoint: dict[str, Any], memory: ReusedCopies | None = None) -> dict[str, Any]:
+    """Copy a checkpoint, its tensors to the CPU, into ``memory``; None: new one.
 
     What shares memory in the checkpoint shares it in the copy (tied weights, views), so that files get no larger.
     Tensors inside of objects of other classes stay on their devices.
     """
     copies: dict[int, Any] = {}
-    _copy_tensors(checkpoint, copies)
+    memory = ReusedCopies() if memory is None else memory
+    _copy_tensors(checkpoint, copies, memory)
+    memory.arrive()
     return copy.deepcopy(checkpoint, copies)
 
 
-def _copy_tensors(checkpoint: object, copies: dict[int, Any]) -> None:
+def _copy_tensors(checkpoint: object, copies: dict[int, Any], memory: ReusedCopies) -> None:
     """Put a copy of each tensor in dicts, lists and tuples where ``deepcopy`` looks for what it has copied."""
     storages: dict[int, torch.UntypedStorage] = {}
     waiting, seen = [checkpoint], set()
@@ -47,7 +50,7 @@ def _copy_tensors(checkpoint: object, copies: dict[int, Any]) -> None:
         if isinstance(value, Tensor):
             if id(value) not in copies:
                 if _is_plain(value):
-                    copies[id(value)] = _copied(value, storages)
+                    copies[id(value)] = _copied(value, storages, memory)
                 elif not value.is_leaf:  # which deepcopy refuses
                     copies[id(value)] = copy.deepcopy(value.detach())
         elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
@@ -65,11 +68,11 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage], memory: ReusedCopies) -> Tensor:
     source: Any = tensor.untyped_storage()  # torch leaves the types of its methods out
     if source._cdata not in storages:
         # to the CPU: a second copy of model and optimizer may be more than a GPU holds
-        storages[source._cdata] = source.clone() if source.device.type == "cpu" else source.cpu()
+        storages[source._cdata] = memory.of(source)
     copied = torch.empty(0, dtype=tensor.dtype)
     copied.set_(storages[source._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
     if type(tensor) is torch.nn.Parameter:
@@ -233,6 +236,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._thread: threading.Thread | None = None
         self._is_working = False
         self._error: BaseException | None = None
+        self._memory = ReusedCopies()
 
     # -- what the Trainer asks -----------------------------------------------------------------------------
 
@@ -245,7 +249,8 @@ class AsyncCheckpointIO(CheckpointIO):
         with self._changed:
             self._changed.wait_for(lambda: sum(is_save for _, is_save in self._queue) < COPIES)
         self._raise_error()
-        write = partial(self.checkpoint_io.save_checkpoint, snapshot(checkpoint), path, storage_options=storage_options)
+        copied = snapshot(checkpoint, self._memory)
+        write = partial(self.checkpoint_io.save_checkpoint, copied, path, storage_options=storage_options)
         self._write_later(write, path)
 
     def _write_later(self, write: Callable[[], Any], path: PathLike) -> None:
@@ -284,6 +289,7 @@ class AsyncCheckpointIO(CheckpointIO):
             Exception: something could not be written.
         """
         self._wait()
+        self._memory = ReusedCopies()
         try:
             self._raise_error()
         finally:
@@ -337,7 +343,7 @@ class AsyncCheckpointIO(CheckpointIO):
             raise error
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_changed", "_queue", "_thread", "_is_working", "_error")  # of one process
+        own = ("_changed", "_queue", "_thread", "_is_working", "_error", "_memory")  # of one process
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,7 +15,8 @@ from lockstep.checkpoint.format import first_line
 from lockstep.checkpoint.io import AsyncCheckpointIO, TorchCheckpointIO, snapshot
 from lockstep.checkpoint.storage import PathLike
 from lockstep.ground import comm
-from lockstep.ground.device import has_pinned_memory, synchronize
+from lockstep.ground.device import synchronize
+from lockstep.ground.host_memory import HostMemory
 
 
 class ShardedCheckpointIO(TorchCheckpointIO):
@@ -121,10 +121,11 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
     def _copied(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's values on the CPU, in the memory of the last copies where they are alike."""
         kept, copies = self._copies, {}
+        memory = {device: HostMemory(device) for device in {value.device for value in local.values()}}
         for name, value in local.items():
             copy = kept.get(name)
             if copy is None or (copy.shape, copy.dtype, copy.stride()) != (value.shape, value.dtype, value.stride()):
-                copy = torch.empty_like(value, device="cpu", pin_memory=has_pinned_memory(value.device.type))
+                copy = memory[value.device].like(value)
             # what is not pinned is there when the copy returns
             copies[name] = copy.copy_(value, non_blocking=copy.is_pinned())
         for device in {value.device for value in local.values()}:

@@ -110,7 +110,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch.UntypedStorage._cdata",
-        "checkpoint/io.py parallel/bucket.py parallel/memory.py parallel/sharded_init.py planner/trace.py",
+        "checkpoint/io.py ground/host_memory.py parallel/ planner/trace.py",
         "which tensors share memory",
         EVERYTHING,
     ),
@@ -149,7 +149,12 @@ PARTS: tuple[Part, ...] = (
     Part(
         "torch._C._will_engine_execute_node", "parallel/backward_watcher.py", "parameters that a backward reaches", DDP
     ),
-    Part("torch._C._storage_Use_Count", "parallel/bucket.py", "whether a bucket's memory is used elsewhere", DDP),
+    Part(
+        "torch._C._storage_Use_Count",
+        "ground/host_memory.py parallel/bucket.py",
+        "whether memory is used elsewhere",
+        EVERYTHING,
+    ),
     Part("torch._C._are_functorch_transforms_active", "parallel/ddp.py", "a forward within torch.func", DDP),
     Part("torch._C.Future", "parallel/hooks/hook_transport.py", "what a communication hook returns", DDP),
     Part("torch._C.DisableTorchFunctionSubclass", "parallel/zero/flat_parameters.py", "views of flat parameters", DDP),

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.ground.device import current_stream, has_pinned_memory, has_streams, in_stream, new_stream
+from lockstep.ground.host_memory import HostMemory
 
 PART = 64 * 2**20
 """Bytes of parameters whose states are fetched together; a parameter is not cut."""
@@ -66,11 +67,12 @@ class StreamCopies(Copies):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._into, self._out = new_stream(device), new_stream(device)
+        self._memory = HostMemory(device)
         self._coming: deque[tuple[Any, list[Tensor]]] = deque()
         self._going: deque[Any] = deque()
 
     def host(self, like: Tensor) -> Tensor:
-        return torch.empty_like(like, device="cpu", pin_memory=True)
+        return self._memory.like(like)
 
     def fetch(self, hosts: Sequence[Tensor]) -> list[Tensor]:
         with in_stream(self._into):
