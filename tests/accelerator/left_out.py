@@ -14,6 +14,8 @@ LATER = "ranks agree at once by a page that they share, which a device's queue i
 TIED = "its tied layers would be on two devices"
 CLOCK = "plays seconds by a clock of the host's, and a device has its own"
 SLOWER = "compares measured seconds, which the device's queues take"
+SHARED = "is about shared memory, by which ranks average on the CPU alone"
+SCRIPTS = "starts scripts that are for the CPU"
 THEIRS = "has tensors or a metric of its own on the CPU, as a script for a device may not"
 
 LEFT_OUT = {
@@ -45,7 +47,28 @@ LEFT_OUT = {
     "tests/loop/test_balance.py::test_a_checkpoint_of_a_balanced_run_goes_on*": SLOWER,
     "tests/loop/test_balance.py::test_a_rank_takes_no_more_than_its_memory*": CPUS,
     "tests/loop/test_mistakes.py::*Sparse*": SPARSE,
+    "tests/loop/test_closures.py::test_lbfgs_shows_what_lightning_shows": LIGHTNING,
+    "tests/loop/test_signals.py::test_sigterm_behind_the_last_boundary*": LATER,
+    "tests/loop/test_signals.py::test_a_job_saves_requeues_itself_and_goes_on": SCRIPTS,
+    "tests/loop/test_interrupted.py::test_a_slurm_job_that_requeues_itself*": SCRIPTS,
+    "tests/loop/test_fit_messages.py::test_a_study_printed_two_lines_for_each_fit*": SAYS,
+    "tests/checkpoint/test_sharded.py::test_a_damaged_folder_is_named_before*": THEIRS,
+    "tests/checkpoint/test_sharded.py::test_a_folder_of_another_model_is_named*": THEIRS,
+    "tests/equivalence/test_balance.py::test_a_balanced_run_is_one_process*": SLOWER,
+    "tests/equivalence/test_planted_faults.py::test_a_dropped_bucket*": SHARED,
+    "tests/equivalence/test_engines.py::test_in_shared_memory_no_gradient_goes*": SHARED,
     "tests/strategies/test_one_process.py::*": TIED,
+    "tests/strategies/test_calls_in_hooks.py::*[fsdp-*": THEIRS,
+    "tests/strategies/test_engines.py::test_torchs_own_shards_train_as_one_process*": THEIRS,
+    "tests/strategies/test_engines.py::test_shards_are_saved_whole_where*": THEIRS,
+    "tests/strategies/test_engines.py::test_an_engine_may_place_the_module*": THEIRS,
+    "tests/strategies/test_dp.py::test_own_weights_are_summed_over_the_parts": THEIRS,
+    "tests/strategies/test_norms.py::test_running_statistics_are_those_of_one_process*": THEIRS,
+    "tests/strategies/test_norms.py::test_a_fit_converts_the_layers*": THEIRS,
+    "tests/strategies/test_resplit.py::test_what_runs_behind_the_chain*": SLOWER,
+    "tests/strategies/test_resplit.py::test_replicas_take_one_split*": SLOWER,
+    "tests/strategies/test_resplit.py::test_adams_states_move_with_their_blocks*": THEIRS,
+    "tests/strategies/test_plan.py::test_options_of_buckets_and_group_reach_them*": SHARED,
     "tests/strategies/test_options.py::test_sparse_gradients_are_averaged": SPARSE,
     "tests/strategies/test_late_parameters.py::*": THEIRS,
     "tests/strategies/test_norms.py::test_a_layer_that_the_user_synchronized_meets*": THEIRS,

@@ -196,7 +196,7 @@ def through_a_window(wrote: str, reads: str, path: str) -> float:
         trainer.seed = 5
         torch.manual_seed(1)
         trainer.fit(Adam(), rows(24)(2), ckpt_path=resume)
-        return {name: value.clone() for name, value, _ in trainer.strategy.whole_parameters()}
+        return {name: value.cpu().clone() for name, value, _ in trainer.strategy.whole_parameters()}
 
     whole, resumed = fit(wrote), fit(reads, path)
     return max(float((value - resumed[name]).abs().max()) for name, value in whole.items())

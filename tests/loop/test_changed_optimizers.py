@@ -13,7 +13,7 @@ from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
-from tests.loop.pieces import on_ranks, quiet
+from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
 WAYS = ["trainer.optimizers", "strategy.optimizers", "an item"]
 WHEN = ["on_train_epoch_start", "on_train_batch_start"]
@@ -145,3 +145,25 @@ def test_what_cannot_be_replaced_is_refused_by_name(ranks: RankPool) -> None:
 
     with pytest.raises(MisconfigurationException, match="LBFGS, which needs a closure, takes the place of Adam"):
         quiet(max_epochs=2).fit(Searches(WAYS[0], WHEN[0]), loader(1))
+
+
+class ByFlag(Slope):
+    """Its optimizer says how parameters are updated, or leaves that to torch."""
+
+    def __init__(self, foreach: bool | None) -> None:
+        super().__init__()
+        self.foreach = foreach
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1, foreach=self.foreach)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, False), (None, True), (False, None)])
+def test_how_torch_updates_parameters_may_be_chosen_between_two_runs(before: Any, after: Any, tmp_path: Any) -> None:
+    """A checkpoint where torch had chosen was taken for a malformed one: so was each of `fsdp` on a device."""
+    trainer = quiet(max_steps=1)
+    trainer.fit(ByFlag(before), numbers(4))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    resumed = quiet(max_steps=2)
+    resumed.fit(ByFlag(after), numbers(4), ckpt_path=tmp_path / "one.ckpt")
+    assert resumed.global_step == 2

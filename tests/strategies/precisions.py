@@ -62,7 +62,9 @@ class Blocks(LightningModule):
                 fully_shard(block, mesh=rows)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = self.into(batch[0].to(self.into.weight.dtype)) + self.table(torch.arange(len(batch[0])) % 4)
+        x = self.into(batch[0].to(self.into.weight.dtype)) + self.table(
+            torch.arange(len(batch[0]), device=self.device) % 4
+        )
         for block in self.blocks:
             x = x + block(x)
         return (x.float() - 3.0).square().mean() / 64  # so that float16 does not overflow at the first scale

@@ -109,7 +109,7 @@ def _fit(strategy: Any, folder: str | None = None, steps: int = 6, resume: str |
             "callbacks": [ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)],
         }
     world = dist.get_world_size() if dist.is_initialized() else 1
-    trainer = Trainer(max_steps=steps, max_epochs=-1, strategy=strategy, devices=world, **flags)
+    trainer = Trainer(max_steps=steps, max_epochs=-1, strategy=strategy, **{**flags, "devices": world})
     trainer.fit(module, data(4), ckpt_path=resume)
     states = trainer.strategy.save().optimizers
     return {name: p.detach().clone() for name, p in module.named_parameters()}, states
@@ -189,7 +189,7 @@ def _resumed_inside_a_window(path: str) -> bool:
     for resume in (None, path):
         torch.manual_seed(0)
         module = Watched("" if resume else path, manual=2)
-        trainer = Trainer(max_epochs=3, strategy=sharded(), devices=2, **QUIET)
+        trainer = Trainer(max_epochs=3, strategy=sharded(), **{**QUIET, "devices": 2})
         trainer.fit(module, data(4), ckpt_path=resume)
         found.append(({n: p.detach().clone() for n, p in module.named_parameters()}, module.seen[-2:]))
     return _equal(*found)
@@ -209,7 +209,7 @@ def _same_optimizer_twice(sharding: bool) -> Any:
     configured = module.configure_optimizers()
     module.configure_optimizers = lambda: configured  # type: ignore[method-assign]
     strategy = sharded() if sharding else DDPStrategy(shared_memory=False, bucket_cap_mb=SMALL)
-    trainer = Trainer(max_epochs=1, strategy=strategy, devices=2, callbacks=[EMAWeightAveraging()], **QUIET)
+    trainer = Trainer(max_epochs=1, strategy=strategy, callbacks=[EMAWeightAveraging()], **{**QUIET, "devices": 2})
     trainer.fit(module, data(4))
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, data(4))
@@ -245,7 +245,7 @@ class Unoptimized(Net):
 
 
 def _without_an_optimizer() -> int:
-    trainer = Trainer(max_steps=2, strategy=sharded(), devices=dist.get_world_size(), **QUIET)
+    trainer = Trainer(max_steps=2, strategy=sharded(), **{**QUIET, "devices": dist.get_world_size()})
     with pytest.warns(UserWarning, match="returned None") if dist.get_rank() == 0 else contextlib.nullcontext():
         trainer.fit(Unoptimized(), data(4))
     return trainer.global_step
@@ -259,12 +259,12 @@ def _alone(path: str) -> str:
     from lockstep.loop import state
 
     torch.manual_seed(0)
-    trainer = Trainer(max_steps=2, strategy=sharded(), devices=2, **QUIET)
+    trainer = Trainer(max_steps=2, strategy=sharded(), **{**QUIET, "devices": 2})
     trainer.fit(Net(), data(4))
     if dist.get_rank() == 1:
         state.save_alone(trainer.session, path)
     dist.barrier()
-    trainer = Trainer(max_steps=3, strategy=sharded(), devices=2, **QUIET)
+    trainer = Trainer(max_steps=3, strategy=sharded(), **{**QUIET, "devices": 2})
     with pytest.raises(MisconfigurationException, match="holds weights only"):
         trainer.fit(Net(), data(4), ckpt_path=path)
     return "refused"
@@ -283,7 +283,7 @@ class Failing(Net):
 
 
 def _failing() -> str:
-    trainer = Trainer(max_steps=4, strategy=sharded(), devices=2, **QUIET)
+    trainer = Trainer(max_steps=4, strategy=sharded(), **{**QUIET, "devices": 2})
     module = Failing()
     try:
         trainer.fit(module, data(4))
@@ -335,7 +335,7 @@ class Refused(Net):
     ("sparse", "text"), [(False, "cannot be LBFGS: its line search"), (True, "table.weight are sparse")]
 )
 def test_what_cannot_be_sliced_is_refused_on_one_process_too(sparse: bool, text: str) -> None:
-    trainer = Trainer(max_steps=1, strategy=sharded(), devices=1, **QUIET)
+    trainer = Trainer(max_steps=1, strategy=sharded(), **{**QUIET, "devices": 1})
     try:
         with pytest.raises(MisconfigurationException, match=text):
             trainer.fit(Refused(sparse), data(4))
@@ -367,7 +367,7 @@ class NormalizedLate(LightningModule):
 def _fit_normalized(normalize: Callable[[nn.Module], Any], at: int, batch_size: int, **flags: Any) -> dict[str, Tensor]:
     torch.manual_seed(3)
     module = NormalizedLate(normalize, at)
-    trainer = Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=2, precision="64-true", **flags)
+    trainer = Trainer(max_epochs=1, accumulate_grad_batches=2, precision="64-true", **{**QUIET, **flags})
     trainer.fit(module, DataLoader(RandomDataset(32, 16), batch_size))
     weights = (
         module.body.weight_v if hasattr(module.body, "weight_v") else module.body.parametrizations.weight.original1

@@ -223,7 +223,8 @@ def _malformed_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> str | N
     if not type(optimizer).__module__.startswith("torch.optim.") or type(optimizer).__name__ in _OTHER_SHAPES:
         return None
     for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        check_types(group, own, type(None))
+        chosen = {key: value for key, value in group.items() if value is not None or key not in _TORCH_CHOOSES}
+        check_types(chosen, own, type(None))
         states = [saved["state"].get(number, {}) for number in group["params"]]
         wrong = [pair for pair in zip(group["params"], states, strict=True) if not isinstance(pair[1], dict)]
         if wrong:
@@ -246,6 +247,8 @@ def _malformed_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> str | N
 
 
 _MISSING = object()
+_TORCH_CHOOSES = ("foreach", "fused")
+"""Of an optimizer's options those that are None where torch chooses, which may be so in either run."""
 _OTHER_SHAPES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
 """Optimizers of torch's whose states are not looked into."""
 _NUMBERS = ("step", "eta", "mu", "mu_product")

@@ -252,19 +252,14 @@ def _queue(known: Known, index: int, args: Sequence[Any], kwargs: dict[str, Any]
         named = {**dict(zip(known.names, args, strict=False)), **kwargs}
         written = tuple(named[each] for each in known.writes)[: known.returns]
         return None if not known.returns else written[0] if known.returns == 1 else written
-    hosts: list[Tensor] = []
-
-    def make(shape: Tensor) -> Tensor:
-        host = torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype)
-        hosts.append(host)
-        return on_device(host, index)
-
-    results = mapped(shapes, make)
+    host = mapped(shapes, lambda shape: torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype))
+    results = mapped(host, lambda each: on_device(each, index))
 
     def fill() -> None:
-        for host, value in zip(hosts, tensors([known.call(*inner, **options)]), strict=True):
-            if value.numel():  # the statistics of a batch norm in evaluation have a shape on meta alone
-                host.copy_(value)
+        for there, value in zip(leaves(host), leaves(known.call(*inner, **options)), strict=True):
+            # a result that nobody asked for is None on the CPU, or empty, as the statistics of evaluation
+            if isinstance(there, Tensor) and isinstance(value, Tensor) and value.numel():
+                there.copy_(value)
 
     lane_of(index).put(fill)
     return results
@@ -282,6 +277,11 @@ def tensors(values: Sequence[Any]) -> list[Tensor]:
         elif isinstance(each, list | tuple):
             found += tensors(each)
     return found
+
+
+def leaves(value: Any) -> list[Any]:
+    """What nested lists and tuples hold, in order."""
+    return [leaf for each in value for leaf in leaves(each)] if isinstance(value, list | tuple) else [value]
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
