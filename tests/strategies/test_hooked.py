@@ -452,7 +452,7 @@ def test_a_checkpoint_holds_the_mean(ranks: RankPool, tmp_path: Path) -> None:
     """The file is one model, which others load; with another number of ranks a fit goes on from it."""
     (zero, _), (one, _) = ranks(2).run(states, "local steps", str(tmp_path), timeout=60)
     assert not same([zero[3]], [one[3]])
-    saved = torch.load(tmp_path / "4.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "4.ckpt", "cpu", weights_only=True)
     names = [name for name, _ in Normed().named_parameters()]
     for name, mine, theirs in zip(names, zero[3], one[3], strict=False):
         assert torch.allclose(saved["state_dict"][name], (mine + theirs) / 2, rtol=1e-6, atol=0)
@@ -498,7 +498,7 @@ def test_a_rank_that_saves_alone_asks_nobody(ranks: RankPool, tmp_path: Path) ->
         return module.after[4]
 
     _, one = ranks(2).run(alone, timeout=60)
-    saved = torch.load(tmp_path / "alone.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "alone.ckpt", "cpu", weights_only=True)
     assert torch.equal(saved["state_dict"]["net.0.weight"], one[0])
     assert saved["lockstep"]["strategy of ranks"] == [{"hook": {"iteration": 5}}]
 

@@ -123,7 +123,7 @@ def _plain_and_sharded(folder: str) -> Any:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        return torch.equal(one, other)
+        return torch.equal(one.cpu(), other.cpu())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):

@@ -57,6 +57,9 @@ WHOLE = [
 ]
 """Operators that torch would else make of their variants for outputs, which change the output's shape."""
 
+NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm")
+"""Normalizations, of which the CPU has statistics in the type of the input, unless a weight has another."""
+
 without_shapes: set[str] = set()
 """Operators for which the host had to wait as torch cannot tell the shapes of their results beforehand."""
 
@@ -234,6 +237,9 @@ def _shapes(known: Known, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[
         made = known.call(*mapped(args, meta), **options)
     except (NotImplementedError, RuntimeError):
         return None
+    if known.name in NORMS and args[0].dtype in (torch.bfloat16, torch.float16):
+        wide = any(each.dtype != args[0].dtype for each in tensors(args[1:5]))  # meta has statistics as CUDA has them
+        made = (made[0], *(each.to(torch.float32 if wide else args[0].dtype) for each in made[1:]))
     for name in known.outs:  # what changes its size cannot be written later
         if options[name].shape != kwargs[name].shape:
             return None
