@@ -4,6 +4,7 @@
     python benchmarks/failures.py --only hangs          # parts of it; prints only
     python benchmarks/failures.py --only SIGSTOP        # rows whose names have the word; prints their screens, too
     python benchmarks/failures.py --repeats 1 --healthy 0 --peers no
+    python benchmarks/failures.py --device made-up --only failures,hangs    # collectives return when they are queued
 
 Each row starts a script of benchmarks/misfortune/scripts as a user would, at a terminal of its own, and adopts every
 process that comes of it, so that the end of the last one is seen. Linux only. The rank that runs out of memory does so
@@ -118,6 +119,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--healthy", type=float, default=600.0, help="seconds of the healthy run; 0: none")
     parser.add_argument("--peers", choices=["yes", "no"], default="no", help="whether Lightning is run, too")
     parser.add_argument("--figures", type=Path, help="JSON: kept figures of other parts; those measured now go there")
+    parser.add_argument("--device", choices=["cpu", "made-up"], default="cpu", help="made-up: prints only")
     args = parser.parse_args()
     wanted = [word for word in args.only.split(",") if word]
     args.parts = [name for name in wanted if name in report.SECTIONS]
@@ -138,6 +140,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Run, judge, print, write."""
     args = arguments()
+    if args.device == "made-up":
+        autoload = PAGE.parents[1] / "tests" / "accelerator" / "autoload"
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(autoload), str(PAGE.parents[1])])
+        os.environ["LOCKSTEP_TEST_ACCELERATOR"] = "madeup"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and not without ending the runs
     adopt()
     memory = LimitedMemory()
@@ -171,7 +177,7 @@ def measure(args: argparse.Namespace, memory: str) -> None:
         if args.figures:
             args.figures.write_text(json.dumps(figures))
     missing = [name for name in report.SECTIONS if name not in figures and name != "peers"]
-    if missing or args.rows:
+    if missing or args.rows or args.device != "cpu":
         print("docs/failures.md is not written" + (f": without {', '.join(missing)}" if missing else ""))
         return
     report.write(figures, PAGE, f"`python benchmarks/failures.py` ({versions()})")

@@ -128,7 +128,7 @@ def main():
         happens()
         raise FileNotFoundError("the labels are not on this machine")  # early
     trainer = library.Trainer(
-        accelerator="cpu",
+        accelerator=os.environ.get("LOCKSTEP_TEST_ACCELERATOR", "cpu"),
         devices=args.devices,
         strategy=args.strategy,
         num_nodes=args.nodes,

@@ -168,7 +168,7 @@ def main():
     args = parser.parse_args()
     flags = {"hang_timeout": args.timeout}
     trainer = library.Trainer(
-        accelerator="cpu",
+        accelerator=os.environ.get("LOCKSTEP_TEST_ACCELERATOR", "cpu"),
         devices=args.devices,
         num_nodes=args.nodes,
         strategy=args.strategy,
