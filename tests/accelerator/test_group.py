@@ -72,8 +72,9 @@ def test_every_collective_does_what_it_does_on_the_cpu() -> None:
     note("reduce_scatter", half)
     dist.all_to_all_single(out, two)
     note("all_to_all_single", out)
-    dist.all_to_all(parts, list(two.split(1)))
-    note("all_to_all", parts)
+    if torch.__version__ >= "2.12":  # gloo has none before
+        dist.all_to_all(parts, list(two.split(1)))
+        note("all_to_all", parts)
     given = two.clone()
     dist.broadcast(given, 1)
     note("broadcast", given)

@@ -169,7 +169,8 @@ def test_the_suites_guard_fails_the_test_that_leaks(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
     (tmp_path / "test_leaky.py").write_text(LEAKY)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # that conftest imports from tests/
+    result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path, env=environ)
     assert "1 failed, 2 passed, 1 error" in result.stdout, result.stdout + result.stderr
     assert "the test left something behind:" in result.stdout
     assert "still runs: sleep 600" in result.stdout

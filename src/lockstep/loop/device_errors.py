@@ -18,7 +18,7 @@ APART = re.compile(
     r"(?:Expected all tensors|tensors? (?:is|to be|are expected to be)) on (?:the )?same device"
     r"|Input type \(.*\) and weight type \(.*\) should be the same"
     r"|Tensor for argument .* is on cpu but expected on|Placeholder storage has not been allocated on MPS"
-    r"|indices should be either on"
+    r"|indices should be either on|found two different devices"
 )
 """What torch says where an operation gets tensors of several devices."""
 

@@ -531,12 +531,21 @@ def _sends_zeros(stage: PipelineStage, received: Tensor) -> None:
 
     def filled(number: int) -> list[Any]:
         found = stage.bwd_cache.get(number)
-        if found is not None and not stage.is_first:
-            zeros = torch.zeros(received.shape, dtype=received.dtype, device=stage.device)
-            stage.bwd_cache[number] = tuple(zeros if gradient is None else gradient for gradient in found)
+        if found is None or stage.is_first:
+            return send(number)
+        if not _is_waited_for(stage, received):
+            del stage.bwd_cache[number]
+            return []
+        zeros = torch.zeros(received.shape, dtype=received.dtype, device=stage.device)
+        stage.bwd_cache[number] = tuple(zeros if gradient is None else gradient for gradient in found)
         return send(number)
 
     vars(stage)["get_bwd_send_ops"] = filled
+
+
+def _is_waited_for(stage: PipelineStage, passed: Tensor) -> bool:
+    """Whether a stage waits for a gradient of what it has passed on: in torch 2.11 also where it needs none."""
+    return passed.requires_grad or not hasattr(stage, "_user_meta")
 
 
 def _on_several_devices(stage: PipelineStage, sent: Tensor) -> None:
@@ -553,9 +562,8 @@ def _on_several_devices(stage: PipelineStage, sent: Tensor) -> None:
     def here(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().to(stage.device, non_blocking=True)
 
-    fills = not hasattr(
-        stage, "_get_grad_send_meta"
-    )  # torch 2.11 refuses no gradient, and 2.12 takes the last one for it
+    # torch 2.11 refuses no gradient, and 2.12 takes the last one for it
+    fills = not hasattr(stage, "_get_grad_send_meta") and _is_waited_for(stage, sent)
 
     def gradient(tensor: Tensor | None) -> Tensor | None:
         if tensor is None and fills:
