@@ -280,6 +280,13 @@ PARTS: tuple[Part, ...] = (
         "nothing: earlier releases do not look",
         since="2.15",
     ),
+    Part(
+        f"{_STAGE}.PipelineStage._user_meta",
+        "parallel/pipeline/stages.py",
+        "whether a frozen stage waits for a gradient",
+        "nothing: before, it does",
+        since="2.12",
+    ),
     # the planner
     Part("torch._subclasses.fake_tensor.FakeTensorMode", "planner/profile.py", "tensors without memory", PLAN),
     Part(
