@@ -191,8 +191,12 @@ class Entry:
                 self.total = extreme(op, self.total, value)
 
     def _on_device(self, value: Tensor) -> Tensor:
-        """A copy (the caller may change its loss in place) in double precision, or the widest that the device has."""
-        return value.detach().to(widest(value.device), copy=True)
+        """A copy (the caller may change its loss in place) in double precision, or the widest that the device has.
+
+        A DTensor is whole then: a row is made of it, on the device, as of any other.
+        """
+        wide = value.detach().to(widest(value.device), copy=True)
+        return wide if type(wide) is Tensor or not hasattr(wide, "full_tensor") else wide.full_tensor()
 
     def _scalar(self, value: Tensor) -> Tensor:
         if value.numel() != 1:
