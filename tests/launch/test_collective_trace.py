@@ -54,6 +54,23 @@ def test_strided_tensors_are_reduced_whole(ranks: RankPool, async_op: bool) -> N
         assert rank == 1 or torch.equal(one, torch.full((4,), 3.0))
 
 
+def _replaced_by_somebody() -> float:
+    install_trace()
+    own, gate = torch.ones(2), dist.all_reduce
+    dist.all_reduce = gate.inner  # as a test does that puts back what it had found before the gate came
+    try:
+        with compared():
+            dist.all_reduce(own)
+    finally:
+        dist.all_reduce = gate
+    return own.sum().item()
+
+
+def test_calls_are_compared_where_somebody_has_put_another_function(ranks: RankPool) -> None:
+    """It ended in an AttributeError on one rank, for which the others waited."""
+    assert ranks(2).run(_replaced_by_somebody) == [4.0, 4.0]
+
+
 def _calls(kind: str) -> str:
     rank = dist.get_rank()
     first, second = torch.ones(4), torch.ones(4)

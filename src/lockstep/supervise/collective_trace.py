@@ -257,9 +257,12 @@ class CollectiveTrace:
         def begin(args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, known: TracedGroup) -> int:
             if known.counts:
                 sequence = group._get_sequence_number_for_group() if known.device is None else known.sequence_of(group)
-                if sequence != known.sequence:
-                    known.passes(sequence - known.sequence)
-                known.sequence = sequence + 1
+                if sequence is None:  # another group, which does not count, at the address of one that is gone
+                    known.counts = known.whole = False
+                else:
+                    if sequence != known.sequence:
+                        known.passes(sequence - known.sequence)
+                    known.sequence = sequence + 1
             given = len(args)
             shape: Any = 0
             source: Any = -1
@@ -673,7 +676,9 @@ def compared() -> Iterator[None]:
     before = len(_replaced)
     comparison = _Comparison()
     for name in COMPARED:
-        _replace(name, _with_note(name, comparison.wrap(name, getattr(dist, name).inner)))
+        function = getattr(dist, name)
+        # without its note, which is made anew; somebody may have put another function there since
+        _replace(name, _with_note(name, comparison.wrap(name, getattr(function, "inner", function))))
     try:
         yield
     finally:
