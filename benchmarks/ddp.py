@@ -79,7 +79,7 @@ def part_bits(args: argparse.Namespace) -> Figures:
 
 def part_wire(args: argparse.Namespace) -> Figures:
     """Bytes that a rank sends in a step."""
-    return {hook: ranks.run("wire:sent", 2, {"model": args.counted, "hook": hook}) for hook in HOOKS[:5]}
+    return {hook: ranks.run("wire:sent", 2, {"model": args.counted, "hook": hook}) for hook in HOOKS[:4]}
 
 
 def part_memory(args: argparse.Namespace) -> Figures:
@@ -89,7 +89,6 @@ def part_memory(args: argparse.Namespace) -> Figures:
         "gradients are copies": ("lockstep, TCP, copies", NONE),
         FEEDBACK: ("lockstep, TCP", FEEDBACK),
         NO_FEEDBACK: ("lockstep, TCP", NO_FEEDBACK),
-        "int8": ("lockstep, TCP", "int8"),
     }
     return {
         label: ranks.run("wire:kept", 2, {"model": args.counted, "kind": kind, "hook": hook})

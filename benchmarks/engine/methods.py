@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 NONE = "plain"
 TORCH = "torch's DDP"
 NO_FEEDBACK = "PowerSGD, rank 4, no error feedback"
-HOOKS = [NONE, "fp16", "bf16", "int8", "PowerSGD, rank 4", NO_FEEDBACK, "local SGD", "DiLoCo"]
-FEEDBACK = HOOKS[4]
+HOOKS = [NONE, "fp16", "bf16", "PowerSGD, rank 4", NO_FEEDBACK, "local SGD", "DiLoCo"]
+FEEDBACK = HOOKS[3]
 PERIOD = 16
 """Local steps between two averages."""
 
@@ -47,9 +47,7 @@ def register(runner: nn.Module, hook: str, start: int) -> Any:
         return None
     state: Any = None
     function: Any = getattr(hooks, hook, None)
-    if hook == "int8":
-        state = hooks.Int8State()
-    elif hook.startswith("PowerSGD"):
+    if hook.startswith("PowerSGD"):
         function = hooks.power_sgd
         state = hooks.PowerSGDState(rank=4, start=start, min_compression_rate=1, error_feedback=hook != NO_FEEDBACK)
     elif hook in ("local SGD", "DiLoCo"):

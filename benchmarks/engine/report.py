@@ -119,7 +119,7 @@ def of_bits(found: Found) -> list[str]:
 def of_wire(found: Found) -> list[str]:
     """Bytes a step."""
     plain = found[NONE]["bytes"]
-    promised = {"fp16": "1/2", "bf16": "1/2", "int8": "about 1/4"}
+    promised = {"fp16": "1/2", "bf16": "1/2"}
     rows = []
     for hook, sent in found.items():
         expected = promised.get(hook, "")

@@ -85,7 +85,7 @@ class Dropped(Blocks):
         return (self.net[2:](self.dropout(y)).squeeze(1) - x[:, 0]).square()
 
 
-HOOKS = ("fp16", "bf16", "int8", "power_sgd")
+HOOKS = ("fp16", "bf16", "power_sgd")
 
 
 def trained(what: str, world: int, accelerator: Any, steps: int) -> list[str]:
@@ -101,7 +101,7 @@ def trained(what: str, world: int, accelerator: Any, steps: int) -> list[str]:
     if what == "dropout":
         module, strategy = Dropped(), ModelParallelStrategy(1, world)
     elif what in HOOKS:
-        state = {"int8": hooks.Int8State, "power_sgd": lambda: hooks.PowerSGDState(rank=2, start=1)}.get(what)
+        state = {"power_sgd": lambda: hooks.PowerSGDState(rank=2, start=1)}.get(what)
         strategy = DDPStrategy(ddp_comm_hook=getattr(hooks, what), ddp_comm_state=state() if state else None)
     flags: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     flags |= {"enable_model_summary": False, "max_steps": steps, "max_epochs": -1, "limit_val_batches": 0}

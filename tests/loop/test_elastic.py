@@ -16,7 +16,7 @@ from lockstep import Callback, LightningModule
 from lockstep.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lockstep.loop.logging import LogCollector, merged
 from lockstep.loop.state import load_metric
-from lockstep.parallel.hooks import Int8State, int8
+from lockstep.parallel.hooks import PowerSGDState, power_sgd
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
@@ -288,7 +288,8 @@ def test_optimizers_whose_work_is_shared_and_errors_that_are_fed_back_go_on(rank
     first = play(ranks, 3, make, sharded, None, cut)
     for world, given in ((2, sharded), (1, flags)):
         compare([first, play(ranks, world, make, given, cut.path)], expected, 59)
-    hooked = {**flags, "strategy": DDPStrategy(ddp_comm_hook=int8, ddp_comm_state=Int8State())}
+    hooked_state = PowerSGDState(rank=2, start=0, min_compression_rate=0)
+    hooked = {**flags, "strategy": DDPStrategy(ddp_comm_hook=power_sgd, ddp_comm_state=hooked_state)}
     cut = Cut(2, tmp_path / "hooked.ckpt")
     compare([play(ranks, 3, make, hooked, None, cut), play(ranks, 2, make, hooked, cut.path)], expected, 59, 0.1)
 

@@ -79,7 +79,6 @@ class InTurn(nn.Module):
 
 
 STATES: dict[str, Any] = {
-    "int8": lambda: (hooks.Int8State(), hooks.int8),
     "power_sgd": lambda: (hooks.PowerSGDState(1, start=0, min_compression_rate=0.1), hooks.power_sgd),
     "bf16 of power_sgd": lambda: (
         hooks.PowerSGDState(1, start=0, min_compression_rate=0.1),
@@ -138,8 +137,8 @@ def test_check_reduction_expects_no_equal_gradients_of_local_steps(ranks: RankPo
 
 
 def _pickled() -> list[str]:
-    states = [hooks.Int8State(), hooks.PowerSGDState(start=0), hooks.PostLocalSGDState(9, local_allreduce=False)]
-    for state, hook in zip(states, [hooks.int8, hooks.power_sgd, hooks.post_local_sgd], strict=True):
+    states = [hooks.PowerSGDState(start=0), hooks.PostLocalSGDState(9, local_allreduce=False)]
+    for state, hook in zip(states, [hooks.power_sgd, hooks.post_local_sgd], strict=True):
         net = nn.Linear(3, 2)
         model = DistributedDataParallel(net)
         model.register_comm_hook(state, hook)
@@ -149,7 +148,7 @@ def _pickled() -> list[str]:
 
 def test_a_state_can_be_pickled_after_it_was_registered(ranks: RankPool) -> None:
     """It had been given the default group, which also outlived itself in it."""
-    assert ranks(2).run(_pickled)[0] == ["Int8State", "PowerSGDState", "PostLocalSGDState"]
+    assert ranks(2).run(_pickled)[0] == ["PowerSGDState", "PostLocalSGDState"]
 
 
 def _fails(broken: str) -> str:

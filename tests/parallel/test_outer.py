@@ -124,16 +124,13 @@ def test_resumes_bitwise(ranks: RankPool, saved_at: int, start: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(whole, part, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("compression", "share", "loose"), [("fp16", 0.5, 1e-3), ("bf16", 0.5, 6e-3), ("int8", 0.25, 0.01)]
-)
-def test_differences_may_travel_compressed(ranks: RankPool, compression: str, share: float, loose: float) -> None:
+@pytest.mark.parametrize(("compression", "loose"), [("fp16", 1e-3), ("bf16", 6e-3)])
+def test_differences_may_travel_compressed(ranks: RankPool, compression: str, loose: float) -> None:
     results = ranks(2).run(_run, {"period": 4, "compression": compression}, 4, torch.float32)
     expected = _simulated(2, 4, 0, 4, 0.7, 0.9)
     for found, collectives, sent in results:
         assert collectives == 2
-        # 30 numbers, cut in two: one message of both slices and one of a slice, int8 with a scale for each slice
-        assert sent == 30 * 4 * share * 1.5 + (3 * 4 if compression == "int8" else 0)
+        assert sent == 30 * 2 * 1.5  # cut in two: one message of both slices and one of a slice
         for mine, right, first in zip(found, expected, results[0][0], strict=True):
             assert torch.equal(mine, first)
             assert float((mine - right).abs().max()) < loose
@@ -191,7 +188,7 @@ def test_a_state_of_another_model_is_refused() -> None:
         ({"period": 2.5}, "period=2.5"),
         ({"period": 2, "start": -1}, "start=-1"),
         ({"period": 2, "start": 1.5}, "start=1.5"),
-        ({"period": 2, "compression": "int4"}, "compression='int4'"),
+        ({"period": 2, "compression": "int8"}, 'compression=\'int8\'.*choose "fp16", "bf16"'),
     ],
 )
 def test_settings_that_cannot_be(options: dict[str, Any], said: str) -> None:

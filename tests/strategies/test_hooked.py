@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Callback, LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.bucket import GradBucket
-from lockstep.parallel.hooks.compress import Int8State, fp16, int8
+from lockstep.parallel.hooks.compress import fp16
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
 from lockstep.parallel.hooks.powersgd import PowerSGDState, power_sgd
 from lockstep.strategies import DDPStrategy
@@ -56,8 +56,8 @@ def on_nodes() -> None:
             "without model_averaging_period: from round 8",
         ),
         (
-            {"ddp_comm_hook": Int8State(), "ddp_comm_state": int8},
-            r"ddp_comm_hook=Int8State\(...\)\): a hook is a function",
+            {"ddp_comm_hook": PowerSGDState(), "ddp_comm_state": power_sgd},
+            r"ddp_comm_hook=PowerSGDState\(...\)\): a hook is a function",
         ),
         (
             {"ddp_comm_hook": power_sgd, "ddp_comm_state": PowerSGDState(), "ddp_comm_wrapper": fp16},
@@ -109,7 +109,7 @@ def refused(given: dict[str, Any], make: Any = Slope) -> str:
 def test_torchs_quantization_is_refused_on_the_cpu(ranks: RankPool) -> None:
     for said in ranks(2).run(refused, {"ddp_comm_hook": quantization_pertensor_hook}):
         assert "works with NCCL only" in said
-        assert "lockstep.parallel.hooks.int8" in said
+        assert "lockstep.parallel.hooks.power_sgd" in said
 
 
 def no_hook(state: Any) -> Any:
@@ -349,7 +349,6 @@ HOOKS: dict[str, Any] = {
         "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
     },
     "PowerSGD": lambda: {"ddp_comm_state": PowerSGDState(rank=1, start=2), "ddp_comm_hook": power_sgd},
-    "int8": lambda: {"ddp_comm_state": Int8State(), "ddp_comm_hook": int8},
     "torch's local steps": lambda: {
         "ddp_comm_state": torchs_local(2),
         "ddp_comm_hook": post_localSGD_hook.post_localSGD_hook,

@@ -15,7 +15,7 @@ from benchmarks.gpu.devices import accelerator_of
 from benchmarks.gpu.groups import backend_of
 from benchmarks.gpu.modules import QUIET, Classifier, perceptron, rows
 
-HOOKS = ("allreduce", "fp16", "bf16", "int8", "power_sgd")
+HOOKS = ("allreduce", "fp16", "bf16", "power_sgd")
 """PowerSGD keeps an approximation of low rank: of that only the size is looked at."""
 
 
@@ -74,7 +74,7 @@ def averaged(device: str, hook: str | None, tolerance: float) -> Numbers:
     net, plain = network(device), network(device)
     reducer = Reducer(net.named_parameters(), bucket_cap_mb=0.01, transport=AllReduce(None))
     if hook is not None:
-        state = {"int8": hooks.Int8State, "power_sgd": lambda: hooks.PowerSGDState(rank=5, start=2)}.get(hook)
+        state = {"power_sgd": lambda: hooks.PowerSGDState(rank=5, start=2)}.get(hook)
         reducer.register_comm_hook(state() if state else None, getattr(hooks, hook))
     world, largest = dist.get_world_size(), 0.0
     for step in range(4):

@@ -14,7 +14,7 @@ from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.hooks.compress import Bytes, Code, Halves, coded_mean, mean
+from lockstep.parallel.hooks.compress import mean, mean_in_halves
 from lockstep.parallel.hooks.local_sgd import group_of
 
 PIECE = 64 * 2**20
@@ -184,15 +184,15 @@ def _groups(periods: Mapping[int, int], group: comm.Group) -> Iterator[tuple[int
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor], group: comm.Group = None, code: Code | None = None) -> tuple[int, int]:
+def average(tensors: Sequence[Tensor], group: comm.Group = None, dtype: torch.dtype | None = None) -> tuple[int, int]:
     """Overwrite ``tensors`` with their means over the ranks, many of them in one message.
 
     Args:
         tensors: floating point or complex, with the same shapes and dtypes in the same order on all ranks; strided ones
             are fine.
         group: the ranks; ``None`` is the default group.
-        code: how they travel (`lockstep.parallel.hooks.compress`); by default in their dtype, 16-bit ones summed in
-            float32.
+        dtype: of 16 bits: they are sent in it and summed in float32, as those are that have 16 bits; by default they
+            are sent in their own.
 
     Returns:
         How many messages that took, and how many bytes this rank handed to them.
@@ -205,14 +205,14 @@ def average(tensors: Sequence[Tensor], group: comm.Group = None, code: Code | No
         flat = torch.cat([_numbers(tensor) for tensor in piece])
         device = comm.carrier(group, flat.device)
         moved = flat.to(device)
-        coding = Halves(moved.dtype) if code is None and moved.element_size() == 2 else code
-        if coding is None:
+        sent_in = moved.dtype if dtype is None and moved.element_size() == 2 else dtype
+        if sent_in is None:
             mean(moved, group)
             collectives, sent = collectives + 1, sent + moved.nbytes
         else:
-            coded_mean(moved, coding, group)
-            row = coding.encode(moved.new_zeros(1, -(-moved.numel() // world))).nbytes
-            collectives, sent = collectives + 2, sent + row * (world + 1)
+            mean_in_halves(moved, sent_in, group)
+            slice_ = 2 * -(-moved.numel() // world)
+            collectives, sent = collectives + 2, sent + slice_ * (world + 1)
         start = 0
         for tensor in piece:
             numbers = tensor.numel() * (2 if tensor.is_complex() else 1)
@@ -249,12 +249,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 # -- the outer optimizer --------------------------------------------------------------------------------------
 
 
-_CODES: dict[str | None, Code | None] = {
-    None: None,
-    "fp16": Halves(torch.float16),
-    "bf16": Halves(torch.bfloat16),
-    "int8": Bytes(),
-}
+_SENT_IN: dict[str | None, torch.dtype | None] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class OuterOptimizer:
@@ -278,8 +273,7 @@ class OuterOptimizer:
         start: steps before the first local one, in which gradients are averaged over all ranks.
         lr, momentum, nesterov: of the outer SGD; DiLoCo's are the default.
         optimizer: a function from parameters to another outer optimizer.
-        compression: how differences travel: as they are (None), or by "fp16", "bf16" (half the bytes of float32) or
-            "int8" (a quarter), summed in float32.
+        compression: how differences travel: as they are (None), or in "fp16" or "bf16" and summed in float32.
         group: the ranks; ``None`` is the default group.
         buffers: tensors to be averaged with each outer step: a BatchNorm's running statistics. Whole numbers among
             them are left alone.
@@ -317,7 +311,7 @@ class OuterOptimizer:
         momentum: float = 0.9,
         nesterov: bool = True,
         optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None,
-        compression: Literal["fp16", "bf16", "int8"] | None = None,
+        compression: Literal["fp16", "bf16"] | None = None,
         buffers: Iterable[Tensor] = (),
     ) -> None:
         whole = isinstance(period, int) and isinstance(start, int) and not isinstance(period, bool)
@@ -326,9 +320,9 @@ class OuterOptimizer:
                 f"OuterOptimizer(period={period!r}, start={start!r}): period is a number of steps above 0, and start "
                 "one of at least 0"
             )
-        if compression not in _CODES:
+        if compression not in _SENT_IN:
             raise MisconfigurationException(
-                f'OuterOptimizer(compression={compression!r}): choose "fp16", "bf16", "int8", or None for none'
+                f'OuterOptimizer(compression={compression!r}): choose "fp16", "bf16", or None for none'
             )
         self.period = period
         self.start = start
@@ -339,7 +333,7 @@ class OuterOptimizer:
         self._parameters = list(parameters)
         self._buffers = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         self._group = group
-        self._code = _CODES[compression]
+        self._sent_in = _SENT_IN[compression]
         self._make = optimizer or (lambda begun: _sgd(begun, lr, momentum, nesterov))
         self._begun: list[Parameter] = []
         if start == 0:
@@ -379,8 +373,8 @@ class OuterOptimizer:
         for begun, parameter in zip(self._begun, self._parameters, strict=True):
             begun.grad = begun.detach() - parameter.detach()
         gradients = [begun.grad for begun in self._begun if begun.grad is not None]
-        for tensors, code in ((gradients, self._code), (self._buffers, None)):
-            collectives, sent = average(tensors, self._group, code)
+        for tensors, dtype in ((gradients, self._sent_in), (self._buffers, None)):
+            collectives, sent = average(tensors, self._group, dtype)
             self.collectives += collectives
             self.bytes += sent
         self.optimizer.step()

@@ -22,7 +22,6 @@ from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.ground.seed import seed_everything
 from lockstep.module import LightningModule
-from lockstep.parallel.hooks.compress import Int8State, int8
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
 from lockstep.parallel.hooks.powersgd import PowerSGDState, power_sgd
 from lockstep.strategies.balanced import BalancedStrategy
@@ -47,7 +46,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "model_averaging_period": 4,
         "ddp_comm_state": lambda: PostLocalSGDState(start=5, local_allreduce=False),
     },
-    "int8": {"ddp_comm_hook": int8, "ddp_comm_state": Int8State},
     "fsdp": {},
     "fsdp_in_parts": {"state_dict_type": "sharded"},
     "fsdp_async": {"state_dict_type": "sharded", "async_save": True},

@@ -42,8 +42,6 @@ class Callable:
         (None, hooks.allreduce),
         (None, hooks.fp16),
         (None, hooks.bf16),
-        (None, hooks.int8),
-        (hooks.Int8State(), hooks.int8),
         (hooks.PowerSGDState(), hooks.power_sgd),
         (hooks.PowerSGDState(), hooks.bf16_wrapper(hooks.power_sgd)),
         (hooks.PostLocalSGDState(3), hooks.post_local_sgd),
@@ -98,7 +96,6 @@ def test_what_is_no_hook(hook: Any, error: type[Exception], said: str) -> None:
         (None, hooks.post_local_sgd, "PostLocalSGDState"),
         (TORCHS_POWER, post_localSGD_hook.post_localSGD_hook, "torch's PostLocalSGDState"),
         (TORCHS_POWER, default_hooks.fp16_compress_hook, "process group"),
-        (hooks.PowerSGDState(), hooks.int8, "Int8State"),
     ],
 )
 def test_a_state_of_another_hook_is_refused(state: Any, hook: Any, wanted: str) -> None:
@@ -108,7 +105,7 @@ def test_a_state_of_another_hook_is_refused(state: Any, hook: Any, wanted: str) 
 
 @pytest.mark.parametrize("hook", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
 def test_torchs_quantization_is_refused_on_the_cpu(hook: str) -> None:
-    with pytest.raises(MisconfigurationException, match=rf"{hook} works with NCCL only.*hooks.int8"):
+    with pytest.raises(MisconfigurationException, match=rf"{hook} works with NCCL only.*hooks.power_sgd"):
         check_hook(None, getattr(quantization_hooks, hook), [torch.ones(1)])
 
 
@@ -136,7 +133,7 @@ def test_complex_gradients_are_not_given_to_hooks_that_drop_half_of_them() -> No
 
 def _prepared() -> bool:
     part = dist.new_group([0, 1])
-    states = [hooks.PowerSGDState(), hooks.Int8State(), powerSGD_hook.PowerSGDState(None, 1, 2)]
+    states = [hooks.PowerSGDState(), powerSGD_hook.PowerSGDState(None, 1, 2)]
     for state in states:
         assert hooks.prepare_state(state, part) is state
         assert state.process_group is part

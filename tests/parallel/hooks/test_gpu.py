@@ -20,7 +20,6 @@ HOOKS: dict[str, Any] = {
     "allreduce": (hooks.allreduce, lambda: None),
     "fp16": (hooks.fp16, lambda: None),
     "bf16": (hooks.bf16, lambda: None),
-    "int8": (hooks.int8, hooks.Int8State),
     "power_sgd": (hooks.power_sgd, lambda: hooks.PowerSGDState(rank=3, start=1)),
     "fp16 of power_sgd": (hooks.fp16_wrapper(hooks.power_sgd), lambda: hooks.PowerSGDState(rank=3, start=1)),
 }

@@ -275,6 +275,19 @@ def test_the_memory_follows_parameters_into_other_buckets() -> None:
     assert list(state.state_dict()["memory"]) == [0]
 
 
+def test_a_state_of_other_buckets_is_refused() -> None:
+    state, other = (PowerSGDState(start=0, min_compression_rate=0) for _ in range(2))
+    play(power_sgd, state, Model([[(20, 20), (3,)]]).buckets(0, 0))
+    other.load_state_dict(state.state_dict())
+    (bucket,) = Model([[(20, 20)]]).buckets(0, 0)
+    with pytest.raises(ValueError, match=r"2 parameters in bucket 0, which has 1 now.*replan"):
+        power_sgd(other, bucket).wait()
+    other.load_state_dict(state.state_dict())
+    (bucket,) = Model([[(3,), (20, 20)]]).buckets(0, 0)
+    with pytest.raises(ValueError, match=r"400 numbers at place 0 of bucket 0, where there are 3 now"):
+        power_sgd(other, bucket).wait()
+
+
 def test_channels_last_and_complex_gradients() -> None:
     weight = nn.Parameter(torch.empty(8, 4, 3, 3).to(memory_format=torch.channels_last))
     values = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 
-from lockstep.parallel.hooks import Int8State, PowerSGDState, int8, load_state, power_sgd, save_state
+from lockstep.parallel.hooks import PowerSGDState, load_state, power_sgd, save_state
 from lockstep.parallel.hooks.error_feedback import share_states
 from lockstep.parallel.hooks.hook_transport import in_order
 from lockstep.testing.pool import RankPool
@@ -84,17 +84,15 @@ def test_a_state_of_another_class_is_refused() -> None:
         load_state(post_localSGD_hook.PostLocalSGDState(None, None, 4), saved)
 
 
-def _saved(kind: str) -> Any:
-    hook, state = (power_sgd, PowerSGDState(start=0)) if kind == "low rank" else (int8, Int8State())
-    model = Model(CUT)
+def _saved() -> Any:
+    state, model = PowerSGDState(start=0), Model(CUT)
     for step in range(3):
-        play(hook, state, model.buckets(dist.get_rank(), step))
+        play(power_sgd, state, model.buckets(dist.get_rank(), step))
     return save_state(state)
 
 
-@pytest.mark.parametrize("kind", ["low rank", "int8"])
-def test_errors_are_shared_out_to_another_number_of_ranks(ranks: RankPool, kind: str) -> None:
-    saved = ranks(2).run(_saved, kind)
+def test_errors_are_shared_out_to_another_number_of_ranks(ranks: RankPool) -> None:
+    saved = ranks(2).run(_saved)
     assert [one is two for one, two in zip(share_states(saved, 2), saved, strict=True)] == [True, True]
     shared = share_states(saved, 3)
     assert len(shared) == 3
@@ -103,9 +101,8 @@ def test_errors_are_shared_out_to_another_number_of_ranks(ranks: RankPool, kind:
     for first, second, now in zip(*errors, strict=True):
         assert not torch.equal(first, second)
         torch.testing.assert_close(now, (first + second) / 2)
-    if kind == "low rank":
-        assert torch.equal(shared[0]["memory"][0][0]["q"], saved[0]["memory"][0][0]["q"])
-        assert shared[0]["iteration"] == 3
+    assert torch.equal(shared[0]["memory"][0][0]["q"], saved[0]["memory"][0][0]["q"])
+    assert shared[0]["iteration"] == 3
     assert share_states([None, None], 3) == [None] * 3
 
 

@@ -2,13 +2,11 @@
 
 from lockstep.parallel.hooks.check import check_hook as check_hook
 from lockstep.parallel.hooks.check import prepare_state as prepare_state
-from lockstep.parallel.hooks.compress import Int8State as Int8State
 from lockstep.parallel.hooks.compress import allreduce as allreduce
 from lockstep.parallel.hooks.compress import bf16 as bf16
 from lockstep.parallel.hooks.compress import bf16_wrapper as bf16_wrapper
 from lockstep.parallel.hooks.compress import fp16 as fp16
 from lockstep.parallel.hooks.compress import fp16_wrapper as fp16_wrapper
-from lockstep.parallel.hooks.compress import int8 as int8
 from lockstep.parallel.hooks.error_feedback import load_state as load_state
 from lockstep.parallel.hooks.error_feedback import save_state as save_state
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState as PostLocalSGDState

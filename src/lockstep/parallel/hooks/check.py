@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.hooks.compress import Int8State, allreduce, bf16, fp16, int8
+from lockstep.parallel.hooks.compress import allreduce, bf16, fp16
 from lockstep.parallel.hooks.hook_transport import innermost, name_of, torch_name
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, node_group, post_local_sgd
 from lockstep.parallel.hooks.powersgd import PowerSGDState, power_sgd
 
-_OWN_STATES = (PowerSGDState, PostLocalSGDState, Int8State)
+_OWN_STATES = (PowerSGDState, PostLocalSGDState)
 _QUANTIZATION = ("quantization_pertensor_hook", "quantization_perchannel_hook")
 _GROUP_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", *_QUANTIZATION)
 _TORCH_STATES = {
@@ -110,9 +110,6 @@ def _check_state(state: object, inner: object) -> None:
         fits, wanted = _is_torch_state(state, kind), f"torch's {kind}(...)"
     elif inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS:
         fits, wanted = state is None or _is_group(state), "a process group, or None for the default one"
-    elif inner is int8:
-        fits = state is None or _is_group(state) or isinstance(state, Int8State)
-        wanted = "lockstep.parallel.hooks.Int8State(...), or a process group, or None for the default one"
     else:
         return
     if not fits:
@@ -139,11 +136,11 @@ def _refuse_broken(name: str | None, parameters: list[Tensor], group: comm.Group
     if name in _QUANTIZATION and any(_carried_by(group, device) != "nccl" for device in devices):
         raise MisconfigurationException(
             f"torch's {name} works with NCCL only, and these gradients do not travel by it. Take "
-            "lockstep.parallel.hooks.int8 with Int8State(): a quarter of the bytes, on the CPU too"
+            "lockstep.parallel.hooks.power_sgd with PowerSGDState(rank=4): fewer bytes still, on the CPU too"
         )
     if name in _DROP_IMAGINARY and any(parameter.is_complex() for parameter in parameters):
         raise MisconfigurationException(
-            f"torch's {name} drops the imaginary part of complex gradients. Take fp16, bf16, int8 or power_sgd of "
+            f"torch's {name} drops the imaginary part of complex gradients. Take fp16, bf16 or power_sgd of "
             "lockstep.parallel.hooks"
         )
 
@@ -179,7 +176,7 @@ def prepare_state(state: Any, group: comm.Group = None, hook: object = None) -> 
         state.subgroup = node_group(state.process_group)
     if state is None and group is not None:
         inner = innermost(hook)
-        if inner in (allreduce, fp16, bf16, int8) or torch_name(inner) in _GROUP_HOOKS:
+        if inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS:
             return group
     return state
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.bucket import GradBucket
-from lockstep.parallel.hooks.compress import Halves, allreduce, coded_mean, mean, real
+from lockstep.parallel.hooks.compress import allreduce, mean, mean_in_halves, real
 from lockstep.parallel.hooks.error_feedback import Memory, Record
 from lockstep.parallel.hooks.hook_transport import submit
 
@@ -228,8 +228,8 @@ class _Round:
         if not self.half:
             mean(message, group)
             return
-        owed = None if sent is None or sent is message else torch.zeros_like(message)
-        coded_mean(message, Halves(self.half), group, owed)
+        owed = None if sent is None or sent is message else torch.empty_like(message)
+        mean_in_halves(message, self.half, group, owed)
         if sent is not None and owed is not None:
             sent.sub_(owed)
 
