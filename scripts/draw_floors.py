@@ -20,7 +20,8 @@ PROJECT = Path(__file__).resolve().parents[1]
 if str(PROJECT) not in sys.path:
     sys.path.insert(0, str(PROJECT))
 
-from tests.guards.test_house import APART, FLOORS, PACKAGE, Sources, inner_imports, is_face, read  # noqa: E402
+from tests.guards.source import PACKAGE, Sources, read  # noqa: E402
+from tests.guards.test_house import APART, FLOORS, inner_imports, is_face  # noqa: E402
 
 PICTURE = PROJECT / "docs" / "floors.svg"
 BOTTOM = "ground"

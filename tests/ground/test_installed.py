@@ -14,7 +14,7 @@ import pytest
 
 import lockstep
 from lockstep.ground.installed import GLOBALS, INSTALLED, OTHER_PROCESSES, Installation
-from tests.guards.test_house import parsed
+from tests.guards.source import parsed
 
 SOURCE = Path(lockstep.__file__).parent
 CALLS = ("register_at_fork", "set_wakeup_fd", "_registration_hook", "optimizer_step_pre_hook", "faulthandler.register")

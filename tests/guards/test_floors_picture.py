@@ -8,7 +8,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from scripts import draw_floors as script
-from tests.guards.test_house import APART, FLOORS, PACKAGE, read
+from tests.guards.source import PACKAGE, read
+from tests.guards.test_house import APART, FLOORS
 
 
 def test_the_picture_is_that_of_the_imports() -> None:

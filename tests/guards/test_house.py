@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ast
-import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[2]
-PACKAGE = PROJECT / "src" / "lockstep"
+from tests.guards.source import PACKAGE, PROJECT, Source, Sources, imports, numbers, read
 
 # Part -> floor. A part is a folder or file directly under lockstep/; it imports from its floor or below.
 FLOORS = {
@@ -79,76 +75,9 @@ LINES_OF_A_FILE = 800
 LINES_OF_A_FUNCTION = 60
 
 
-@dataclass(frozen=True)
-class Source:
-    """One Python file of the package."""
-
-    path: Path
-    """Relative to the folder that holds ``lockstep/``."""
-    text: str
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        return parsed(self.text, str(self.path))
-
-    @property
-    def module(self) -> str:
-        parts = self.path.with_suffix("").parts
-        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-    @property
-    def is_init(self) -> bool:
-        return self.path.name == "__init__.py"
-
-    @property
-    def part(self) -> str:
-        """The folder or file directly under lockstep/ that this belongs to; empty for the face itself."""
-        return ".".join(self.module.split(".")[1:2])
-
-
-def parsed(text: str, name: str) -> ast.Module:
-    """The tree of a file. Nothing of it is garbage: to look for some meanwhile takes three times as long as it."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return ast.parse(text, name)
-    finally:
-        if collects:
-            gc.enable()
-
-
-Sources = dict[str, Source]
-
-
 def is_face(module: str) -> bool:
     """The faces, and the old paths under `lockstep.utilities`: they re-export, and nobody inside imports them."""
     return module in FACES or module.startswith("lockstep.utilities.")
-
-
-def read(package: Path) -> Sources:
-    """All files of a package, by module name."""
-    files = [Source(path.relative_to(package.parent), path.read_text()) for path in package.rglob("*.py")]
-    return {source.module: source for source in sorted(files, key=lambda one: one.path)}
-
-
-def imports(source: Source, sources: Sources) -> Iterator[tuple[int, str]]:
-    """Line and module of everything that a file imports, late and type-only imports too.
-
-    ``from lockstep.ground import tree`` is an import of the file ``lockstep.ground.tree``; a relative import
-    gives the module that it stands for.
-    """
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                here = source.module.split(".")
-                here = here[: len(here) - node.level + source.is_init]
-                base = ".".join([*here, *base.split(".")]).strip(".")
-            for alias in node.names:
-                name = f"{base}.{alias.name}"
-                yield node.lineno, name if name in sources else base
 
 
 def inner_imports(source: Source, sources: Sources) -> Iterator[tuple[int, str]]:
@@ -226,12 +155,11 @@ def sizes(sources: Sources) -> Iterator[str]:
         lines = source.text.count("\n")
         if lines > LINES_OF_A_FILE:
             yield f"{source.path} has {lines} lines; at most {LINES_OF_A_FILE}"
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__init__":
-                long = (node.end_lineno or node.lineno) - node.lineno + 1
-                if long > LINES_OF_A_FUNCTION:
-                    where = f"{source.path}:{node.lineno} {node.name}"
-                    yield f"{where} has {long} lines; at most {LINES_OF_A_FUNCTION}"
+        for function in numbers(source).functions:
+            name = function.name.split(".")[-1]
+            if name != "__init__" and function.lines > LINES_OF_A_FUNCTION:
+                where = f"{source.path}:{function.line} {name}"
+                yield f"{where} has {function.lines} lines; at most {LINES_OF_A_FUNCTION}"
 
 
 def names(sources: Sources) -> Iterator[str]:

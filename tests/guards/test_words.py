@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guards.test_house import PACKAGE, Sources, read
+from tests.guards.source import PACKAGE, Sources, read
 
 # word -> what stands in its place. Not to be in any name.
 NOWHERE = {

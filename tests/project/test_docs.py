@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guards.test_house import parsed
+from tests.guards.source import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
