@@ -129,7 +129,7 @@ def test_tokens_are_those_of_a_hand() -> None:
     (line,) = (line for line in DERIVED.split("\n") if "f" in line and "__init__" in line)
     assert numbers(Source(Path("a.py"), line.strip())).tokens == INIT_TOKENS
     assert numbers(Source(Path("a.py"), '"""No token."""\nx = (1.5e-3 ** -y) # none\n')).tokens == 8
-    assert numbers(Source(Path("a.py"), STRINGS)).tokens == 8  # x, =, three strings, two commas, a string of three lines
+    assert numbers(Source(Path("a.py"), STRINGS)).tokens == 8  # three strings, two commas, three lines of text
 
 
 def test_folders_hold_what_lies_below_them(sample: dict) -> None:
