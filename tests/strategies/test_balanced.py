@@ -304,8 +304,17 @@ def odd(kind: type[LightningModule], schedule: str) -> EquivalenceReport:
 ODD = [Frozen, FrozenEnd, InPlace, Unfreezes, Views, Recomputed, Hooked, Summed, TiedEnd]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-@pytest.mark.parametrize("kind", ODD)
+UNSPLIT = {
+    Frozen: "gives net.4.weight another gradient",
+    Unfreezes: "gives net.4.weight another gradient",
+    TiedEnd: "part of the weight fails .*through the graph a second time",
+}
+"""What torch's backward in two parts does not do; older releases than 2.13 do less."""
+ODD_RUNS = [(kind, schedule) for kind in ODD for schedule in ("1f1b", "zero-bubble")]
+SPLIT_RUNS = [(kind, schedule) for kind, schedule in ODD_RUNS if kind not in UNSPLIT or schedule == "1f1b"]
+
+
+@pytest.mark.parametrize(("kind", "schedule"), SPLIT_RUNS)
 def test_odd_stages_train_as_one_process(ranks: RankPool, kind: type[LightningModule], schedule: str) -> None:
     for report in ranks(2).run(odd, kind, schedule, timeout=40):
         assert report, report
@@ -318,14 +327,12 @@ def weights_of(kind: type[LightningModule], strategy: Any, devices: int) -> dict
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("kind", [Ignores, LossWithoutChain])
 def test_a_loss_without_the_chain_has_the_gradients_of_what_it_uses(
-    ranks: RankPool, kind: type[LightningModule], schedule: str
+    ranks: RankPool, kind: type[LightningModule]
 ) -> None:
-    """The weights' part of a backward is found by the path to the input, and here there is none."""
     expected = weights_of(kind, "auto", 1)
-    for found in ranks(2).run(weights_of, kind, BalancedStrategy(split="equal", schedule=schedule), 2, timeout=40):
+    for found in ranks(2).run(weights_of, kind, BalancedStrategy(split="equal"), 2, timeout=40):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
@@ -677,6 +684,11 @@ REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], str]] = {
         Compiled,
         {"schedule": "zero-bubble"},
         "'layers.2' is compiled, which has one: leave torch.compile out",
+    ),
+    "not to be split": (
+        Ignores,
+        {"schedule": "zero-bubble", "split": "equal"},
+        "gives net.3.value another gradient in two parts than in one. Choose schedule='1f1b'",
     ),
     "a block's weight outside of it": (TakesWeights, {"split": "equal"}, "used 'layers.1.weight' outside of its block"),
     "no loss": (NoLoss, {}, "The stages before the last one wait for a gradient of each micro-batch"),

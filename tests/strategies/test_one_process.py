@@ -111,6 +111,7 @@ def test_random_pipelines_of_one_process_train_as_one_device(devices: int, seed:
         pytest.param(kind, schedule, marks=[] if (at + late) % 3 == 0 else [pytest.mark.slow])
         for at, kind in enumerate(ODD)
         for late, schedule in enumerate(("1f1b", "zero-bubble"))
+        if (kind, schedule) in of_ranks.SPLIT_RUNS
     ],
 )
 def test_odd_stages_of_one_process_train_as_one_device(kind: type[LightningModule], schedule: str) -> None:
@@ -120,11 +121,71 @@ def test_odd_stages_of_one_process_train_as_one_device(kind: type[LightningModul
     assert report, report
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("kind", [of_ranks.Ignores, of_ranks.LossWithoutChain])
-def test_a_loss_without_the_chain_has_the_gradients_of_what_it_uses(kind: type[LightningModule], schedule: str) -> None:
-    found = of_ranks.weights_of(kind, one_process(split="equal", schedule=schedule), 2)
+def test_a_loss_without_the_chain_has_the_gradients_of_what_it_uses(kind: type[LightningModule]) -> None:
+    found = of_ranks.weights_of(kind, one_process(split="equal"), 2)
     torch.testing.assert_close(found, of_ranks.weights_of(kind, "auto", 1), rtol=1e-11, atol=1e-13)
+
+
+class Seen(nn.Module):
+    """Its parameter has a hook that runs once its gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = nn.Linear(8, 8), 0
+        self.inner.bias.register_post_accumulate_grad_hook(self._look)
+
+    def _look(self, parameter: Tensor) -> None:
+        self.seen += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Watched(of_ranks.Plain):
+    """Somebody waits for gradients of its last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Seen(), nn.Linear(8, 1))
+
+
+class Twins(nn.Module):
+    """Two parameters get the gradient of its output, one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.zeros(2, 8)), nn.Parameter(torch.zeros(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) + self.one + self.other
+
+
+class OneForTwo(of_ranks.Plain):
+    """Its micro-batches have two samples, as many as a parameter has rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Twins(), nn.Linear(8, 1))
+
+
+SPLIT_WRONG: dict[Any, str] = {
+    **of_ranks.UNSPLIT,
+    of_ranks.Ignores: "gives net.3.value another gradient",
+    of_ranks.LossWithoutChain: "gives the parameter of shape .* outside of the chain another gradient",
+    OneForTwo: "the gradient that torch gives net.3.* is another tensor's, too",
+    Watched: "net.3.inner.bias has a hook that runs once its gradient is there",
+}
+
+
+@pytest.mark.parametrize("kind", SPLIT_WRONG)
+def test_where_torchs_backward_in_two_parts_is_wrong_it_is_refused(kind: type[LightningModule]) -> None:
+    """Before the first update that would be; a loss that leaves the chain out in every other step, in the second."""
+    chain = kind().layers if issubclass(kind, Tied) else kind().net
+    strategy = one_process(split=[3, len(chain) - 3], schedule="zero-bubble")  # type: ignore[arg-type]
+    with pytest.raises(MisconfigurationException, match=SPLIT_WRONG[kind]) as raised:
+        quiet(strategy=strategy, devices=2, max_epochs=1, precision="64-true").fit(kind(), rows(23)(5))
+    assert "Choose schedule='1f1b' or 'interleaved'" in str(raised.value)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])

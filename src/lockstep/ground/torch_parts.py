@@ -241,8 +241,8 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch.Tensor._post_accumulate_grad_hooks",
-        "parallel/pipeline/split_backward.py",
-        "hooks of gradients that are computed apart",
+        "parallel/pipeline/split_check.py",
+        "whether somebody waits for a gradient",
         PIPELINES,
     ),
     Part(

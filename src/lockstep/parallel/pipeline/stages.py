@@ -26,7 +26,7 @@ from lockstep.ground.device import current_device, forked_random_numbers
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.pipeline.chain import Chain
 from lockstep.parallel.pipeline.layout import Layout
-from lockstep.parallel.pipeline.split_backward import split_backward, with_graph, without_graph
+from lockstep.parallel.pipeline.split_check import SplitCheck
 from lockstep.parallel.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes
 from lockstep.parallel.recompute import running_again
 from lockstep.planner.timeline import IN_ROUNDS, Action, actions_of, in_one_row
@@ -128,11 +128,21 @@ class _Stage:
 
 
 class _Blocks(nn.Module):
-    """The blocks of a stage, as torch calls them: the first stage gets the number of a micro-batch."""
+    """The blocks of a stage, as torch calls them: the first stage gets the number of a micro-batch.
 
-    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
+    Args:
+        forward: of the stage.
+        weights: that its forward and its loss may use.
+    """
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], weights: Sequence[Parameter]) -> None:
         super().__init__()
         self._forward = forward
+        self._weights = list(weights)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        """What torch looks for in the graph of a backward in two parts."""
+        return iter(self._weights)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._forward(x)
@@ -262,7 +272,7 @@ class Stages:
                 raise MisconfigurationException(
                     OTHER_SHAPE.format(chain=self.chain.name, block=stage.places[-1], found=found, expected=expected)
                 )
-            return without_graph(out) if self._splits and not stage.is_first else out
+            return self._detachable(out)
         except BaseException as error:
             self._error = error
             raise
@@ -304,11 +314,15 @@ class Stages:
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
         """The last stage's: the user's step goes on with what the chain gave."""
         try:
-            loss: Tensor = self._run_end(with_graph(output) if self._splits else output, int(number))
+            loss: Tensor = self._run_end(output.view_as(output) if self._splits else output, int(number))
         except BaseException as error:
             self._error = error
             raise
-        return without_graph(loss) if self._splits else loss
+        return self._detachable(loss)
+
+    def _detachable(self, tensor: Tensor) -> Tensor:
+        """A copy, where torch detaches in place what a backward in two parts begins with."""
+        return tensor.clone() if self._splits else tensor
 
     def _end(self, output: Tensor, number: int) -> Tensor:
         turn = self._turns[number]
@@ -379,8 +393,10 @@ class Stages:
         """One of torch's."""
         from torch.distributed.pipelining import PipelineStage
 
+        # what comes behind the chain may use all that is here
+        weights = self._held if own.is_last else [each for block in own.blocks for each in block.parameters()]
         stage: PipelineStage = PipelineStage(
-            _Blocks(partial(self._forward, own)),
+            _Blocks(partial(self._forward, own), weights),
             own.number,
             self.layout.stages,
             own.device,
@@ -392,10 +408,8 @@ class Stages:
             _on_several_devices(stage, sent)
         elif not hasattr(stage, "_get_grad_send_meta"):  # since torch 2.13 it sends zeros itself
             _sends_zeros(stage, received)
-        if self._splits:
-            # what comes behind the chain may use all that is here
-            inside = [parameter for block in own.blocks for parameter in block.parameters()]
-            split_backward(stage, self._held if own.is_last else inside)
+        if self._splits and not own.is_first:  # torch does not split the backward of the first
+            SplitCheck(stage, weights, {self.chain.names[place]: self.chain.blocks[place] for place in own.places})
         for name in ("backward_one_chunk", "backward_weight_one_chunk"):  # what calls these waits for others
             vars(stage)[name] = _timed(own.times, BACKWARD, getattr(stage, name))
         return stage
