@@ -35,6 +35,7 @@ WORDS = {
     "attributes": ("what users", "read of it"),
     "loop": ("fit, one window,", "evaluation, state"),
     "config": ("flags into one", "RunConfig"),
+    "names": ("Lightning's paths,", "as data"),
     "strategies": ("engine, collectives", "and files of a run"),
     "callbacks": ("code at points", "of a run"),
     "module": ("Lightning-", "Module"),
@@ -52,7 +53,6 @@ WORDS = {
     "profilers": ("what takes", "how long"),
     "cluster": ("who this", "process is"),
     "ground": ("trees, collectives, agreement, seeds, devices:", "what every part stands on"),
-    "aliases": ("Lightning's", "import paths"),
     "lightning": ("scripts for it,", "unchanged"),
     "testing": ("rank pool,", "equivalence"),
 }

@@ -3,8 +3,8 @@
 import gc
 from typing import TYPE_CHECKING, Any
 
-from lockstep.aliases import install, late
 from lockstep.launch.environment import ask_nvml, inherit
+from lockstep.names.finder import install, late
 
 if TYPE_CHECKING:
     from lockstep import callbacks as callbacks

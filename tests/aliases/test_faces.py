@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.aliases import late
+from lockstep.names.finder import late
 
 
 @pytest.fixture

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.aliases import MODULES, OLD, Refused
+from lockstep.names.finder import COMPLETED
+from lockstep.names.table import Refused, table
 from tests.aliases.surface import lightning, surface
 
+MODULES, OLD = table()["pytorch"], table()["earlier"]
 ROWS = [
     (path, name) for path, rows in sorted(MODULES.items()) if isinstance(rows, dict) for name in sorted(rows) if name
 ]
@@ -91,12 +93,53 @@ def test_a_refused_module_says_why(path: str) -> None:
 
 
 def test_reasons_are_sentences_of_one_kind() -> None:
-    from lockstep import aliases
+    for section in (table()["pytorch"], table()["fabric"], table()["third_parties"], table()["test_tube"]):
+        for path, rows in section.items():
+            for name, row in {"": rows}.items() if isinstance(rows, Refused) else rows.items():
+                if isinstance(row, Refused):
+                    assert row.endswith("."), (path, name)
+                    assert not row.startswith(("Lockstep", " ")), (path, name)
 
-    for name, reason in vars(aliases).items():
-        if isinstance(reason, aliases.Refused) and name.isupper():
-            assert reason.endswith("."), name
-            assert not reason.startswith("Lockstep"), name
+
+def test_a_row_is_there_for_what_the_file_has_not() -> None:
+    """The table says nothing twice: a file of lockstep that has the name needs no row for it."""
+    for path, name in ROWS:
+        file = path in COMPLETED and sys.modules.get(lockstep_path(path))
+        own = vars(file).get(name) if file else None
+        assert (getattr(own, "__module__", ""), getattr(own, "__name__", "")) != (lockstep_path(path), name)
+
+
+def test_files_that_have_rows_are_known() -> None:
+    """So the finder need not read the table when it finds one of them."""
+    folder, found = Path(lockstep.__file__).parent, set()
+    for path, rows in MODULES.items():
+        file = folder.joinpath(*path.split("."))
+        is_file = file.with_suffix(".py").exists() or (file / "__init__.py").exists()
+        if path and is_file and (rows or any(other.startswith(f"{path}.") for other in MODULES)):
+            found.add(path)
+    assert found == COMPLETED
+
+
+UNREAD = """
+import lockstep
+from lockstep import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lockstep.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
+from lockstep.loggers import CSVLogger
+from lockstep.names.table import table
+from lockstep.strategies import DDPStrategy
+from lockstep.testing.models import BoringModel
+from lockstep.utilities import rank_zero_only
+Trainer(accelerator="cpu", devices=1, max_steps=2, logger=CSVLogger(".")).fit(BoringModel())
+print(table.cache_info().currsize)
+from lockstep.core.lightning import LightningModule
+print(table.cache_info().currsize)
+"""
+
+
+def test_the_table_is_read_when_a_name_is_missing_and_not_before(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", UNREAD]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert found.stdout.split()[-2:] == ["0", "1"], found.stderr
 
 
 # -- the mechanism --------------------------------------------------------------------------------------------

@@ -18,11 +18,12 @@ import pytest
 
 import lockstep
 from lockstep import lightning as names
-from lockstep.aliases import MODULES, Refused
 from lockstep.cli.run import planned
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.elastic_run import _variables
 from lockstep.launch.environment import SITE, STANDS_FOR, STANDS_IN, names_variables
+from lockstep.names.finder import FINDER, resolve
+from lockstep.names.table import Refused, table
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 
@@ -248,10 +249,10 @@ def test_what_is_switched_on_can_be_switched_off(monkeypatch: pytest.MonkeyPatch
 
         assert pl.Trainer is lockstep.Trainer
         assert os.environ["PYTHONPATH"] == f"{SITE}{os.pathsep}/mine"
-        assert len(sys.meta_path) == len(before) + 1
+        assert sys.meta_path == [FINDER, *(finder for finder in before if finder is not FINDER)]
     finally:
         names.unload_ipython_extension(None)
-    assert sys.meta_path == before
+    assert (len(sys.meta_path), FINDER.version) == (len(before), None)
     assert not [name for name in sys.modules if name.partition(".")[0] in names.ROOTS]
     assert (os.environ["PYTHONPATH"], STANDS_IN in os.environ) == ("/mine", False)
 
@@ -343,10 +344,10 @@ def test_without_lightnings_names_such_hyperparameters_are_refused(ranks: RankPo
 
 
 def test_the_rows_of_fabric_lead_home() -> None:
-    for path, rows in {**names.FABRICS, **names.BESIDES}.items():
-        for name, row in rows.items() if isinstance(rows, dict) else ():
-            assert isinstance(row, Refused) or names.resolve(row, name) is not None, (path, name)
-            assert not isinstance(row, Refused) or row.endswith("."), (path, name)
+    for section in (table()["fabric"], table()["third_parties"], table()["test_tube"]):
+        for path, rows in section.items():
+            for name, row in rows.items() if isinstance(rows, dict) else ():
+                assert isinstance(row, Refused) or resolve(row, name) is not None, (path, name)
 
 
 def test_fabrics_rows_are_names_of_lightnings() -> None:
@@ -354,11 +355,10 @@ def test_fabrics_rows_are_names_of_lightnings() -> None:
     if found is None or found.origin is None:
         pytest.skip("lightning is not installed")
     folder = Path(found.origin).with_name("fabric")
-    for path in names.FABRICS:
+    for path in table()["fabric"]:
         file = folder.joinpath(*path.split("."))
         assert file.with_suffix(".py").exists() or (file / "__init__.py").exists(), path
-    known = set(MODULES)
-    assert set(names.BESIDES) <= known
+    assert set(table()["third_parties"]) <= set(table()["pytorch"])
 
 
 def test_the_version_is_that_of_the_lightning_that_tests_compare_with() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.aliases import late
+from lockstep.names.finder import late
 
 if TYPE_CHECKING:
     from lockstep.cli.lightning import (

@@ -92,7 +92,7 @@ class Installation:
 
 
 ALIASES = Installation(
-    "sys.meta_path", ("aliases.py",), "Lightning's import paths, from `import lockstep` on, as any import"
+    "sys.meta_path", ("names/finder.py",), "Lightning's import paths, from `import lockstep` on, as any import"
 )
 LIGHTNING = Installation(
     "sys.meta_path: Lightning's names",

@@ -31,8 +31,7 @@ class Waiting:
         name = getattr(context, "name", None)
         if self.asked or name is None or name.lower().replace("-", "_") not in NAMES or not self.enter():
             return ()
-        finder = next(finder for finder in sys.meta_path if hasattr(finder, "lightnings"))
-        return finder.find_distributions(context)  # type: ignore[attr-defined]  # the finder of `lockstep.lightning`
+        return importlib.import_module("lockstep.names.finder").FINDER.find_distributions(context)
 
     def enter(self) -> bool:
         """Put lockstep's finder before this one; False where this Python has no lockstep."""

@@ -1,0 +1,1 @@
+"""Names of Lightning: where lockstep has them, or why it does not have them."""
