@@ -10,6 +10,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.deepspeed import package
 from lockstep.strategies.base import SingleDeviceStrategy
 from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.dp import DataParallelStrategy
 from lockstep.strategies.table import NAMES, REFUSED, drives_all_devices, make_strategy
 
 
@@ -57,15 +58,11 @@ def test_a_refused_name_says_why_and_what_to_use(name: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-class OfAllDevices(SingleDeviceStrategy):
-    drives_all_devices = True
-
-
 def test_a_row_takes_a_name_out_of_the_refused_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MisconfigurationException, match="xla"):
         make_strategy("xla", 1)
-    monkeypatch.setitem(NAMES, "xla", (OfAllDevices, {}))
-    assert type(make_strategy("xla", 1)) is OfAllDevices
+    monkeypatch.setitem(NAMES, "xla", ("dp.DataParallelStrategy", {}))
+    assert type(make_strategy("xla", 1)) is DataParallelStrategy
     assert drives_all_devices("xla")
     assert not drives_all_devices("ddp")
 

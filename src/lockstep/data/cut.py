@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, TypeAlias
 
 Position: TypeAlias = "int | list[list[Any]] | None"
@@ -148,11 +147,13 @@ def apportion(count: int, size: int, weights: tuple[float, ...] = ()) -> Sequenc
 
 @functools.lru_cache(maxsize=64)  # an epoch has full windows and a last one
 def _by_weight(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    exact = [Fraction(weight) for weight in weights]  # rounding must not depend on the machine
+    ratios = [weight.as_integer_ratio() for weight in weights]  # exact: rounding must not depend on the machine
+    unit = math.lcm(*(denominator for _, denominator in ratios))
+    exact = [numerator * (unit // denominator) for numerator, denominator in ratios]
     total = sum(exact)
-    quotas = [count * weight / total for weight in exact]
-    parts = [math.floor(quota) for quota in quotas]
-    by_remainder = sorted(range(len(parts)), key=lambda rank: parts[rank] - quotas[rank])
+    shares = [divmod(count * weight, total) for weight in exact]
+    parts = [share for share, _ in shares]
+    by_remainder = sorted(range(len(parts)), key=lambda rank: -shares[rank][1])
     for rank in by_remainder[: count - sum(parts)]:
         parts[rank] += 1
     return tuple(parts)

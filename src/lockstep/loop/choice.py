@@ -21,18 +21,16 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.launch.environment import cores
 from lockstep.loop.hooks import Transfer
-from lockstep.loop.planning import profile_module
 from lockstep.parallel.memory import readable
-from lockstep.planner.cost import Candidate
-from lockstep.planner.hardware import Hardware, described, hardware_of
 from lockstep.planner.plan import Goal, Plan, make_plan
 from lockstep.precision.formats import make_precision
-from lockstep.strategies.planned import strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lockstep.loop.session import Session
+    from lockstep.planner.cost import Candidate
+    from lockstep.planner.hardware import Hardware
     from lockstep.trainer import Trainer
 
 ALONE = ("single", "dp")
@@ -106,6 +104,9 @@ def plan_for(
         measure: seconds on this device, where the model fits it; None: unless ``hardware`` is given.
         folder: where measurements are kept.
     """
+    from lockstep.loop.planning import profile_module
+    from lockstep.planner.hardware import hardware_of
+
     strategy, module = trainer.strategy, trainer.lightning_module
     precision = strategy.precision
     device = strategy.root_device
@@ -175,6 +176,8 @@ def reconsider(session: Session) -> None:
     candidate = strategy.broadcast(_chosen(trainer) if world.is_zero else None)
     if candidate is None:
         return
+    from lockstep.strategies.planned import strategy_of
+
     made = strategy_of(candidate, "spawn" if strategy.launcher == "spawn" else "popen")
     made.sync_batchnorm, made.checkpoint_io = strategy.sync_batchnorm, strategy.checkpoint_io
     session.strategy, session.chooses = made, False
@@ -183,6 +186,9 @@ def reconsider(session: Session) -> None:
 
 def _chosen(trainer: Trainer) -> Candidate | None:
     """What a plan by the cost model chooses; None: what there is already."""
+    from lockstep.planner.cost import Candidate
+    from lockstep.planner.hardware import described
+
     world, device = trainer.strategy.world, trainer.strategy.root_device
     memory, on_gpu = steady_memory(device, world.local_size), device.type != "cpu"
     machine = replace(described(world.local_size, world.num_nodes, memory), kind=device.type, overlaps=on_gpu)

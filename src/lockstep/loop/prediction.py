@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,7 @@ from lockstep.ground.rank import rank_zero_info
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.hooks import is_overridden
 from lockstep.parallel.memory import readable
-from lockstep.planner.hardware import usable_memory
 from lockstep.planner.plan import SavedPlan
-from lockstep.planner.profile import key_of
 
 if TYPE_CHECKING:
     from lockstep.module import LightningModule
@@ -43,6 +40,9 @@ class PredictionCheck(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse another model."""
+        from lockstep.planner.hardware import usable_memory
+        from lockstep.planner.profile import key_of
+
         self._moments = []
         if stage != "fit":
             return
@@ -68,6 +68,8 @@ class PredictionCheck(Callback):
             self._tell(trainer)
 
     def _tell(self, trainer: Trainer) -> None:
+        import statistics
+
         gaps = [b - a for a, b in zip(self._moments[WARM_UP:], self._moments[WARM_UP + 1 :], strict=False)]
         seconds, device = statistics.median(gaps), trainer.strategy.root_device
         expected = readable(self.plan.memory)

@@ -8,14 +8,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_type_hints
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.memory import readable
-from lockstep.planner.cost import Candidate, Prediction, predict
-from lockstep.planner.hardware import Hardware
-from lockstep.planner.profile import ModelProfile
-from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK
+
+if TYPE_CHECKING:  # else imported where a plan is made: each Trainer names this file, and few make a plan
+    from lockstep.planner.cost import Candidate, Prediction
+    from lockstep.planner.hardware import Hardware
+    from lockstep.planner.profile import ModelProfile
 
 Goal = Literal["speed", "memory"]
 NEAR, NEAR_COMPUTED = 0.05, 0.15
@@ -34,6 +35,9 @@ def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
         profile: of the model.
         hardware: the devices.
     """
+    from lockstep.planner.cost import Candidate
+    from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK
+
     several, on_gpu = hardware.world > 1, hardware.kind != "cpu"
     ways = [Candidate("single")]
     if several:
@@ -215,6 +219,8 @@ def make_plan(
         plan = make_plan([profile], described(devices=8, memory=80e9), packages=["deepspeed"])
         print(plan)
     """
+    from lockstep.planner.cost import predict
+
     if goal not in ("speed", "memory"):
         raise MisconfigurationException(f'goal={goal!r}: give "speed" or "memory"')
     rows = []
@@ -364,6 +370,8 @@ class SavedPlan:
     @property
     def candidate(self) -> Candidate:
         """The way to train."""
+        from lockstep.planner.cost import Candidate
+
         return Candidate(
             self.strategy, self.stage, self.offload, self.recomputed, bucket_mb=self.bucket_mb, precision=self.precision
         )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from lockstep.planner.cost import Candidate
+from typing import TYPE_CHECKING
+
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.deepspeed import DeepSpeedStrategy
 from lockstep.strategies.dp import DataParallelStrategy
 from lockstep.strategies.fsdp import FSDPStrategy
+
+if TYPE_CHECKING:
+    from lockstep.planner.cost import Candidate
 
 MODES = {"fsdp": "FULL_SHARD", "fsdp_grads": "SHARD_GRAD_OP", "fsdp_offload": "FULL_SHARD"}
 

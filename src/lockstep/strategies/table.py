@@ -3,52 +3,47 @@
 from __future__ import annotations
 
 import difflib
+from importlib import import_module
 from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.planner.plan import SavedPlan
-from lockstep.strategies.balanced import BalancedStrategy
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
-from lockstep.strategies.ddp import DDPStrategy
-from lockstep.strategies.deepspeed import DeepSpeedStrategy
-from lockstep.strategies.dp import DataParallelStrategy
-from lockstep.strategies.fsdp import FSDPStrategy
-from lockstep.strategies.model_parallel import ModelParallelStrategy
-from lockstep.strategies.planned import strategy_of
 
 OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
 NVME = {"offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 SPAWN, FORK = {"start_method": "spawn"}, {"start_method": "fork"}
-NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
-    "single_device": (SingleDeviceStrategy, {}),
-    "dp": (DataParallelStrategy, {}),
-    "ddp": (DDPStrategy, {}),
-    "ddp_find_unused_parameters_true": (DDPStrategy, {"find_unused_parameters": True}),
-    "ddp_find_unused_parameters_false": (DDPStrategy, {"find_unused_parameters": False}),
-    "ddp_spawn": (DDPStrategy, SPAWN),
-    "ddp_spawn_find_unused_parameters_true": (DDPStrategy, SPAWN | {"find_unused_parameters": True}),
-    "ddp_spawn_find_unused_parameters_false": (DDPStrategy, SPAWN | {"find_unused_parameters": False}),
-    "ddp_fork": (DDPStrategy, FORK),
-    "ddp_fork_find_unused_parameters_true": (DDPStrategy, FORK | {"find_unused_parameters": True}),
-    "ddp_fork_find_unused_parameters_false": (DDPStrategy, FORK | {"find_unused_parameters": False}),
+DDP, FSDP, DEEPSPEED = "ddp.DDPStrategy", "fsdp.FSDPStrategy", "deepspeed.DeepSpeedStrategy"
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "single_device": ("base.SingleDeviceStrategy", {}),
+    "dp": ("dp.DataParallelStrategy", {}),
+    "ddp": (DDP, {}),
+    "ddp_find_unused_parameters_true": (DDP, {"find_unused_parameters": True}),
+    "ddp_find_unused_parameters_false": (DDP, {"find_unused_parameters": False}),
+    "ddp_spawn": (DDP, SPAWN),
+    "ddp_spawn_find_unused_parameters_true": (DDP, SPAWN | {"find_unused_parameters": True}),
+    "ddp_spawn_find_unused_parameters_false": (DDP, SPAWN | {"find_unused_parameters": False}),
+    "ddp_fork": (DDP, FORK),
+    "ddp_fork_find_unused_parameters_true": (DDP, FORK | {"find_unused_parameters": True}),
+    "ddp_fork_find_unused_parameters_false": (DDP, FORK | {"find_unused_parameters": False}),
     # In Lightning these fork. A notebook's kernel has threads, and mostly has used the GPU in an earlier cell; fresh
     # processes work all the same, and modules from cells travel by value.
-    "ddp_notebook": (DDPStrategy, SPAWN),
-    "ddp_notebook_find_unused_parameters_true": (DDPStrategy, SPAWN | {"find_unused_parameters": True}),
-    "ddp_notebook_find_unused_parameters_false": (DDPStrategy, SPAWN | {"find_unused_parameters": False}),
-    "fsdp": (FSDPStrategy, {}),
-    "fsdp_cpu_offload": (FSDPStrategy, {"cpu_offload": True}),
-    "model_parallel": (ModelParallelStrategy, {}),
-    "balanced": (BalancedStrategy, {}),
-    "deepspeed": (DeepSpeedStrategy, {}),
-    "deepspeed_stage_1": (DeepSpeedStrategy, {"stage": 1}),
-    "deepspeed_stage_2": (DeepSpeedStrategy, {"stage": 2}),
-    "deepspeed_stage_2_offload": (DeepSpeedStrategy, {"stage": 2, "offload_optimizer": True}),
-    "deepspeed_stage_3": (DeepSpeedStrategy, {"stage": 3}),
-    "deepspeed_stage_3_offload": (DeepSpeedStrategy, {"stage": 3} | OFFLOAD),
-    "deepspeed_stage_3_offload_nvme": (DeepSpeedStrategy, {"stage": 3} | OFFLOAD | NVME),
+    "ddp_notebook": (DDP, SPAWN),
+    "ddp_notebook_find_unused_parameters_true": (DDP, SPAWN | {"find_unused_parameters": True}),
+    "ddp_notebook_find_unused_parameters_false": (DDP, SPAWN | {"find_unused_parameters": False}),
+    "fsdp": (FSDP, {}),
+    "fsdp_cpu_offload": (FSDP, {"cpu_offload": True}),
+    "model_parallel": ("model_parallel.ModelParallelStrategy", {}),
+    "balanced": ("balanced.BalancedStrategy", {}),
+    "deepspeed": (DEEPSPEED, {}),
+    "deepspeed_stage_1": (DEEPSPEED, {"stage": 1}),
+    "deepspeed_stage_2": (DEEPSPEED, {"stage": 2}),
+    "deepspeed_stage_2_offload": (DEEPSPEED, {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3": (DEEPSPEED, {"stage": 3}),
+    "deepspeed_stage_3_offload": (DEEPSPEED, {"stage": 3} | OFFLOAD),
+    "deepspeed_stage_3_offload_nvme": (DEEPSPEED, {"stage": 3} | OFFLOAD | NVME),
 }
-"""Name to class and arguments. A name that is here is no longer looked for among the refused ones."""
+"""Name to arguments, and to the file and class below `lockstep.strategies`. A name that is here is not refused."""
 
 WITHOUT_NOTEBOOK_NAME = ("fsdp", "fsdp_cpu_offload", "model_parallel", "balanced")
 """Names that spawn where there is no script to start; of "ddp" there is "ddp_notebook"."""
@@ -82,12 +77,20 @@ def is_plan(asked: object) -> bool:
     return isinstance(asked, str) and asked.lower().endswith((".yaml", ".yml"))
 
 
+def class_of(name: str) -> type[Strategy]:
+    """The class for a name. Its file is imported here: an import of lockstep brings no engine that no run asks for."""
+    file, kind = NAMES[name][0].split(".")
+    found: type[Strategy] = getattr(import_module(f"lockstep.strategies.{file}"), kind)
+    return found
+
+
 def drives_all_devices(asked: str | Strategy) -> bool:
     """Whether one process of a strategy works with all devices of its node; else each rank has one."""
-    if isinstance(asked, str) and is_plan(asked):
+    if not isinstance(asked, str):
+        return bool(getattr(asked, "drives_all_devices", False))
+    if is_plan(asked):
         return SavedPlan.read(asked).strategy == "dp"
-    kind = NAMES.get(asked.lower(), (Strategy, {}))[0] if isinstance(asked, str) else asked
-    return bool(getattr(kind, "drives_all_devices", False))
+    return asked.lower() in NAMES and class_of(asked.lower()).drives_all_devices
 
 
 def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = False) -> Strategy:
@@ -133,6 +136,8 @@ def check_balances(strategy: Strategy, why: str = "") -> None:
 
 
 def _by_plan(path: str, world_size: int, interactive: bool) -> Strategy:
+    from lockstep.strategies.planned import strategy_of
+
     saved, where = SavedPlan.read(path), f'Trainer(strategy="{path}")'
     ranks = 1 if saved.strategy == "dp" else saved.devices * saved.nodes
     if ranks != world_size:
@@ -149,10 +154,10 @@ def _named(asked: object, spawns: bool) -> Strategy:
     if asked == "auto":
         return SingleDeviceStrategy()
     if isinstance(asked, str) and asked in NAMES:
-        kind, arguments = NAMES[asked]
+        arguments = NAMES[asked][1]
         if spawns and asked in WITHOUT_NOTEBOOK_NAME:
             arguments = arguments | SPAWN
-        return kind(**arguments)
+        return class_of(asked)(**arguments)
     if isinstance(asked, str) and asked in REFUSED:
         raise MisconfigurationException(f'Trainer(strategy="{asked}"): {REFUSED[asked]}.')
     if isinstance(asked, type) and issubclass(asked, Strategy):

@@ -7,8 +7,8 @@ import faulthandler
 import os
 import re
 import signal
+import site
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -122,11 +122,10 @@ def _without_inner(lines: list[str]) -> Iterator[str]:
 LOCKSTEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _spec = find_spec("torch")  # not imported: a process that only watches ranks has no use for it
 TORCH = os.path.dirname(os.path.abspath((_spec and _spec.origin) or "torch")) + os.sep
-_PATHS = sysconfig.get_paths()
 FOREIGN = (
     LOCKSTEP,
     TORCH,
-    *{_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    *{folder + os.sep for folder in (os.path.dirname(os.__file__), *site.getsitepackages())},
     "<frozen",
 )
 """Where files lie that are nobody's training script."""
