@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.ground.device import current_device, current_of
 from lockstep.ground.pickled import packed, unpacked
 from lockstep.ground.rank import waits
+from lockstep.ground.tensor_groups import grouped
 
 Group: TypeAlias = dist.ProcessGroup | None
 Operation = Literal["sum", "mean", "min", "max"]
@@ -30,10 +31,9 @@ BRANCHES = 8
 """So many neighbouring ranks are combined at once; a host has as many, mostly."""
 _TAG = 40_961  # of messages between ranks that combine: none of the user's has it
 
-ALONE = 2**20
-"""Bytes from which on a tensor is broadcast by itself, from its own memory into that of the others."""
 BROADCAST_BYTES = 64 * 2**20
-"""At most this much of several tensors is copied together for one broadcast (a larger tensor goes alone)."""
+"""At most this much of several small tensors is copied together for one broadcast; a large one goes from its own memory
+into that of the others."""
 
 
 # -- the group
@@ -378,7 +378,7 @@ def broadcast_tensors(
     if world_size(group) == 1:
         return
     with torch.no_grad():
-        for chunk in _chunks(tensors, BROADCAST_BYTES if piece is None else piece, over is None):
+        for chunk in _messages(tensors, BROADCAST_BYTES if piece is None else piece, over is None):
             there = carrier(group, chunk[0].device if over is None else over)
             parts = [as_bytes(tensor) if over is None else as_bytes(tensor).to(there) for tensor in chunk]
             flat = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(there)
@@ -390,27 +390,14 @@ def broadcast_tensors(
                 tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-def _chunks(tensors: Iterable[Tensor], piece: int, apart: bool) -> Iterator[list[Tensor]]:
-    """Tensors that travel together, those of each device ``apart`` or all: wide dtypes first, so that each starts at
-    a multiple of its width and its bytes can be viewed as its dtype again. Large ones travel alone."""
-    by_device: dict[torch.device | None, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_device.setdefault(tensor.device if apart else None, []).append(tensor)
-    for alike in by_device.values():
-        chunk: list[Tensor] = []
-        size = 0
-        for tensor in sorted(alike, key=lambda tensor: -tensor.element_size()):
-            if tensor.nbytes >= ALONE:
-                yield [tensor]
-                continue
-            if chunk and size + tensor.nbytes > piece:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(tensor)
-            size += tensor.nbytes
-        if chunk:
-            yield chunk
+def _messages(tensors: Iterable[Tensor], max_bytes: int, apart: bool) -> Iterator[list[Tensor]]:
+    """The tensors of each message, those of each device ``apart`` or of all together; empty ones are in none.
+
+    Wide dtypes come first: each tensor starts at a multiple of its width, so that its bytes can be viewed as its dtype.
+    """
+    sent = sorted((tensor for tensor in tensors if tensor.numel()), key=lambda tensor: -tensor.element_size())
+    for indices in grouped(sent, max_bytes, lambda tensor: tensor.device if apart else None):
+        yield [sent[index] for index in indices]
 
 
 def _global_rank(member: int, group: Group) -> int:

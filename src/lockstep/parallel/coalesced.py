@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.ground.device import has_pinned_memory
+from lockstep.ground.tensor_groups import grouped
 
-ALONE = 2**20
-"""Bytes from which on a tensor is copied by itself: to put it beside others would cost what a copy costs."""
 TOGETHER = 2**24
 """Bytes of small tensors that are copied together at most."""
 
@@ -22,7 +21,7 @@ def copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """``tensors`` on ``device``, small ones of a dtype by one copy for many."""
     found: dict[int, Tensor] = {}
     non_blocking = has_pinned_memory(device.type)  # the CPU would read what is not there yet
-    for indices in _batches(tensors):
+    for indices in grouped(tensors, TOGETHER):
         if len(indices) == 1:
             found[indices[0]] = tensors[indices[0]].to(device, non_blocking=non_blocking)
             continue
@@ -31,22 +30,6 @@ def copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         for index, stretch in zip(indices, stretches, strict=True):
             found[index] = stretch.view(tensors[index].shape)
     return [found[index] for index in range(len(tensors))]
-
-
-def _batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Places of the tensors that are copied together."""
-    filled: dict[torch.dtype, tuple[list[int], int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.layout is not torch.strided or tensor.nbytes >= ALONE:
-            yield [index]
-            continue
-        batch, size = filled.get(tensor.dtype, ([], 0))
-        if size + tensor.nbytes > TOGETHER:
-            yield batch
-            batch, size = [], 0
-        batch.append(index)
-        filled[tensor.dtype] = batch, size + tensor.nbytes
-    yield from (batch for batch, _ in filled.values() if batch)
 
 
 class CopiesOfAll(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.nn.parameter import Parameter
 from lockstep.ground import comm
 from lockstep.ground.device import pinned, widest
 from lockstep.ground.rank import waits
+from lockstep.ground.tensor_groups import grouped
 from lockstep.ground.tree import tree_leaves
 from lockstep.parallel.pipeline.layout import Ownership
 
@@ -45,10 +46,8 @@ def reduce(owned: Ownership, pipeline: comm.Group, peers: comm.Group, replicas: 
             parameter.grad = gradient
 
 
-ALONE = 2**20
-"""Bytes from which on a gradient is summed where it lies."""
 TOGETHER = 2**23
-"""Bytes of smaller gradients that travel together at most."""
+"""Bytes of small gradients that travel together at most; a large one is summed where it lies."""
 
 
 @torch.no_grad()
@@ -62,7 +61,7 @@ def _summed(parameters: Sequence[Parameter], group: comm.Group, factor: float) -
     flags = pinned(torch.tensor(has, dtype=torch.uint8), device).to(device, non_blocking=device.type != "cpu")
     anywhere = comm.all_reduce(flags, "max", group)
     found: list[Tensor | None] = [p.grad for p in parameters]
-    for numbers in _batches(parameters):
+    for numbers in grouped(parameters, TOGETHER):
         parts = [found[number] for number in numbers]
         first = parts[0]
         if len(numbers) == 1 and first is not None and first.is_contiguous():
@@ -82,26 +81,6 @@ def _summed(parameters: Sequence[Parameter], group: comm.Group, factor: float) -
     if all(has):
         return found
     return [gradient if used else None for gradient, used in zip(found, anywhere.tolist(), strict=True)]
-
-
-def _batches(parameters: Sequence[Parameter]) -> Iterator[list[int]]:
-    """Places of those that travel together: of one dtype, alike on all ranks."""
-    for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
-        batch: list[int] = []
-        size = 0
-        for number, parameter in enumerate(parameters):
-            if parameter.dtype is not dtype:
-                continue
-            if parameter.nbytes >= ALONE:
-                yield [number]
-                continue
-            if batch and size + parameter.nbytes > TOGETHER:
-                yield batch
-                batch, size = [], 0
-            batch.append(number)
-            size += parameter.nbytes
-        if batch:
-            yield batch
 
 
 @waits()
