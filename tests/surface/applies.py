@@ -1,6 +1,7 @@
 """What a script has to use for a row of the tables of differences to concern it; `lockstep migrate` reads the result.
 
 A key is ``flag CALL(argument)``, ``flag CALL(argument=value)`` or ``name X``, as `lockstep.cli.migrate` looks for them.
+Beside these rows stands what is to be done by hand: hooks that nobody calls today, and arguments with another name.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+
+from lockstep.loop.hooks import EPOCH_ENDS, FORGOTTEN, NEW_NAMES, OF_CALLBACKS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "src" / "lockstep" / "cli" / "differences.json"
@@ -68,6 +71,44 @@ PROSE: dict[str, tuple[str, ...]] = {
 }
 
 
+# By call: arguments of years ago, and what is written today.
+ARGUMENTS = {
+    "fit": {"train_dataloader": "train_dataloaders=", "val_dataloader": "val_dataloaders="},
+    "validate": {"val_dataloaders": "dataloaders="},
+    "test": {"test_dataloaders": "dataloaders="},
+    "predict": {"predict_dataloaders": "dataloaders="},
+    "ModelCheckpoint": {
+        "period": "every_n_epochs=",
+        "filepath": "dirpath=, a folder, and filename=",
+        "prefix": "filename=",
+    },
+}
+
+
+def by_hand() -> dict[str, list[str]]:
+    """Sentences by key, of what is to be done by hand."""
+    ends = [name for names in EPOCH_ENDS.values() for name in names]
+    outputs = {
+        name: f"{NEW_NAMES.get(name, f'on_{name}')}(self), with the outputs of the steps in an attribute"
+        for name in ends
+    }
+    hooks = {kind: {**FORGOTTEN, **outputs} for kind in ("LightningModule", "LightningDataModule")}
+    found = {
+        f"name {kind}.{name}": [f"{name}: nobody calls it today; instead: {instead}."]
+        for kind, names in {**hooks, "Callback": OF_CALLBACKS}.items()
+        for name, instead in names.items()
+    }
+    for call, arguments in ARGUMENTS.items():
+        for name, today in arguments.items():
+            found[f"flag {call}({name}=)"] = [f"{call}({name}=...): today {today}."]
+    found["name optimizer_idx"] = [
+        "optimizer_idx: with several optimizers set self.automatic_optimization = False; step them in training_step."
+    ]
+    found["name self.hparams="] = ["self.hparams = ...: today self.save_hyperparameters(...)."]
+    found["name lockstep.__version__"] = ["__version__ is lockstep's version, not Lightning's."]
+    return dict(sorted(found.items()))
+
+
 def prose() -> list[list[str]]:
     """The rows of docs/from-lightning.md: what, in Lightning, in lockstep, why."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "Lightning 2.6 |" not in line]
@@ -118,4 +159,4 @@ def differences(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 def text(rows: list[dict[str, Any]]) -> str:
     """The file."""
-    return json.dumps(differences(rows), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps({"by_hand": by_hand(), "differs": differences(rows)}, indent=1, ensure_ascii=False) + "\n"

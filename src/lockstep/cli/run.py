@@ -41,7 +41,7 @@ usage: lockstep COMMAND ...
   run        start a script on all devices of one node or several
   submit     submit a script to SLURM
   trials     show the trials of a search on SLURM, submit them anew, cancel them
-  migrate    show, or make, the changes that a script for Lightning needs
+  migrate    show what a script for Lightning needs: imports and flags as a diff, the rest by line
   checkpoint show what a checkpoint holds, convert it, or compare two
   plan       show memory and time of each way to train a script's model
   env        show versions, devices, the cluster that was found, and the variables in force

@@ -212,10 +212,26 @@ def translate(old: Today, given: Today, defaults: Today) -> Translation:
         defaults: what they are where nobody gives them.
 
     Raises:
-        MisconfigurationException: a flag that has no translation (with the way out), or one that contradicts a flag of
-            today's that was given too.
+        MisconfigurationException: as of `meaning`.
     """
-    translation = together(old, given)
+    translation = meaning(old, given, defaults)
+    _warn(old, translation)
+    return translation
+
+
+def meaning(old: Today, given: Today, defaults: Today, *, here: bool = True) -> Translation:
+    """Today's flags for old ones; arguments as of `translate`.
+
+    Args:
+        here: the run is to be on this machine; False: one with several GPUs is meant, wherever that is.
+
+    Raises:
+        MisconfigurationException: a flag that has no translation (with the way out), or one that contradicts a flag of
+            today's that was given too; a value that was none, or GPUs that are not here.
+    """
+    translation = Translation()
+    _where(old, given, translation, here)
+    _precision(old, translation)
     for name, value in old.items():
         if name in TOGETHER or any(value is off or value == off for off in ROWS[name].idle):
             continue
@@ -232,24 +248,6 @@ def translate(old: Today, given: Today, defaults: Today) -> Translation:
             translation.notes.append(f"`{name}` has no effect: {row.why}")
         _add(translation, name, today)
     _check(translation, old, given, defaults)
-    _warn(old, translation)
-    return translation
-
-
-def together(old: Today, given: Today, *, here: bool = True) -> Translation:
-    """What the flags of `TOGETHER` mean today.
-
-    Args:
-        old: the old flags.
-        given: today's flags, of which ``accelerator``, ``devices``, ``num_nodes`` and ``strategy`` are read.
-        here: the run is to be on this machine; False: one with several GPUs is meant, wherever that is.
-
-    Raises:
-        MisconfigurationException: a value that was none, or GPUs that are not here.
-    """
-    translation = Translation()
-    _where(old, given, translation, here)
-    _precision(old, translation)
     return translation
 
 
