@@ -41,8 +41,6 @@ from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 from tests.accelerator.left_out import why_not  # noqa: E402
 
 gc.enable()
-if DEVICE == "madeup":
-    pass
 SECONDS_SLOW = 900
 """The time limit of a test marked slow that sets none; pyproject has that of the others, and some files theirs."""
 
@@ -67,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SECONDS_SLOW))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if DEVICE == "madeup" and (reason := why_not(item.nodeid, getattr(item, "fixturenames", []))):
+        if reason := why_not(item.nodeid, getattr(item, "fixturenames", []), DEVICE):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

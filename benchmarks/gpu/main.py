@@ -1,13 +1,14 @@
 """Runs the parts of `scripts/gpu`, each in a process with a limit of its own, and keeps what they found.
 
-    scripts/gpu --out DIR                       # all parts, on one CUDA device or several, within 570 seconds
+    scripts/gpu --out DIR                       # all parts, on one CUDA device or several, within 585 seconds
     scripts/gpu --out DIR --parts waits,speed   # these alone
     scripts/gpu --out DIR --device cpu --small  # a trial of the script itself, on a machine without a device
     scripts/gpu --write-tables --out DIR        # DIR/gpu.json of whichever machine becomes docs/gpu.md and README rows
 
-It needs torch and what lockstep requires, and installs nothing. DIR gets gpu.json (everything found), gpu.md (the
-tables) and gpu.log (what the parts printed). A part that fails, or takes longer than its limit, stops no other. The
-last line is ``GPU: n parts passed, m failed``; the exit status is 1 where one failed, 2 where none could begin.
+Parts that measure no time run side by side where there are cores for it. It needs torch and what lockstep requires, and
+installs nothing. DIR gets gpu.json (everything found), gpu.md (the tables) and gpu.log (what the parts printed). A part
+that fails, or takes longer than its limit, stops no other. The last line is ``GPU: n parts passed, m failed``; the exit
+status is 1 where one failed, 2 where none could begin.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,16 +62,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, parts: list[PartPlan], found: dict[str, Any], out: Path, log: IO[str]) -> int:
-    """All parts, one after another; what is found is kept after each."""
+    """All parts, one after another or several at once; what is found is kept after each."""
     end = time.monotonic() + args.seconds
     found["parts"] = {}
-    for number, part in enumerate(parts):
-        limit = plan.limit_of(part, parts[number + 1 :], end - time.monotonic())
-        told = one_part(part, limit, args, log) if limit > 1 else report.not_begun(part)
-        found["parts"][part.name] = told
-        (out / "gpu.json").write_text(json.dumps(found, indent=1))
-        (out / "gpu.md").write_text(report.tables(found))
-        print(report.line_of(part, told), flush=True)
+    keeping = threading.Lock()
+
+    def one(part: PartPlan, limit: float) -> None:
+        with tempfile.TemporaryFile("w+") as own:
+            told = one_part(part, limit, args, own) if limit > 1 else report.not_begun(part)
+            with keeping:
+                own.seek(0)
+                shutil.copyfileobj(own, log)
+                found["parts"][part.name] = told
+                (out / "gpu.json").write_text(json.dumps(found, indent=1))
+                (out / "gpu.md").write_text(report.tables(found))
+                print(report.line_of(part, told), flush=True)
+
+    left = list(parts)
+    for together in plan.rounds(parts, len(os.sched_getaffinity(0))):
+        left = left[len(together) :]
+        limits = [plan.limit_of(part, left, end - time.monotonic()) for part in together]
+        with ThreadPoolExecutor(len(together)) as threads:
+            list(threads.map(one, together, limits))
     print(report.last_line(found))
     return 1 if report.failed(found) else 0
 

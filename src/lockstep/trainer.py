@@ -280,6 +280,7 @@ class Trainer(Attributes):
         # a node may have more devices than ranks, where a cluster dealt them out
         ours = len(self._node_devices) if strategy.drives_all_devices else world.local_size
         strategy.devices = self._node_devices[:ours]
+        strategy.accelerator_backend = self.accelerator.process_group_backend
         strategy.connect(world, device, self._precision)
         rank_zero_only.rank = world.rank
 

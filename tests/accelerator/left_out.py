@@ -1,4 +1,4 @@
-"""What of the suite does not run on the made-up device, and why."""
+"""What of the suite does not run on the made-up device, or on one card for all ranks, and why."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ CLOCK = "plays seconds by a clock of the host's, and a device has its own"
 SLOWER = "compares measured seconds, which the device's queues take"
 SHARED = "is about shared memory, by which ranks average on the CPU alone"
 SCRIPTS = "starts scripts that are for the CPU"
+ROUNDED = "compares bf16's sums of a GPU with the CPU's"
+ONE_DEVICE = "splits a model over the devices of one process, and there is one"
+WAITS_FOR_GPU = "is on the CPU, for whose tensors torch's hook waits by torch.cuda.synchronize, which refuses them"
+FORKED = "goes on in a copy of this process, which has begun to use the device"
 COPIES_META = "the device makes memory of tensors on the meta device, where others raise"
 THEIRS = "has tensors or a metric of its own on the CPU, as a script for a device may not"
 
@@ -86,19 +90,69 @@ LEFT_OUT = {
     "tests/strategies/test_leave_device.py::*": CPUS,
     "tests/loop/test_resume_on_others.py::*Table*": SPARSE,
 }
-"""Patterns of the tests' names, and the reason."""
+"""Patterns of the tests' names, and the reason, on the made-up device."""
+
+ON_CARD = {
+    "tests/loop/test_fit.py::test_batches_reach_training_step_as_the_loader_made_them": "a batch is copied to a device",
+    "tests/loop/test_memory.py::*": CPUS,
+    "tests/loop/test_reload.py::test_loaders_are_asked_for_when_lightning_asks*": LIGHTNING,
+    "tests/loop/test_empty_shares.py::test_a_sample_was_counted_on_ranks_that_had_borrowed_it*": THEIRS,
+    "tests/loop/test_metrics.py::test_a_metric_that_the_user_computes_on_a_rank*": THEIRS,
+    "tests/loop/test_metrics.py::test_nan_disappeared_from_extremes[2-*": "tells the sign of the least of 0.0 and -0.0",
+    "tests/loop/test_interrupted.py::test_a_slurm_job_that_requeues_itself*": FORKED,
+    "tests/launch/test_last_line.py::test_a_failure_is_told_in_40_lines*": FORKED,
+    "tests/launch/test_last_line.py::test_what_fails_in_a_search_or_a_command_line_is_folded*": FORKED,
+    "tests/launch/test_fork.py::*": FORKED,
+    "tests/strategies/test_late_parameters.py::*": THEIRS,
+    "tests/strategies/test_engines.py::test_torchs_own_shards_train_as_one_process*": THEIRS,
+    "tests/strategies/test_engines.py::test_shards_are_saved_whole_where*": THEIRS,
+    "tests/strategies/test_one_process.py::test_adams_states_move_with_their_blocks*": THEIRS,
+    "tests/strategies/test_one_process.py::test_a_slow_device_gets_fewer_blocks*": SLOWER,
+    "tests/strategies/test_one_process.py::test_where_torchs_backward_in_two_parts_is_wrong*": TIED,
+    "tests/strategies/test_options.py::test_on_gloo_they_are_told_to_have_no_effect*": SAYS,
+    "tests/strategies/test_options.py::test_nccl_on_the_cpu_is_refused*": SAYS,
+    "tests/strategies/test_options_page.py::test_power_sgd_really_runs*": WAITS_FOR_GPU,
+    "tests/strategies/test_options_page.py::test_local_steps_on_one_node*": SHARED,
+    "tests/strategies/test_plan.py::test_options_of_buckets_and_group_reach_them*": SHARED,
+    "tests/strategies/test_sharded.py::test_a_weight_that_weight_norm_replaces*": CPUS,
+    "tests/strategies/test_leave_device.py::*": CPUS,
+    "tests/strategies/test_norms.py::test_a_fit_converts_the_layers*": THEIRS,
+    "tests/strategies/test_norms.py::test_a_layer_that_the_user_synchronized_meets*": THEIRS,
+    "tests/strategies/test_norms.py::test_running_statistics_are_those_of_one_process*": THEIRS,
+    "tests/strategies/test_calls_in_hooks.py::*": THEIRS,
+    "tests/strategies/test_fsdp.py::test_a_checkpoint_goes_from_strategy_to_strategy*": THEIRS,
+    "tests/strategies/test_fsdp.py::test_a_policys_dtype_is_that_of_the_steps_inputs*": ROUNDED,
+    "tests/strategies/test_model_parallel.py::test_layers_on_the_meta_device_get_the_values*": DRAWN,
+    "tests/strategies/test_balanced_contract.py::test_the_same_in_one_process*": ONE_DEVICE,
+    "tests/loop/test_resume_on_others.py::test_within_a_window*balanced 2 x 2-one process*": ONE_DEVICE,
+    "tests/strategies/test_resplit.py::test_adams_states_move_with_their_blocks*": THEIRS,
+    "tests/strategies/test_resplit.py::test_a_slow_rank_gets_fewer_blocks*": SLOWER,
+    "tests/strategies/test_resplit.py::test_what_runs_behind_the_chain*": SLOWER,
+    "tests/equivalence/test_balance.py::test_a_balanced_run_is_one_process*": SLOWER,
+    "tests/equivalence/test_engines.py::test_in_shared_memory_no_gradient_goes*": SHARED,
+    "tests/equivalence/test_planted_faults.py::test_a_dropped_bucket*": SHARED,
+    "tests/checkpoint/test_sharded.py::test_a_checkpoint_moves*": THEIRS,
+    "tests/checkpoint/test_sharded.py::test_a_damaged_folder_is_named_before*": THEIRS,
+    "tests/checkpoint/test_sharded.py::test_a_folder_of_another_model_is_named*": THEIRS,
+    "tests/loop/test_ready_made.py::test_a_list_of_ready_made_nests_was_taken_for_several*arrays*": THEIRS,
+}
+"""The same on one CUDA device that all ranks of a test share."""
 
 
-def why_not(name: str, fixtures: list[str]) -> str:
-    """Why a test does not run on the device, or nothing.
+def why_not(name: str, fixtures: list[str], device: str) -> str:
+    """Why a test does not run on a device, or nothing.
 
     Args:
         name: as pytest writes it.
         fixtures: what the test asks for.
+        device: the kind on which the suite runs; all tests run on the CPU.
     """
+    if device == "cpu":
+        return ""
     if "lightning" in fixtures:
         return LIGHTNING
-    return next((reason for pattern, reason in LEFT_OUT.items() if fnmatchcase(name, glob(pattern))), "")
+    patterns = ON_CARD if device == "cuda" else LEFT_OUT
+    return next((reason for pattern, reason in patterns.items() if fnmatchcase(name, glob(pattern))), "")
 
 
 def glob(pattern: str) -> str:

@@ -12,10 +12,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule, Trainer, seed_everything
 from lockstep.ground.device import TorchAccelerator
+from lockstep.loop.planning import profile_module
+from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import check_equivalence
 from lockstep.testing.pool import RankPool
 from tests.accelerator.madeup import NAME
+from tests.accelerator.on_device import on_device
 
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -215,3 +218,29 @@ def test_a_resume_with_dropout_gives_the_same_bits_on_devices_of_any_numbers(mad
         found = madeup(2).run(_fitted, part, devices, 6, 3, group=False)
         for mine, its in zip(found, expected, strict=True):
             assert all(map(torch.equal, mine, its)), devices
+
+
+class Words(LightningModule):
+    """A table of words, which is looked up by what the batch holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.out(self.table(batch)).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def profiled_on(device: str) -> Any:
+    precision = make_precision("32-true", device)
+    where = torch.device(device, 0) if device != "cpu" else torch.device("cpu")
+    return profile_module(Words().to(where), torch.arange(48).view(4, 12).to(where), precision, device=where)
+
+
+@on_device()
+def test_a_step_on_the_device_is_profiled_as_one_on_the_cpu() -> None:
+    """Its parameters were traced as the CPU's, beside a batch of the device: a plan on a GPU ended in an error."""
+    assert profiled_on(NAME).parameters == profiled_on("cpu").parameters

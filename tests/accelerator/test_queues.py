@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import torch
 
+from lockstep.precision.base import LossScaler
+from lockstep.testing.pool import RankPool
 from tests.accelerator.on_device import on_device
 
 
@@ -181,3 +184,26 @@ def test_what_fails_in_a_queue_is_told_where_the_host_waits() -> None:
     with pytest.raises(RuntimeError, match="queued work has failed: IndexError"):
         values.sum().item()
     queues.default_stream(3).lane.error = None  # the rank goes on to other tests
+
+
+@pytest.mark.parametrize("factor", [1.0, torch.inf])
+def test_gradients_on_the_cpu_are_divided_by_a_scale_that_is_there(madeup: RankPool, factor: float) -> None:
+    """A rank of `fsdp_cpu_offload` took an infinite gradient for a finite one, stepped, and left the others waiting."""
+
+    def unscaled() -> tuple[list[float], bool]:
+        from tests.accelerator.madeup import queues
+
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([parameter], 0.1)
+        scaler = LossScaler("madeup", init_scale=4.0)
+        scaler.scale(torch.ones((), device="madeup"))
+        go_on = queues.block()
+        threading.Timer(0.3, go_on).start()
+        parameter.grad = torch.full((3,), 8.0 * factor)
+        scaler.unscale(optimizer)
+        torch.accelerator.synchronize()
+        return parameter.grad.tolist(), scaler.leaves_out(optimizer)
+
+    ((gradient, left_out),) = madeup(1).run(unscaled, group=False)
+    assert gradient == [2.0 * factor] * 3
+    assert left_out == (factor == torch.inf)

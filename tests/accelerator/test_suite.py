@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.testing import devices
-from tests.accelerator.left_out import LEFT_OUT, why_not
+from tests.accelerator.left_out import LEFT_OUT, ON_CARD, why_not
 from tests.accelerator.madeup import NAME, missing
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def test_a_part_of_the_suite_passes_on_the_device() -> None:
 
 
 def test_what_is_left_out_has_a_reason_and_is_there() -> None:
-    for pattern, reason in LEFT_OUT.items():
+    for pattern, reason in [*LEFT_OUT.items(), *ON_CARD.items()]:
         file, _, name = pattern.partition("::")
         assert len(reason) > 20, pattern
         if not file.startswith("*"):
@@ -36,6 +36,8 @@ def test_what_is_left_out_has_a_reason_and_is_there() -> None:
             assert found, pattern
             plain = name.split("[")[0].rstrip("*").lstrip("*")
             assert "*" in plain or any(plain in each.read_text() for each in found), pattern
-    assert why_not("tests/loop/test_memory.py::test_x[1-2]", []) == LEFT_OUT["tests/loop/test_memory.py::*"]
-    assert why_not("tests/loop/test_fit.py::test_x", ["lightning"])
-    assert not why_not("tests/loop/test_fit.py::test_x", [])
+    assert why_not("tests/loop/test_memory.py::test_x[1-2]", [], "madeup") == LEFT_OUT["tests/loop/test_memory.py::*"]
+    assert why_not("tests/loop/test_fit.py::test_x", ["lightning"], "cuda")
+    assert why_not("tests/launch/test_fork.py::test_x", [], "cuda")
+    assert not why_not("tests/loop/test_memory.py::test_x[1-2]", ["lightning"], "cpu")
+    assert not why_not("tests/loop/test_fit.py::test_x", [], "madeup")

@@ -174,6 +174,7 @@ def test_ctrl_c_ends_ranks_that_wait_for_one_another_for_ever(tmp_path: Path) ->
     """No handler of Python's runs in a process that waits in a collective: Ctrl-C had no effect, however often."""
     run = Run(tmp_path, "deadlock", press=to_all)
     run.ends_with(f"lockstep: interrupted by Ctrl-C: ranks 0, 1 waited in recv .{line('deadlock')}.", code=130)
+    assert any("rank 0 is still in recv" in text for text in run.errors)
 
 
 @pytest.mark.slow

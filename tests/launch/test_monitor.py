@@ -38,7 +38,7 @@ class Scene:
         monkeypatch.setattr(monitor, "ask", lambda process, answers: self.answers[process])
         monkeypatch.setattr(monitor, "_runs", lambda process: process not in self.still)
         monkeypatch.setattr(self.watch, "_is_still", lambda stand, now: stand.rank in self.still)
-        for name in ("PERIOD", "QUIET", "FAREWELL", "AT_ONCE"):
+        for name in ("PERIOD", "QUIET", "FAREWELL", "AT_ONCE", "UNHEARD"):
             monkeypatch.setattr(monitor, name, 0.05)
 
     def stand(self, rank: int, call: int = 1, inside: bool = True) -> None:
@@ -78,6 +78,20 @@ def test_all_that_wait_at_the_same_place_are_let_be_until_ctrl_c(scene: Scene) -
     assert found is not None
     assert found.interrupted
     assert "ranks 0, 1 waited in strategy.barrier (fit.py:1)" in str(found.cause)
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_rank_whose_handler_cannot_run_has_its_ctrl_c_told(
+    scene: Scene, heard: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A main thread that waits for a GPU runs no handler: the first Ctrl-C was not answered with a word."""
+    scene.still = {0}
+    if heard:
+        leave_note(scene.notes.address, {"heard": 0, "call": 1})
+    scene.watch.interrupt()
+    assert scene.verdict(0.5) is None
+    told = "rank 0 is still in its own code (train.py:3); a second Ctrl-C ends them at once."
+    assert capfd.readouterr().err.count(told) == (0 if heard else 1)
 
 
 def test_ctrl_c_lets_a_rank_come_to_its_boundary(scene: Scene) -> None:

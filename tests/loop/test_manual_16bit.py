@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies.ddp import DDPStrategy
+from lockstep.testing.devices import by_hand_device
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
 
 SEEDED = 7
+DEVICE = by_hand_device()
 
 
 def batches(size: int = 4) -> DataLoader[Any]:
@@ -75,7 +77,7 @@ class ByHand:
 
     def __init__(self, mixed: bool) -> None:
         self.mixed, self.norms = mixed, []  # type: ignore[var-annotated]
-        self.scaler = torch.amp.GradScaler("cpu", enabled=mixed)
+        self.scaler = torch.amp.GradScaler(DEVICE, enabled=mixed)
         self.unscaled: set[int] = set()
 
     def backward(self, loss: Any) -> None:
@@ -240,12 +242,12 @@ def sharpness(ops: Any, net: Pair, optimizers: list[Any], batch: Any, batch_idx:
 
 
 def by_hand(shape: Any, make: Any, mixed: bool) -> tuple[Pair, ByHand]:
-    net, ops = Pair(), ByHand(mixed)
+    net, ops = Pair().to(DEVICE), ByHand(mixed)
     optimizers = make(net)
     for batch_idx, batch in enumerate(batches()):
-        with torch.autocast("cpu", torch.float16, enabled=mixed, cache_enabled=False):
-            shape(ops, net, optimizers, batch, batch_idx)
-    return net, ops
+        with torch.autocast(DEVICE, torch.float16, enabled=mixed, cache_enabled=False):
+            shape(ops, net, optimizers, batch.to(DEVICE), batch_idx)
+    return net.cpu(), ops
 
 
 def weights(net: nn.Module) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies import DDPStrategy
+from lockstep.strategies import BalancedStrategy, DDPStrategy
 from lockstep.strategies.fsdp import FSDPStrategy
 from lockstep.strategies.ranks import RankedStrategy
 
@@ -50,6 +50,21 @@ def test_a_group_that_does_not_carry_the_devices_is_refused(
     says = rf'\({backends}\) carries no tensors of {kind!r} devices.*init_process_group\("{wanted}"\)'
     with pytest.raises(MisconfigurationException, match=says):
         checked(DDPStrategy(), backends, kind, monkeypatch)
+
+
+@pytest.mark.parametrize("backends", ["gloo", "cpu:gloo,cuda:gloo"])
+def test_gloo_is_refused_for_parts_of_parameters_on_a_gpu(backends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks were killed by SIGSEGV in the first step: gloo reads memory of the device as the host's."""
+    strategies: list[RankedStrategy] = [FSDPStrategy(), BalancedStrategy()]
+    for strategy in strategies:
+        strategy._root_device = torch.device("cuda", 0)
+        with pytest.raises(MisconfigurationException, match=r'gloo adds up and copies tensors .*"cpu:gloo,cuda:nccl"'):
+            strategy._check_reach(backends)
+    for strategy in (DDPStrategy(), FSDPStrategy(cpu_offload=True), BalancedStrategy(one_process=True)):
+        strategy._root_device = torch.device("cuda", 0)
+        strategy._check_reach(backends)
+    with pytest.raises(MisconfigurationException, match=r"FSDPStrategy with the backend 'cpu:gloo,cuda:gloo'"):
+        checked(FSDPStrategy(), "cpu:gloo,cuda:gloo", "cuda", monkeypatch)
 
 
 def test_a_group_that_carries_all_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,12 +21,12 @@ def one_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
-def test_ranks_share_the_card_and_speak_by_gloo() -> None:
+def test_ranks_share_the_card_and_speak_by_way_of_the_host() -> None:
     strategy = DDPStrategy()
     Trainer(accelerator=SharedCard(), devices=2, strategy=strategy, **QUIET)
     assert strategy.devices == [torch.device("cuda", 0)] * 2
     assert strategy.world.size == 2
-    assert strategy.process_group_backend == "gloo"
+    assert strategy.process_group_backend == "cpu:gloo,cuda:by_host"
 
 
 def test_a_backend_that_is_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:

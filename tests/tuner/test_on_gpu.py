@@ -70,8 +70,9 @@ def test_a_search_leaves_the_device_as_it_was() -> None:
     state, weights = torch.cuda.get_rng_state(), {name: value.clone() for name, value in module.state_dict().items()}
     data = Data()
     data.batch_size = 2
-    finder = Tuner(quiet(accelerator="gpu", devices=1)).lr_find(module, datamodule=data, num_training=20)
+    tuner = Tuner(quiet(accelerator="gpu", devices=1))
+    finder = tuner.lr_find(module, datamodule=data, num_training=20, early_stop_threshold=None)
     assert finder is not None
     assert len(finder.results["lr"]) > 2
     assert torch.equal(state, torch.cuda.get_rng_state())
-    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+    assert all(torch.equal(weights[name].cpu(), value.cpu()) for name, value in module.state_dict().items())

@@ -24,8 +24,10 @@ def run(part: Part) -> None:
     for backend in ("nccl", backend_of(part.device)) if part.is_cuda else (backend_of(part.device),):
         for function in (reduced, *(hooked(name) for name in HOOKS), objects, exchanged):
             part.check(f"{function.__doc__} [{backend}]", on_ranks, part, function, backend)
-        for name in ("optimizer in shards", "fsdp, clipped and saved", "fsdp on the CPU, clipped and saved"):
+        for name in ("optimizer in shards", "fsdp, clipped and saved"):
             part.check(f"{name} [{backend}]", on_ranks, part, fitted, backend, name)
+    on_cpu = "fsdp on the CPU, clipped and saved"  # of which NCCL alone carries nothing
+    part.check(f"{on_cpu} [{backend_of(part.device)}]", on_ranks, part, fitted, backend_of(part.device), on_cpu)
 
 
 def on_ranks(part: Part, function: Any, backend: str, *arguments: Any) -> Numbers:

@@ -325,6 +325,8 @@ class Accelerator:
     """As in ``Trainer(accelerator=...)``."""
     device_type: str = ""
     """As in ``torch.device(type)``."""
+    process_group_backend: str = ""
+    """What carries the tensors of several ranks, as torch writes it; "": torch's own for the kind of device."""
 
     @staticmethod
     def is_available() -> bool:

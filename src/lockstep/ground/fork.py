@@ -42,9 +42,33 @@ LAST_PATIENCE = 10.0
 def protect_forks() -> None:
     """Let each later fork of this process wait until torch's threads sleep, where it is needed, and let its child leave
     its parent's garbage alone; once."""
-    FORK_GARBAGE.at_fork(after_in_child=gc.freeze)
+    collector = _Collector()
+    FORK_GARBAGE.at_fork(collector.hold, collector.leave, collector.go_on)
     if sys.version_info < (3, 12) and sys.platform == "linux":
         FORK_THREADS.at_fork(before=wait_for_torch_threads)
+
+
+class _Collector:
+    """Python's collector of garbage at a fork. What others have registered runs first in the child, and may make enough
+    objects for a collection: memory that is pinned for a device would be given back there, and the child be aborted."""
+
+    def __init__(self) -> None:
+        self._collects = False
+
+    def hold(self) -> None:
+        """Before a fork: collect nothing until the child has set aside what it must not."""
+        self._collects = gc.isenabled()
+        gc.disable()
+
+    def go_on(self) -> None:
+        """In the parent: as before."""
+        if self._collects:
+            gc.enable()
+
+    def leave(self) -> None:
+        """In the child: collect what comes from here on."""
+        gc.freeze()
+        self.go_on()
 
 
 def settle_at_exit() -> None:

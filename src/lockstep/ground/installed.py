@@ -70,7 +70,10 @@ class Installation:
         self._count -= 1
 
     def at_fork(
-        self, before: Callable[[], object] | None = None, after_in_child: Callable[[], object] | None = None
+        self,
+        before: Callable[[], object] | None = None,
+        after_in_child: Callable[[], object] | None = None,
+        after_in_parent: Callable[[], object] | None = None,
     ) -> None:
         """Have Python call functions at each fork; it never forgets them."""
 
@@ -79,6 +82,8 @@ class Installation:
                 os.register_at_fork(before=before)
             if after_in_child is not None:
                 os.register_at_fork(after_in_child=after_in_child)
+            if after_in_parent is not None:
+                os.register_at_fork(after_in_parent=after_in_parent)
 
         if hasattr(os, "register_at_fork"):
             self.install(put)
@@ -175,7 +180,9 @@ DEEPSPEED_LINEAR = Installation(
     stays=False,
 )
 FORK_GARBAGE = Installation(
-    "os.register_at_fork: gc.freeze", ("ground/fork.py",), "a child must not collect its parent's process group"
+    "os.register_at_fork: the collector of garbage",
+    ("ground/fork.py",),
+    "a child must not collect its parent's process group, nor memory that is pinned for a device",
 )
 FORK_THREADS = Installation(
     "os.register_at_fork: wait for torch's threads", ("ground/fork.py",), "a fork may copy a lock that is taken"

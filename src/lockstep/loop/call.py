@@ -418,3 +418,4 @@ def _say(session: Session) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no stderr
         clear = "\n" if sys.stderr.isatty() else ""  # below the bar and the ^C
         os.write(sys.stderr.fileno(), f"{clear}{text}\n".encode())
+        status.heard_ctrl_c()

@@ -344,7 +344,8 @@ def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], No
     def swapped(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted)
+            where = "cpu" if tensor.is_meta else tensor.device
+            plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=where)
             found = Parameter(plain, tensor.requires_grad) if isinstance(tensor, Parameter) else plain
             made[id(tensor)] = found
         return made[id(tensor)]

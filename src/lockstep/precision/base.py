@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -60,10 +60,11 @@ class LossScaler:
         self.left_out = False
         optimizer = _plain(optimizer)
         if _has_gradients(optimizer) and not self.knows(optimizer):
-            if self.unscale_gradients is None:
-                self._grad_scaler.unscale_(optimizer)
-            else:
-                self.unscale_gradients(self._grad_scaler, optimizer)
+            with _scale_beside(self._grad_scaler, optimizer):
+                if self.unscale_gradients is None:
+                    self._grad_scaler.unscale_(optimizer)
+                else:
+                    self.unscale_gradients(self._grad_scaler, optimizer)
 
     unscale_ = unscale  # torch's name, which users of `trainer.scaler` may know
 
@@ -212,6 +213,25 @@ def _multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
 def _plain(optimizer: Any) -> Any:
     """The optimizer in what ``self.optimizers()`` gives, which says that it is one itself."""
     return optimizer if issubclass(type(optimizer), Optimizer) else getattr(optimizer, "optimizer", optimizer)
+
+
+@contextmanager
+def _scale_beside(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Iterator[None]:
+    """Inside, the scale is on the CPU where gradients are, which an engine may keep there.
+
+    torch copies a device's scale to the CPU without waiting for it: gradients would be divided by what happens to be in
+    that memory, and a number that is not finite would be forgotten when the copy comes.
+    """
+    scale = scaler._scale
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    if scale is None or scale.device.type == "cpu" or all(gradient.device.type != "cpu" for gradient in gradients):
+        yield
+        return
+    scaler._scale = scale.cpu()
+    try:
+        yield
+    finally:
+        scaler._scale = scale
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

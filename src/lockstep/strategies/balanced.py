@@ -185,6 +185,7 @@ class BalancedStrategy(RankedStrategy):
         _check_arguments(stages, micro_batches, schedule, split, stages_per_rank, one_process)
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self.drives_all_devices = one_process
+        self.needs_every_collective = not one_process
         self._stages_per_rank = stages_per_rank or STAGES_OF_RANK.get(schedule, 1)
         self._asked_stages, self._asked_split, self._chain_name = stages, split, chain
         self._micro_batches, self._schedule = micro_batches, schedule

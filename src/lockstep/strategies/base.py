@@ -16,6 +16,7 @@ from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.device import make_current, widest
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.fork import protect_forks
 from lockstep.ground.tree import tensors_in
 from lockstep.ground.usable import check_usable
 from lockstep.module import LightningModule
@@ -75,6 +76,7 @@ class Strategy(Engine):
         self.planned: tuple[SavedPlan, str] | None = None
         self.plugins: list[object] = []
         self.devices = [self.root_device]
+        self.accelerator_backend = ""
         self.rounds = 0
         self.sync_batchnorm = False
 
@@ -100,6 +102,8 @@ class Strategy(Engine):
         """Join the other ranks; afterwards collectives work."""
         make_current(self.root_device)
         check_usable(self.root_device)
+        if self.root_device.type != "cpu":
+            protect_forks()  # a loader worker that freed pinned memory of this process would be aborted
 
     def building(self, module: LightningModule) -> AbstractContextManager[object]:
         """Around the module's ``configure_model``. Collective."""

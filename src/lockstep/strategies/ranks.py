@@ -65,6 +65,8 @@ class RankedStrategy(Strategy):
 
     takes_lazy = False
     keeps_parameters_on_cpu = False
+    needs_every_collective = False
+    """Whether parts of parameters or activations travel, beside sums and copies of whole gradients and parameters."""
 
     def __init__(
         self,
@@ -101,6 +103,8 @@ class RankedStrategy(Strategy):
                 f"carry their tensors: use devices=1, or {type(self).__name__}(process_group_backend=...) with the one "
                 "of the device's package."
             )
+        if world.size > 1:
+            self._check_reach(backend)
 
     def setup_environment(self) -> None:
         """Join the process group, making it where it is not there."""
@@ -132,17 +136,35 @@ class RankedStrategy(Strategy):
     def process_group_backend(self) -> str:
         """What carries messages: as asked, else gloo for what is on the CPU, and for the devices torch's own.
 
-        Ranks that share a device have gloo: NCCL wants one for each. From `CONNECTED` ranks on, each of which would be
-        connected with all others, messages go by the device, unless there are parameters on the CPU.
+        From `CONNECTED` ranks on, each of which would be connected with all others, messages go by the device, unless
+        there are parameters on the CPU.
         """
-        if self._backend is not None:
-            return self._backend
+        if self._backend is not None or self.accelerator_backend:
+            return self._backend or self.accelerator_backend
         kind = self.root_device.type
         own = dist.Backend.default_device_backend_map.get(kind, "gloo")
-        if own == "gloo" or len(set(self.devices)) < len(self.devices):
+        if own == "gloo":
             return "gloo"
         connects = self.world.size < CONNECTED or self.keeps_parameters_on_cpu
         return f"cpu:gloo,{kind}:{own}" if connects and dist.is_gloo_available() else own
+
+    def _check_reach(self, backends: str) -> None:
+        """Refuse gloo for what it cannot do with tensors of a CUDA device.
+
+        Args:
+            backends: of a process group, as torch writes them.
+
+        Raises:
+            MisconfigurationException: this strategy would do it, and the process would be killed by SIGSEGV.
+        """
+        kind = self.root_device.type
+        reaches = kind == "cpu" or self.keeps_parameters_on_cpu or _own(backends, kind) != "gloo"
+        if self.needs_every_collective and not reaches:
+            raise MisconfigurationException(
+                f"{type(self).__name__} with the backend {backends!r} of process groups: gloo adds up and copies "
+                f"tensors of {kind!r} devices, and does nothing else with them: leave out process_group_backend, or "
+                f'make the group by torch.distributed.init_process_group("cpu:gloo,{kind}:nccl").'
+            )
 
     def _check_group(self) -> None:
         """Look at a process group that somebody else has made.
@@ -161,6 +183,8 @@ class RankedStrategy(Strategy):
                 f"The process group that is there ({backends}) carries no tensors of {kind!r} devices, and this run is "
                 f"on such: make it by {way_out}."
             )
+        if self.world.size > 1:
+            self._check_reach(backends)
         if "cpu" in carried:
             return
         if self.keeps_parameters_on_cpu:

@@ -71,6 +71,7 @@ class ShardedStrategy(RankedStrategy):
     places_first = True
     leaves_device = False  # later calls go on with the parts
     can_be_copied = False
+    needs_every_collective = True
     engine: str = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -480,6 +480,14 @@ OPENING = 30.0
 AT_ONCE = 3.0
 """Seconds that the ranks get to end after a second Ctrl-C."""
 
+UNHEARD = 1.0
+"""Seconds after a Ctrl-C in which rank 0's own handler should have told of it."""
+
+BUSY_RANKS = (
+    "lockstep: Ctrl-C: the ranks end at their next boundary, and rank 0 is still in {where}; a second Ctrl-C ends them "
+    "at once."
+)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -521,6 +529,7 @@ class RankMonitor:
         self._ended = ended
         self._presses = 0
         self._second_at = 0.0
+        self._told_at = 0.0
         self._stopping = threading.Event()
         self._stillness: dict[int, _Stillness] = {}
         self._seconds: dict[int, float] = {}  # for which each rank has not worked
@@ -631,7 +640,7 @@ class RankMonitor:
         inside = {rank: stand for rank, stand in stands.items() if stand.inside}
         if not inside:
             if stands:  # a call is over, and its Ctrl-C with it
-                self._presses, self.interrupted_at, self._second_at = 0, None, 0.0
+                self._presses, self.interrupted_at, self._second_at, self._told_at = 0, None, 0.0, 0.0
             return self._hung(inside, now)
         if self._presses:
             verdict = self._pass_on(inside, now)
@@ -663,11 +672,26 @@ class RankMonitor:
         for stand in inside.values():
             if stand.process != os.getpid() and is_there(stand.answers):
                 signals.pass_on(stand.process)
+        if 0 in inside and now - self.interrupted_at >= UNHEARD and not self._told_at:
+            self._told_at = now
+            self._tell_of_interrupt(inside[0])
         if self._presses > 1:
             self._second_at = self._second_at or now
             if now - self._second_at >= AT_ONCE:
                 return Verdict(None, interrupted=True)
         return None
+
+    def _tell_of_interrupt(self, stand: Stand) -> None:
+        """Say what follows from a Ctrl-C in the place of rank 0, if it has not: Python runs no handler while its main
+        thread waits for a device or for other ranks."""
+        heard = self._mailbox.others("heard")
+        if any((note["heard"], note["call"]) == (stand.rank, stand.call) for note in heard):
+            return
+        found = ask(stand.process, stand.answers)
+        where = stand.location if found is None else found.described(stand.location)
+        with contextlib.suppress(OSError, ValueError):
+            wipe_line()
+            print(BUSY_RANKS.format(where=where), file=sys.stderr, flush=True)
 
     def _failed(self, inside: dict[int, Stand], now: float) -> Verdict | None:
         """A rank that has failed, and has still not come out of its call."""

@@ -243,6 +243,12 @@ def failed(error: BaseException, rank: int | None = None, address: str = "") -> 
         leave_note(_rank.address, _rank.raised[1])
 
 
+def heard_ctrl_c() -> None:
+    """Note that this rank has said what follows from a Ctrl-C. It may be called in a handler: it takes no lock."""
+    if _rank.address:
+        leave_note(_rank.address, {"heard": _rank.rank, "call": _rank.call})
+
+
 def report_to(address: str) -> None:
     """Leave notes here from now on: the supervisor has been found, maybe while this rank was in a call."""
     _rank.address = address

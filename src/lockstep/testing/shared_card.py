@@ -6,15 +6,17 @@ import torch
 
 from lockstep.ground.device import CUDAAccelerator, Devices
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.testing import host_group
+
+host_group.register()  # also in a process that was started for a rank, and gets the accelerator by pickle
 
 
 class SharedCard(CUDAAccelerator):
     """One CUDA device for all ranks: each has a process and a context of its own, and they take turns on the card.
 
     For tests only: nothing is won by it, and weights, gradients and optimizer states lie on the card once for each
-    rank. NCCL wants a card for each rank, so messages travel by gloo, which carries CUDA tensors in all-reduce and
-    broadcast by way of the host; pipelines, which send from rank to rank, cannot run so. Another backend is taken where
-    the strategy names one: ``DDPStrategy(process_group_backend=...)``.
+    rank. NCCL wants a card for each rank, so messages travel by way of the host (`lockstep.testing.host_group`).
+    Another backend is taken where the strategy names one: ``DDPStrategy(process_group_backend=...)``.
 
     Args:
         number: of the card.
@@ -23,6 +25,8 @@ class SharedCard(CUDAAccelerator):
         >>> from lockstep import Trainer
         >>> trainer = Trainer(accelerator=SharedCard(), devices=2, strategy="ddp")  # doctest: +SKIP
     """
+
+    process_group_backend = host_group.BACKENDS
 
     def __init__(self, number: int = 0) -> None:
         super().__init__()

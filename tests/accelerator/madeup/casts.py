@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.accelerator.madeup.kernels import mapped, mapped_values
+from lockstep.testing.host_group import mapped
+from tests.accelerator.madeup.kernels import mapped_values
 from tests.accelerator.madeup.memory import on_it
 from tests.accelerator.madeup.settings import NAME
 

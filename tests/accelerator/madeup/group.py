@@ -12,7 +12,7 @@ of the CPU to a gloo of their own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from tests.accelerator.madeup.kernels import mapped, tensors
+from lockstep.testing.host_group import HostGroup, mapped, tensors
 from tests.accelerator.madeup.memory import on_host, on_it
 from tests.accelerator.madeup.queues import Lane, Mark, count_wait, current, lane_of
 from tests.accelerator.madeup.settings import BACKEND, NAME, settings
@@ -81,24 +81,15 @@ class QueuedWork(_Work):  # type: ignore[misc]
         return future
 
 
-class Group(dist.ProcessGroup):
+class Group(HostGroup):
     """A process group of the device."""
 
-    supports_splitting = supports_coalescing = supports_time_estimate = False
+    backend_name = BACKEND
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-        super().__init__(rank, size)
-        self._rank, self._size = rank, size
-        self._made = store, timeout
-        self._gloos: dict[str, Any] = {each: self._gloo(each) for each in ("collectives", "cpu")}
+        super().__init__(store, rank, size, timeout)
         self._lanes = {"collectives": Lane("collectives")}
-        self._begun = 0
         self._aborted = threading.Event()
-        self._name = self._desc = ""
-
-    def _gloo(self, name: str) -> Any:
-        store, timeout = self._made
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), self._rank, self._size, timeout)
 
     # -- what is queued --------------------------------------------------------------------------
 
@@ -144,73 +135,7 @@ class Group(dist.ProcessGroup):
         self._lanes.setdefault(lane, Lane(lane)).put(do)
         return work
 
-    # -- collectives -----------------------------------------------------------------------------
-
-    def allreduce(self, values: list[Tensor], opts: Any = None) -> Any:
-        return self._do("allreduce", values, opts or c10d.AllreduceOptions(), result=values)
-
-    def allreduce_coalesced(self, values: list[Tensor], opts: Any = None) -> Any:
-        return self._do("allreduce_coalesced", values, opts or c10d.AllreduceCoalescedOptions(), result=values)
-
-    def broadcast(self, values: list[Tensor], opts: Any = None) -> Any:
-        return self._do("broadcast", values, opts or c10d.BroadcastOptions(), result=values)
-
-    def reduce(self, values: list[Tensor], opts: Any) -> Any:
-        return self._do("reduce", values, opts, result=values)
-
-    def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        return self._do("allgather", outs, ins, opts or c10d.AllgatherOptions(), result=outs)
-
-    def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        return self._do("allgather_coalesced", outs, ins, opts or c10d.AllgatherOptions(), result=outs)
-
-    def all_gather_single(self, out: Tensor, mine: Tensor, opts: Any = None) -> Any:
-        return self._do("_allgather_base", out, mine, opts or c10d.AllgatherOptions(), result=out)
-
-    def reduce_scatter(self, outs: Any, ins: Any, opts: Any) -> Any:
-        return self._do("reduce_scatter", outs, ins, opts, result=outs)
-
-    def reduce_scatter_single(self, out: Tensor, mine: Tensor, opts: Any = None) -> Any:
-        return self._do("_reduce_scatter_base", out, mine, opts or c10d.ReduceScatterOptions(), result=out)
-
-    def gather(self, outs: Any, ins: Any, opts: Any) -> Any:
-        return self._do("gather", outs, ins, opts, result=outs)
-
-    def scatter(self, outs: Any, ins: Any, opts: Any) -> Any:
-        return self._do("scatter", outs, ins, opts, result=outs)
-
-    def all_to_all_single(self, out: Tensor, mine: Tensor, outs: Any, ins: Any, opts: Any = None) -> Any:
-        return self._do("alltoall_base", out, mine, outs, ins, opts or c10d.AllToAllOptions(), result=out)
-
-    def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        return self._do("alltoall", outs, ins, opts or c10d.AllToAllOptions(), result=outs)
-
-    def barrier(self, opts: Any = None) -> Any:
-        return self._do("barrier", opts or c10d.BarrierOptions())
-
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-
-    def _each(self, single: Callable[..., Any], outs: Sequence[Tensor], ins: Sequence[Tensor], *opts: Any) -> Any:
-        return [single(out, mine, *opts) for out, mine in zip(outs, ins, strict=True)][-1]
-
-    def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        return self._each(self.all_gather_single, outs, ins)
-
-    def reduce_scatter_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        return self._each(self.reduce_scatter_single, outs, ins, opts)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
     # -- messages --------------------------------------------------------------------------------
-
-    def send(self, values: list[Tensor], to: int, tag: int) -> Any:
-        return self._message("send", values, to, tag)
-
-    def recv(self, values: list[Tensor], source: int, tag: int) -> Any:
-        return self._message("recv", values, source, tag)
 
     def _message(self, name: str, values: list[Tensor], peer: int, tag: int) -> Any:
         if any(not on_it(each) for each in values):
@@ -227,44 +152,13 @@ class Group(dist.ProcessGroup):
         kinds = dist.distributed_c10d._world.pg_backend_config.get(self, NAME)
         return [torch.device(each.partition(":")[0]) for each in kinds.split(",")]
 
-    def _get_backend(self, device: Any) -> Any:
-        return self._host() if torch.device(device).type == "cpu" else self
-
-    # the base keeps a name at its backends, of which this group has none
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, text: str) -> None:
-        self._desc = text
-
-    group_name = property(lambda self: self._name)
-    group_desc = property(lambda self: self._desc)
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._begun
-
-    def _set_sequence_number_for_group(self) -> None: ...
-
-    def _get_backend_name(self) -> str:
-        return BACKEND
-
-    name = _get_backend_name
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
     def shutdown(self) -> None:
         for lane in self._lanes.values():
             lane.drain()
 
     def abort(self) -> None:
         self._aborted.set()
-        for gloo in self._gloos.values():
-            gloo.abort()
+        super().abort()
 
 
 def _is_of_lost_rank(error: BaseException) -> bool:

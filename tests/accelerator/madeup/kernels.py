@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.testing.host_group import mapped, tensors
 from tests.accelerator.madeup.memory import CPU, on_device, on_host, on_it, place
 from tests.accelerator.madeup.numbers import generators
 from tests.accelerator.madeup.queues import count_wait, lane_of, number
@@ -274,29 +275,9 @@ def _queue(known: Known, index: int, args: Sequence[Any], kwargs: dict[str, Any]
 # -- collections of tensors ----------------------------------------------------------------------------------
 
 
-def tensors(values: Sequence[Any]) -> list[Tensor]:
-    """All tensors of nested lists and tuples."""
-    found: list[Tensor] = []
-    for each in values:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, list | tuple):
-            found += tensors(each)
-    return found
-
-
 def leaves(value: Any) -> list[Any]:
     """What nested lists and tuples hold, in order."""
     return [leaf for each in value for leaf in leaves(each)] if isinstance(value, list | tuple) else [value]
-
-
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Nested lists and tuples with other tensors in them."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return type(value)([mapped(each, change) for each in value])
-    return value
 
 
 def mapped_values(values: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
