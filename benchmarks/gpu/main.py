@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, parts: list[PartPlan], found: dict[str, Any], out: Path, log: IO[str]) -> int:
     """All parts, one after another or several at once; what is found is kept after each."""
     end = time.monotonic() + args.seconds
-    found["parts"] = {}
+    found["parts"] = report.earlier_parts(out, found) if args.add else {}
     keeping = threading.Lock()
 
     def one(part: PartPlan, limit: float) -> None:
@@ -187,6 +187,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help='"cuda", "cpu", or another device type of torch')
     parser.add_argument("--parts", default="", help=", ".join(part.name for part in plan.PARTS))
     parser.add_argument("--small", action="store_true", help="small models and few steps: to try the script")
+    parser.add_argument("--add", action="store_true", help="keep other parts of an earlier run on this device")
     parser.add_argument("--without", default="", help="libraries not to compare with: lightning, accelerate")
     parser.add_argument("--write-tables", action="store_true", help="run nothing: write docs/gpu.md and README rows")
     parser.add_argument("--commit", default="", help="of the checkout that ran, where it had no git")

@@ -41,6 +41,27 @@ def not_begun(part: PartPlan) -> Found:
     return {"result": "failed", "said": f"not begun: no time was left of --seconds ({part.title})", "checks": []}
 
 
+def earlier_parts(out: Path, found: Found) -> dict[str, Found]:
+    """The parts of an earlier run, each with a word on when it was and of which sources.
+
+    Args:
+        out: the folder that has its gpu.json, or none.
+        found: of the run that begins.
+
+    Raises:
+        ValueError: the earlier run was on another device, or had another torch.
+    """
+    file = out / "gpu.json"
+    if not file.exists():
+        return {}
+    before = json.loads(file.read_text())
+    for name in ("device", "devices", "packages", "small"):
+        if before[name] != found[name]:
+            raise ValueError(f"--add: {file} is of a run with {name} {before[name]}, and this one has {found[name]}")
+    run = f"{before['began']}, sources {before['sources']}"
+    return {name: {"run": run, **part} for name, part in before["parts"].items()}
+
+
 def failed(found: Found) -> int:
     """How many parts failed."""
     return sum(part["result"] == "failed" for part in found["parts"].values())
@@ -109,8 +130,11 @@ def overview(found: Found) -> str:
             counts = [
                 sum(check["result"] == word for check in told["checks"]) for word in ("passed", "failed", "skipped")
             ]
-            rows.append([part.name, part.title, told["result"], *counts, told.get("seconds")])
-    return table(["part", "what", "verdict", "passed", "failed", "left out", "seconds"], rows)
+            run = told.get("run", "as above")
+            rows.append([part.name, part.title, told["result"], *counts, told.get("seconds"), run])
+    several_runs = any("run" in told for told in found["parts"].values())
+    head = ["part", "what", "verdict", "passed", "failed", "left out", "seconds", *(["run"] if several_runs else [])]
+    return table(head, (row[: len(head)] for row in rows))
 
 
 def details(part: PartPlan, told: Found) -> str:

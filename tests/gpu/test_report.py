@@ -75,6 +75,28 @@ def test_parts_have_their_limits_and_what_is_spare() -> None:
     assert [each.name for each in plan.chosen("speed,fits")] == ["fits", "speed"]
 
 
+def test_parts_that_measure_no_time_run_side_by_side_where_there_are_cores() -> None:
+    parts = plan.chosen("suite,fits,one_card,speed,memory")
+    names = [[part.name for part in each] for each in plan.rounds(parts, 8)]
+    assert names == [["suite", "fits", "one_card"], ["speed"], ["memory"]]
+    assert [len(each) for each in plan.rounds(parts, 2)] == [1] * 5
+    assert plan.rounds([], 8) == []
+
+
+def test_parts_of_an_earlier_run_are_kept_and_told_of(tmp_path: Path) -> None:
+    (tmp_path / "gpu.json").write_text(json.dumps(found(fits="passed") | {"small": False}))
+    now = found(speed="failed") | {"began": "2026-01-03 00:00 UTC", "sources": "ghi", "small": False}
+    now["parts"] |= report.earlier_parts(tmp_path, now)
+    text = report.overview(now)
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert head[-1] == "run"
+    assert {row[0]: row[-1] for row in rows} == {"fits": "2026-01-02 03:04 UTC, sources def", "speed": "as above"}
+    assert "| run |" not in report.overview(found(fits="passed"))
+    with pytest.raises(ValueError, match="a run with device NVIDIA H100, and this one has another"):
+        report.earlier_parts(tmp_path, now | {"device": "another"})
+    assert report.earlier_parts(tmp_path / "none", now) == {}
+
+
 def test_each_part_has_its_file() -> None:
     files = {file.stem for file in (plan.ROOT / "benchmarks" / "gpu" / "parts").glob("[!_]*.py")}
     assert files == {each.name for each in plan.PARTS}
