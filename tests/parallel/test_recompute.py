@@ -416,12 +416,11 @@ class Late(Deep):
 def late(given: dict[str, Any]) -> Any:
     torch.manual_seed(5)
     module = Late()
-    quiet(strategy=DDPStrategy(**given), devices=2, max_epochs=2).fit(module, rows(16)(2))
+    quiet(strategy=DDPStrategy(**given), devices=1, max_epochs=2).fit(module, rows(16)(2))
     return dict(module.named_parameters())
 
 
 def test_late_parameters_in_a_recomputed_layer(ranks: RankPool) -> None:
-    plain, again = (ranks(2).run(late, given) for given in ({}, {"activation_checkpointing": True}))
-    for one, other in zip(plain, again, strict=True):
-        assert all(torch.equal(value, other[name]) for name, value in one.items())
-    assert (again[0]["blocks.0.late"] != 1.5).all()
+    (plain,), (again,) = (ranks(1).run(late, given) for given in ({}, {"activation_checkpointing": True}))
+    assert all(torch.equal(value, again[name]) for name, value in plain.items())
+    assert (again["blocks.0.late"] != 1.5).all()

@@ -1,19 +1,21 @@
-"""Parameters and buffers that come after set-up: all ranks reduce them from then on, or an error names them."""
+"""What comes after set-up: unfrozen parameters are reduced, others are refused by name; one process goes on."""
 
 from __future__ import annotations
 
+import copy
 import random
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.hooks.compress import allreduce
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
 from lockstep.strategies import DDPStrategy
@@ -43,7 +45,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 class Grows(LightningModule):
-    """Gets parameters and buffers while it trains, with other values on each rank: rank 0's have to be taken."""
+    """Gets parameters and buffers while it trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,6 +64,8 @@ class Grows(LightningModule):
             hidden = hidden * factor
         if hasattr(self, "shift"):
             hidden = hidden + self.shift
+        if hasattr(self, "teacher"):
+            hidden = hidden + self.teacher(x).tanh()
         return nn.functional.mse_loss(self.head(hidden), y)
 
     def configure_optimizers(self) -> Any:
@@ -126,6 +130,18 @@ def _buffer(net: Any, optimizer: Any) -> None:
     net.register_buffer("shift", net.drawn())
 
 
+def _norm(net: Any, optimizer: Any) -> None:
+    net.more = nn.BatchNorm1d(5, affine=False, track_running_stats=False)
+
+
+def _teacher(net: Any, optimizer: Any) -> None:
+    net.teacher = copy.deepcopy(net.body).requires_grad_(False)
+
+
+def _pruned(net: Any, optimizer: Any) -> None:
+    prune.l1_unstructured(net.body, "weight", 0.5)
+
+
 GROWTHS: dict[str, Callable[[Any, Any], None]] = {
     "attribute": _attribute,
     "appended": _appended,
@@ -137,7 +153,12 @@ GROWTHS: dict[str, Callable[[Any, Any], None]] = {
     "thawed": _thawed,
     "plain": _plain,
     "buffer": _buffer,
+    "norm": _norm,
+    "teacher": _teacher,
+    "pruned": _pruned,
 }
+GO_ON = ("thawed", "teacher", "pruned")
+"""What trains as on one process; all else is refused on several ranks."""
 HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_after_backward"),
     *("on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end"),
@@ -147,10 +168,10 @@ OF_SAMPLES = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
 
 
 class Grow(Callback):
-    """Lets the module grow, once, in a hook, after so many steps, on some ranks."""
+    """Lets the module grow, once, in a hook, after so many steps."""
 
-    def __init__(self, how: str, hook: str, after: int, on: Sequence[int] = range(9)) -> None:
-        self.how, self.hook, self.after, self.on = how, hook, after, on
+    def __init__(self, how: str, hook: str, after: int) -> None:
+        self.how, self.hook, self.after = how, hook, after
         setattr(self, hook, self._grow)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -158,7 +179,7 @@ class Grow(Callback):
 
     def _grow(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         enough = trainer.global_step >= self.after + (self.hook == "on_train_batch_end")
-        if enough and not self.done and trainer.global_rank in self.on:
+        if enough and not self.done:
             self.done = True
             pl_module.grow(self.how)
 
@@ -176,10 +197,7 @@ Case = tuple[str, str, str, int, int, int, int]
 
 
 def strays(case: Case, world: int) -> tuple[bool, str]:
-    """Whether the module grew, and what differs from one process in the gradients.
-
-    What a hook has added is looked at before all take rank 0's: parameters are not compared.
-    """
+    """Whether the module grew, and what differs from one process in the gradients."""
     engine, how, hook, after, accumulate, batch_size, length = case
     strategy, growth = DDPStrategy(**ENGINES[engine]), Grow(how, hook, after)
     flags = {"accumulate": accumulate, "batch_size": batch_size, "steps": 6, "callbacks": [growth]}
@@ -191,7 +209,7 @@ def cases(count: int, seed: int) -> list[tuple[Case, int]]:
     chance = random.Random(seed)
     found = []
     for number in range(count):
-        how, hook = list(GROWTHS)[number % len(GROWTHS)], chance.choice(HOOKS)
+        how, hook = GO_ON[number % len(GO_ON)], chance.choice(HOOKS)
         early = hook in ("on_fit_start", "on_train_start")
         # one process has no micro-batches, between which something could come
         accumulate = 1 if hook == "on_after_backward" else chance.choice([1, 1, 2, 3])
@@ -219,14 +237,13 @@ def look(ranks: RankPool, count: int, seed: int) -> None:
     assert grown > 0.8 * count
 
 
-def test_what_comes_after_set_up_is_reduced(ranks: RankPool) -> None:
-    """It was not: each rank trained a parameter of its own, and nobody was told."""
+def test_what_may_come_trains_as_in_one_process(ranks: RankPool) -> None:
     look(ranks, 33, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_what_comes_after_set_up_is_reduced_in_many_cases(ranks: RankPool, seed: int) -> None:
+def test_what_may_come_trains_as_in_one_process_in_many_cases(ranks: RankPool, seed: int) -> None:
     look(ranks, 110, seed)
 
 
@@ -243,38 +260,56 @@ def fit(make: Callable[[], Any], options: dict[str, Any], callbacks: list[Any], 
     return module
 
 
+NAMED = {
+    "attribute": "parameter 'scale'",
+    "appended": "parameter 'scale'",
+    "module": "parameter 'more.weight'",
+    "inserted": "parameter 'more.0.weight'",
+    "head": "parameter 'head.weight'",
+    "weight_norm": "parameter 'body.parametrizations.weight.original0'",
+    "assigned": "parameter 'body.weight'",
+    "plain": "parameter \"optimizers[0].param_groups[1]['params'][0]\"",
+    "buffer": "buffer 'shift'",
+    "norm": "normalization layer 'more'",
+}
+
+
+def refusals(options: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was said, case by case."""
+    found = []
+    for number, how in enumerate(NAMED):
+        hook = HOOKS[number % len(HOOKS)]
+        growth = Grow(how, hook, int(number % 3 > 0 and hook not in ("on_fit_start", "on_train_start")))
+        with pytest.raises(MisconfigurationException) as raised:
+            fit(Grows, options, [growth], max_steps=13)
+        found.append((how, str(raised.value)))
+    return found
+
+
 OPTIONS: list[dict[str, Any]] = [{}, {"shared_memory": False}, {"shard_optimizer": True}]
-CAME = [
-    ("attribute", "on_fit_start", "parameter 'scale' came"),
-    ("module", "on_train_start", "parameter 'more.weight' came"),
-    ("thawed", "on_train_batch_end", "parameter 'frozen.weight' was thawed"),
-    ("plain", "on_train_epoch_start", r"parameter \"optimizers[0].param_groups[1]['params'][0]\" came"),
-    ("buffer", "on_train_batch_start", "buffer 'shift' came"),
-]
 
 
-# Every day all that may come with the plain options, and each of the other options with two of it.
-@pytest.mark.parametrize(
-    ("options", "how", "hook", "named"),
-    [
-        pytest.param(options, *came, marks=() if not turn or (place + turn) % 3 == 0 else pytest.mark.slow)
-        for turn, options in enumerate(OPTIONS)
-        for place, came in enumerate(CAME)
-    ],
-)
-def test_what_comes_on_one_rank_is_an_error_there(
-    ranks: RankPool, options: dict[str, Any], how: str, hook: str, named: str
-) -> None:
-    """The ranks' reductions no longer matched: they hung, or one took another's gradients for its own."""
-    with pytest.raises(RankFailure, match=re.escape(f"rank 1: {named}").replace('\\"', '"')) as caught:
-        ranks(3).run(lambda: fit(Grows, options, [Grow(how, hook, int("batch" in hook), on=[1])]), timeout=20)
-    assert caught.value.rank == 1
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_what_comes_after_set_up_is_refused_by_name(ranks: RankPool, options: dict[str, Any]) -> None:
+    """Each rank trained a parameter of its own, and nobody was told."""
+    for rank, found in enumerate(ranks(2).run(refusals, options)):
+        for how, said in found:
+            assert said.startswith(f"rank {rank}: {NAMED[how]} came after set-up"), how
+        assert "in `__init__`, `configure_model` or `configure_optimizers`" in said
+
+
+def test_in_one_process_it_goes_on() -> None:
+    for how in GROWTHS:
+        trainer = quiet(
+            max_steps=4, max_epochs=-1, precision="64-true", callbacks=[Grow(how, "on_train_batch_start", 1)]
+        )
+        trainer.fit(Grows(), rows(24)(2))
+        assert trainer.global_step == 4
 
 
 class FreezesInItsWindow(Grows):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and not self.current_epoch:
-            self.grow("weight_norm")
             self.body.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
@@ -283,10 +318,7 @@ class FreezesInItsWindow(Grows):
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith("local")])
 def test_what_is_frozen_within_a_window_is_stepped_once(ranks: RankPool, engine: str) -> None:
-    """A static graph took the gradient that the window held for one that each later backward gives.
-
-    A sharded optimizer moved the weight to a buffer, and the frozen parameter that lay in its memory stayed behind.
-    """
+    """A static graph took the gradient that the window held for one that each later backward gives."""
 
     def values(world: int) -> dict[str, Tensor]:
         trainer = quiet(
@@ -309,27 +341,18 @@ def test_what_is_frozen_within_a_window_is_stepped_once(ranks: RankPool, engine:
 
 
 class GrowsInItsStep(Grows):
-    equal = False
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_step == 1 and not hasattr(self, "scale"):
             self.grow("attribute")
-            if self.equal:
-                nn.init.constant_(self.scale, 1.1)
         return super().training_step(batch, batch_idx)
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert not hasattr(self, "scale")
 
-class GrowsAlikeInItsStep(GrowsInItsStep):
-    equal = True
 
-
-def test_a_parameter_that_comes_within_a_training_step_has_to_be_alike(ranks: RankPool) -> None:
-    """Its values are used before anybody can give all ranks rank 0's."""
-    with pytest.raises(RankFailure, match="'scale' came after set-up, was used in a training step at once, and has"):
+def test_a_parameter_that_comes_within_a_training_step_is_refused_before_the_backward(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="parameter 'scale' came after set-up"):
         ranks(2).run(lambda: fit(GrowsInItsStep, {}, []))
-    one, other = ranks(2).run(lambda: fit(GrowsAlikeInItsStep, {}, []).scale.detach())
-    assert torch.equal(one, other)
-    assert not torch.equal(one, torch.full_like(one, 1.1))
 
 
 class GrowsInConfigureOptimizers(Grows):
@@ -350,64 +373,16 @@ def test_a_parameter_made_with_the_optimizers_starts_from_rank_zeros(ranks: Rank
     assert one == other
 
 
-class Normalizes(Grows):
-    def grow(self, how: str) -> None:
-        self.more = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 5)).double()
-        self.trainer.strategy.optimizers[0].add_param_group({"params": self.more.parameters()})
-
-
-def test_a_batch_norm_that_comes_late_is_synchronized(ranks: RankPool) -> None:
-    def report() -> str:
-        flags = {"sync_batchnorm": True, "callbacks": [Grow("", "on_train_start", 0)]}
-        found = str(check_equivalence(Normalizes, rows(23), devices=2, **flags))
-        return found if "gradient '" in found else ""
-
-    assert ranks(2).run(report, group=False) == ["", ""]
-
-
-def test_buffers_that_come_before_an_empty_share_are_those_of_the_others(ranks: RankPool) -> None:
-    """The rank without samples takes part in what came after the step before; it had kept its own buffers."""
-
-    def report() -> str:
-        flags = {"sync_batchnorm": True, "callbacks": [Grow("", "on_train_batch_end", 4)], "batch_size": 2}
-        return str(check_equivalence(Normalizes, rows(14), devices=3, steps=9, **flags))
-
-    for found in ranks(3).run(report, group=False):
-        assert "gradient '" not in found
-        assert "buffer '" not in found
-
-
-class CountsLate(Grows):
-    """Gets its first buffer in the third step, and adds this rank's number to it in each forward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if hasattr(self, "shift"):
-            self.shift += self.global_rank
-        return loss
-
-
-def test_a_module_without_buffers_may_get_one(ranks: RankPool) -> None:
-    """Where there had been none, buffers were never aligned."""
-
-    def shift() -> Any:
-        return fit(CountsLate, {}, [Grow("buffer", "on_train_batch_start", 2)]).shift.tolist()
-
-    zero, one = ranks(2).run(shift)
-    assert zero == one
-    torch.manual_seed(0)
-    assert torch.tensor(zero).allclose(1 + 0.1 * torch.randn(5, dtype=torch.float64).float(), atol=1e-6)
-
-
 def local(**options: Any) -> dict[str, Any]:
     state = PostLocalSGDState(start=1, local_allreduce=False)
     return {"ddp_comm_state": state, "ddp_comm_hook": post_local_sgd, "model_averaging_period": 2, **options}
 
 
 @pytest.mark.parametrize("outer", [None, {}])
-def test_local_steps_average_what_came_late(ranks: RankPool, outer: dict[str, Any] | None) -> None:
+def test_local_steps_average_what_was_unfrozen(ranks: RankPool, outer: dict[str, Any] | None) -> None:
     def values() -> Any:
-        module = fit(Grows, local(outer_optimizer=outer), [Grow("module", "on_train_batch_start", 2)], max_steps=7)
+        module = fit(Grows, local(outer_optimizer=outer), [Grow("thawed", "on_train_batch_start", 2)], max_steps=7)
+        assert module.frozen.weight.requires_grad
         return [parameter.detach().clone() for parameter in module.parameters()]
 
     for one, other in zip(*ranks(2).run(values), strict=True):

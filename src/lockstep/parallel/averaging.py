@@ -111,13 +111,6 @@ class ParameterAverager:
         self._every = averager.average_parameters
         return {}
 
-    def take_in(self, parameters: Iterable[Tensor]) -> None:
-        """Average these from now on; the same on every rank, in the same order."""
-        awake = {id(parameter) for parameter in self._awake}
-        parameters = list(parameters)
-        self._awake = [parameter for parameter in parameters if id(parameter) in awake]
-        self._asleep = [parameter for parameter in parameters if id(parameter) not in awake]
-
     def step(self) -> bool:
         """After an optimizer step: count it, and average if it is time. Collective then.
 
@@ -381,17 +374,6 @@ class OuterOptimizer:
         for begun, parameter in zip(self._begun, self._parameters, strict=True):
             begun.grad = None
             parameter.detach().copy_(begun)
-
-    @torch.no_grad()
-    def take_in(self, parameters: Iterable[Tensor]) -> None:
-        """Step these, too, from now on; the same on every rank, in the same order and of the same values."""
-        known = {id(parameter) for parameter in self._parameters}
-        late = [parameter for parameter in parameters if id(parameter) not in known]
-        self._parameters += late
-        if late and self.optimizer is not None:
-            begun = [Parameter(parameter.detach().to(_wide(parameter), copy=True)) for parameter in late]
-            self._begun += begun
-            self.optimizer.add_param_group({"params": begun})
 
     def state_dict(self) -> dict[str, Any]:
         """Where all ranks began, the outer optimizer's state, the count: plain, and alike on all ranks."""

@@ -1,29 +1,22 @@
-"""Parameters and buffers that come into a model after it was set up: noticed, and taken in by all ranks together."""
+"""Notices parameters and buffers that come into a model after it was set up, and refuses them on several ranks."""
 
 from __future__ import annotations
 
-import mmap
-import os
-import secrets
-import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
-from torch.nn.parameter import Parameter, UninitializedParameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import MODULE_HOOKS
-from lockstep.ground.pages import common_pages, on_one_host
 from lockstep.ground.parameters import plain_name
 from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.consistency import check_alike, checksum, described
-from lockstep.parallel.shared_memory import timeout_of
 
 # -- what comes ----------------------------------------------------------------------------------------------
 
@@ -39,13 +32,16 @@ class LateParameters:
 
     Attributes:
         found: name of the first parameter that came, below the submodule that got it; None while none has.
+        buffer, norm: the same of buffers, but for the masks of torch's pruning, and of BatchNorm layers.
         changed: whether submodules have come.
-        noticed: whether a parameter, a buffer or a submodule has come; whoever has dealt with it sets it to False.
+        noticed: whether anything has come; whoever has dealt with it sets it to False.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
         self._ignored = frozenset(ignored)
         self.found: str | None = None
+        self.buffer: str | None = None
+        self.norm: str | None = None
         self.changed = False
         self.noticed = False
         self._names = weakref.WeakKeyDictionary({part: name for name, part in module.named_modules()})
@@ -62,22 +58,28 @@ class LateParameters:
         """From now on take for late what is not in ``module`` now."""
         self._names.update({part: name for name, part in module.named_modules()})
         self._known.update({parameter: name for name, parameter in module.named_parameters()})
-        self.found, self.noticed = None, False
+        self.found = self.buffer = self.norm = None
+        self.noticed = False
 
     def _parameter_comes(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
         if parameter is not None and parameter not in self._known and module in self._names:
             self._note(f"{self._names[module]}.{name}".lstrip("."))
 
-    def _buffer_comes(self, module: nn.Module) -> None:
-        if module in self._names:
+    def _buffer_comes(self, module: nn.Module, name: str) -> None:
+        if module in self._names and f"{name.removesuffix('_mask')}_orig" not in module._parameters:
             self.noticed = True
+            self.buffer = self.buffer or f"{self._names[module]}.{name}".lstrip(".")
 
     def _module_comes(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
         if part is None or module not in self._names:
             return
         self.changed = self.noticed = True
         for inner, submodule in part.named_modules(prefix=f"{self._names[module]}.{name}".lstrip(".")):
-            self._names[submodule] = inner
+            if submodule not in self._names:
+                self._names[submodule] = inner
+                buffers = (f"{inner}.{name}" for name, _ in submodule.named_buffers(recurse=False))
+                self.buffer = self.buffer or next(buffers, None)
+                self.norm = self.norm or (inner if isinstance(submodule, _BatchNorm) else None)
         for inner, parameter in part.named_parameters():
             if parameter not in self._known:
                 self._note(f"{self._names[part]}.{inner}")
@@ -132,15 +134,22 @@ def beside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
-            parameters = group["params"]
-            # the list's own iterator: one of a sharded optimizer would wait for what is under way
-            plain = list.__iter__(parameters) if isinstance(parameters, list) else parameters
-            for index, parameter in enumerate(plain):
+            for index, parameter in enumerate(_without_waiting(group["params"])):
                 trained = isinstance(parameter, Parameter) or parameter.requires_grad
                 if trained and id(parameter) not in seen:
                     seen.add(id(parameter))
                     found[f"optimizers[{number}].param_groups[{place}]['params'][{index}]"] = parameter
     return found
+
+
+def _without_waiting(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
+    """The list's own iterator: one of a sharded optimizer would wait for what is under way."""
+    return list.__iter__(parameters) if isinstance(parameters, list) else iter(parameters)
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:
+    for group in optimizer.param_groups:
+        yield from _without_waiting(group["params"])
 
 
 _watching: weakref.WeakSet[LateParameters] = weakref.WeakSet()
@@ -179,7 +188,7 @@ def _tell_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
     if buffer is None or module._buffers.get(name) is not None:
         return
     for late in list(_watching):
-        late._buffer_comes(module)
+        late._buffer_comes(module, name)
 
 
 def _tell_module(module: nn.Module, name: str, part: nn.Module | None) -> None:
@@ -187,165 +196,84 @@ def _tell_module(module: nn.Module, name: str, part: nn.Module | None) -> None:
         late._module_comes(module, name, part)
 
 
-# -- where ranks meet ----------------------------------------------------------------------------------------
+# -- refused ---------------------------------------------------------------------------------------------------
 
 
-WAIT = 0.002
-"""Seconds between two looks at whether the others have come."""
+def refuse(rank: int, kind: str, name: str) -> NoReturn:
+    """Refuse ``name``, of the ``kind`` "parameter", "buffer" or "normalization layer".
 
-
-class Rendezvous:
-    """Counts points that every rank of a group passes in the same order, and lets all ranks meet at one of them.
-
-    A rank that has found something calls `meet` in the place of `reach`. If all of them have, they go on to their
-    collectives together. If another rank has gone past the point, the one who waits raises: there the other's next
-    collective would be another one than here, and both would hang.
-
-    On one host each rank writes the number of its last point into memory that all of them see. Across hosts nobody
-    sees how far another rank is; a rank that meets alone then waits as long as a collective of the group would.
-
-    The constructor is collective.
+    Raises:
+        MisconfigurationException: always.
     """
-
-    def __init__(self, group: comm.Group = None) -> None:
-        self._group = group
-        self._rank, self._world = comm.rank(group), comm.world_size(group)
-        self._number = 0  # of the last point
-        self._page: mmap.mmap | None = None
-        self._cells: memoryview | list[int] = [0] * self._world
-        if self._world > 1:
-            self._key = "lockstep/rendezvous/" + comm.broadcast_object(secrets.token_hex(8), 0, group)
-            if on_one_host(group):
-                self._share_cells()
-
-    def _share_cells(self) -> None:
-        size = -(-8 * self._world // mmap.PAGESIZE) * mmap.PAGESIZE
-        pages = common_pages(self._group, size, on_disk=True)
-        if pages is not None:
-            os.close(pages.handle)
-            self._page, self._cells = pages.memory, memoryview(pages.memory).cast("q")
-
-    def reach(self) -> None:
-        """Pass the next point; 0.1 us."""
-        self._number = number = self._number + 1
-        self._cells[self._rank] = number
-
-    def meet(self, found: str) -> None:
-        """Wait at the next point until all ranks have come there to meet, then pass it.
-
-        Raises:
-            MisconfigurationException: another rank has passed the point, or did not come within the group's timeout.
-        """
-        number = self._number + 1
-        if self._world > 1:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"{self._key}/{number}/{self._rank}", "1")
-            until = time.monotonic() + timeout_of(self._group)
-            for other in range(self._world):
-                self._await(store, number, other, found, until)
-            comm.barrier(self._group)  # nobody passes while another still looks
-        self.reach()
-
-    def _await(self, store: dist.Store, number: int, other: int, found: str, until: float) -> None:
-        key = f"{self._key}/{number}/{other}"
-        while not store.check([key]):
-            passed = self._cells[other] >= number and not store.check([key])
-            if passed or time.monotonic() > until:
-                how = "came to the same point without" if passed else "did not come to the same point in time"
-                raise MisconfigurationException(
-                    f"rank {self._rank}: {found}, and rank {other} {how}: do it on every rank, at the same point of "
-                    "the program; nothing in it may depend on the rank"
-                )
-            time.sleep(WAIT)
-
-    def close(self) -> None:
-        if self._page is not None:
-            self._cells.release()  # type: ignore[union-attr]
-            self._page.close()
-            self._page, self._cells = None, [0] * self._world
+    raise MisconfigurationException(
+        f"rank {rank}: {kind} {name!r} came after set-up, and the ranks would not keep it alike: make it in "
+        "`__init__`, `configure_model` or `configure_optimizers` (what is of use only later may be frozen till then), "
+        "or train in one process"
+    )
 
 
-# -- taken in together ---------------------------------------------------------------------------------------
+class LateRefusal:
+    """Refuses what comes into the module or its optimizers from now on, before a step would be wrong.
 
-
-Take = Callable[["dict[str, Tensor]", "list[Tensor]"], None]
-
-
-class LateTensors:
-    """Finds what comes into the module or its optimizers after set-up, and lets all ranks take it in together.
-
-    A module may get a parameter at any time: a new head, ``weight_norm``, ``load_state_dict(assign=True)``; and so may
-    an optimizer (``add_param_group``), also one that no module has. What a rank notices waits for the next *point*:
-    the beginning of a forward that trains, of a backward that reduces, or of an evaluation, which all ranks pass alike.
-    There they compare what has come, take rank 0's values, and go on with it. A rank that comes there alone raises.
-
-    After a forward its values can no longer be replaced: what came within a training step has to be alike by itself.
-
-    The constructor is collective.
+    A parameter is refused that requires a gradient or that an optimizer has: a new head, one of ``weight_norm``, one
+    that ``load_state_dict(assign=True)`` has put in the place of another, a tensor of ``add_param_group``. What is
+    frozen and in no optimizer may come. So may the masks of ``torch.nn.utils.prune``, of all buffers alone.
 
     Args:
         module: of the run.
-        align: whether rank 0's values are taken; else the caller answers for their being alike.
-        take: called, on all ranks together, with all parameters by name and the late buffers.
-
-    Attributes:
-        frozen: parameters that are not reduced, as they required no gradients so far.
+        rank: of this process.
     """
 
-    def __init__(self, module: nn.Module, align: bool, take: Take) -> None:
-        self._module, self._align, self._take = module, align, take
-        self._optimizers: list[Any] = []
+    def __init__(self, module: nn.Module, rank: int) -> None:
+        self._module, self._rank = module, rank
+        self._optimizers: Sequence[Optimizer] = ()
         self._watch = LateParameters(module)
-        self._points = Rendezvous()
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> True
-        self._buffers: set[str] = set()
-        self._sizes: list[tuple[Any, int, int, int]] = []
-        self.frozen: Sequence[Tensor] = ()
-        self._remember(self.parameters())
+        self._known = WeakIdKeyDictionary(dict.fromkeys((*module.parameters(), *module.buffers()), True))
+        self._sizes: list[tuple[Optimizer, int, int, int]] = []
 
-    def parameters(self) -> dict[str, Tensor]:
-        """The module's parameters by name, and those that the optimizers alone have."""
-        own = {plain_name(name): parameter for name, parameter in self._module.named_parameters()}
-        return {**own, **beside(self._module, self._optimizers)}
-
-    def use_optimizers(self, optimizers: list[Any]) -> None:
-        """Look at these optimizers from now on; take in what they have and the module has got since."""
+    def new(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+        """What module and optimizers have got so far, by name; from now on it is known."""
         self._optimizers = optimizers
-        late = [name for name, parameter in self.parameters().items() if parameter not in self._known]
-        if late or self._watch.noticed:
-            self._meet(used=False, first=True)
-        self._points.reach()
+        named = {**self._parameters(), **dict(self._module.named_buffers())}
+        late = {name: tensor for name, tensor in named.items() if tensor not in self._known}
+        self._known.update(dict.fromkeys(late.values(), True))
+        self._watch.renew(self._module)
         self._count()
+        return late
 
-    def change_optimizers(self, optimizers: list[Any]) -> None:
-        """Others have taken the place of the optimizers in the middle of a fit. Collective."""
-        self._optimizers = optimizers
-        self._meet(used=False)
+    def check(self) -> None:
+        """Before each forward and backward: a call, some attributes and the length of a list or two.
 
-    # -- points. Each costs a call, some attributes and the length of a list or two.
-
-    def forward_begins(self) -> None:
-        """Before a forward that trains."""
+        Raises:
+            MisconfigurationException: for what has come.
+        """
         for optimizer, count, first, last in self._sizes:  # whether it has got a group, or its first or last one more
             groups = optimizer.param_groups
             if len(groups) != count or len(groups[0]["params"]) != first or len(groups[-1]["params"]) != last:
                 self._watch.noticed = True
         if self._watch.noticed:
-            self._meet(used=False)
-        self._points.reach()
+            self.look(self._optimizers)
 
-    def backward_begins(self) -> None:
-        """Before a backward that reduces."""
-        if self._watch.noticed or (self.frozen and any(parameter.requires_grad for parameter in self.frozen)):
-            self._meet(used=True)
-        self._points.reach()
+    def look(self, optimizers: Sequence[Optimizer]) -> None:
+        """Where there is time, between epochs and where others have taken the place of the optimizers: at everything.
 
-    def look(self) -> None:
-        """Where there is time, between epochs and before an evaluation: also for what torch does not tell of."""
-        late = any(parameter not in self._known for parameter in self.parameters().values())
-        if late or self._watch.noticed or not self._buffers.issuperset(dict(self._module.named_buffers())):
-            self._meet(used=False)
-        self._points.reach()
+        Raises:
+            MisconfigurationException: for what has come.
+        """
+        self._optimizers = optimizers
+        stepped = {id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)}
+        for name, parameter in self._parameters().items():
+            if parameter not in self._known and (parameter.requires_grad or id(parameter) in stepped):
+                refuse(self._rank, "parameter", name)
+        for kind, found in (("buffer", self._watch.buffer), ("normalization layer", self._watch.norm)):
+            if found is not None:
+                refuse(self._rank, kind, found)
+        self._watch.noticed = False
+        self._count()
+
+    def _parameters(self) -> dict[str, Tensor]:
+        own = {plain_name(name): parameter for name, parameter in self._module.named_parameters()}
+        return {**own, **beside(self._module, self._optimizers)}
 
     def _count(self) -> None:
         self._sizes = [
@@ -354,74 +282,5 @@ class LateTensors:
             if groups
         ]
 
-    # -- all ranks together
-
-    def _meet(self, used: bool, first: bool = False) -> None:
-        """Compare what has come, take rank 0's values, and hand it over. Collective, of ranks that came here alike.
-
-        Args:
-            used: whether a forward may have used it.
-            first: whether the optimizers are those of a fit's beginning, which nobody has taken in so far.
-
-        Raises:
-            MisconfigurationException: another rank has passed this point, or has something else, or other values.
-        """
-        parameters, buffers = self.parameters(), dict(self._module.named_buffers())
-        known = self._known
-        late = {name: parameter for name, parameter in parameters.items() if parameter not in known}
-        late_buffers = {name: buffer for name, buffer in buffers.items() if name not in self._buffers}
-        self._points.meet(self._told(late, late_buffers, parameters))
-        lines = [described("parameter", name, tensor, ", late" * (name in late)) for name, tensor in parameters.items()]
-        lines += [described("buffer", name, tensor, ", late") for name, tensor in late_buffers.items()]
-        for optimizer in self._optimizers:
-            sizes = [len(group["params"]) for group in optimizer.param_groups]
-            lines.append(f"{type(optimizer).__name__} with groups of {sizes} parameters")
-        check_alike(type(self._module).__name__, lines, None)
-        for name, tensor in late.items():
-            if isinstance(tensor, UninitializedParameter):
-                raise MisconfigurationException(
-                    f"parameter {name!r} came after set-up and belongs to a lazy module without a shape yet: run a "
-                    "batch through the layer before it is given to the module"
-                )
-        if self._align:
-            self._take_values({**late, **late_buffers}, used)
-        self._remember(parameters)
-        self._count()
-        if not first:
-            self._take(parameters, list(late_buffers.values()))
-
-    def _told(self, late: dict[str, Tensor], late_buffers: dict[str, Tensor], parameters: dict[str, Tensor]) -> str:
-        """What this rank has found, as a sentence's beginning."""
-        for kind, found in (("parameter", late), ("buffer", late_buffers)):
-            for name in found:
-                return f"{kind} {name!r} came after set-up"
-        for name, parameter in parameters.items():
-            if parameter.requires_grad and any(parameter is frozen for frozen in self.frozen):
-                return f"parameter {name!r} was thawed (requires_grad)"
-        return "a submodule came after set-up, or an optimizer or its groups have changed"
-
-    def _take_values(self, late: dict[str, Tensor], used: bool) -> None:
-        """Give all ranks rank 0's values, but where a forward has used those that this rank has."""
-        mine = {name: checksum(tensor) for name, tensor in late.items() if used or tensor.grad is not None}
-        of_ranks: list[dict[str, int]] = comm.all_gather_object(mine)
-        touched = sorted({name for theirs in of_ranks for name in theirs})
-        if touched:
-            sums = comm.all_gather_object([checksum(late[name]) for name in touched])
-            for name, *values in zip(touched, *sums, strict=True):
-                if len(set(values)) > 1:
-                    raise MisconfigurationException(
-                        f"{name!r} came after set-up, was used in a training step at once, and has not the same values "
-                        "on all ranks: add it before the step (in on_train_batch_start, say), where all ranks take "
-                        "rank 0's, or make it alike on all ranks (zeros, or drawn from a generator with a seed)"
-                    )
-        comm.broadcast_tensors([late[name] for name in late if name not in touched])
-
-    def _remember(self, parameters: dict[str, Tensor]) -> None:
-        self._watch.renew(self._module)
-        self._buffers = {name for name, _ in self._module.named_buffers()}
-        for parameter in parameters.values():
-            self._known[parameter] = True
-
     def close(self) -> None:
         self._watch.close()
-        self._points.close()

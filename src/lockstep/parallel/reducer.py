@@ -110,7 +110,6 @@ class Reducer:
         zero_weight: for one backward, drop what it makes (an empty share of a batch); what was accumulated counts.
         divisor: what sums over the ranks are divided by: the world size, unless somebody sets it.
         on_unprepared_grad: called when a gradient comes in a backward that was not prepared; it may `prepare` then.
-        finds_thawed: whether each `prepare` looks for parameters that have thawed; else somebody calls `take_in` then.
         frozen: parameters that wait, as they require no gradients.
         lock: held by what happens inside a backward: autograd has a thread for each of a module's GPUs.
         round_group: the group of the last round; False: its gradients stayed where they were.
@@ -142,7 +141,6 @@ class Reducer:
         self.sync = True
         self.zero_weight = False
         self.on_unprepared_grad: Callable[[], None] | None = None
-        self.finds_thawed = True
         self.rounds = 0
         self.collectives = 0
         self.bytes = 0
@@ -239,28 +237,6 @@ class Reducer:
         self._layout_settled = plan is not None
         self._build()
 
-    def lacks(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether these are others than those that are reduced, or one of them has thawed."""
-        own = {name: id(parameter) for name, parameter in self._parameters.items()}
-        if own != {name: id(parameter) for name, parameter in distinct(parameters.items()).items()}:
-            return True
-        return any(parameter.requires_grad for parameter in self.frozen)
-
-    def take_in(self, named_parameters: Iterable[tuple[str, Parameter]], sparse: Collection[str] = ()) -> None:
-        """Reduce these parameters from now on, alike on every rank, between a `finish` and the next `prepare`.
-
-        Gradients that were accumulated are kept. What is new gets buckets of its own behind the others, until a round
-        shows when its gradients come.
-        """
-        assert not self._prepared, "take_in between prepare and finish"
-        before, self._parameters = self._parameters, distinct(named_parameters)
-        self._sparse = frozenset(sparse)
-        self.lock = lock_of(self._parameters.values())
-        stays = {name for name, parameter in self._parameters.items() if before.get(name) is parameter}
-        plan = [[name for name in bucket if name in stays] for bucket in self._plan]
-        self._wanted, self._layout_settled = [bucket for bucket in plan if bucket], False
-        self._build()
-
     def _build(self) -> None:
         """Lay out the buckets for the parameters that require gradients now, or did so before."""
         # switched off for a while, as in a GAN
@@ -344,7 +320,7 @@ class Reducer:
                 "the last backward ended before its gradients were reduced (did it raise?): ranks no longer "
                 "agree on what comes next; start again from a checkpoint"
             )
-        if self.frozen and self.finds_thawed and any(parameter.requires_grad for parameter in self.frozen):
+        if self.frozen and any(parameter.requires_grad for parameter in self.frozen):
             # in buckets of their own behind the others, until a round shows when their gradients come; alike in a run
             # that got its layout from a checkpoint
             self._wanted, self._layout_settled = self._plan, False

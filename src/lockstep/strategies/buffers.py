@@ -49,31 +49,20 @@ class SynchronizedNorms:
         timeout: timedelta,
         replicas: ReplicaMap,
     ) -> None:
-        self._convert, self._timeout, self._replicas = convert, timeout, replicas
-        self.group = group
-        self.layers: list[SyncBatchNorm] = []
-        self._converted: list[SyncBatchNorm] = []
-        self._lent: list[SyncBatchNorm] = []
-        self._present: dict[tuple[int, ...], dict[int, comm.Group]] = {}  # by the ranks without samples
-        self.take_in(module)
-
-    def take_in(self, module: nn.Module) -> None:
-        """Synchronize the layers that ``module`` has now; the others no longer count. Collective."""
-        known = {id(layer) for layer in self.layers}
+        self._timeout = timeout
         own = {id(layer) for layer in synchronized_layers(module)}
-        if self._convert:
+        if convert:
             convert_sync_batchnorm(module)
-        self.layers = list(synchronized_layers(module))
-        self._present = {}
-        late = [layer for layer in self.layers if id(layer) not in known]
-        self._converted += [layer for layer in late if id(layer) not in own]
-        lent = [layer for layer in late if layer.sync_group is None]
-        if lent and self.group is None:
-            self.group = column_group(self._replicas, self._timeout)
-            comm.barrier(self.group)  # who ends at once must not be gone while another still connects to it
-        for layer in lent:
-            layer.sync_group = self.group
-        self._lent += lent
+        self.layers: list[SyncBatchNorm] = list(synchronized_layers(module))
+        self._converted = [layer for layer in self.layers if id(layer) not in own]
+        self._lent = [layer for layer in self.layers if layer.sync_group is None]
+        self._present: dict[tuple[int, ...], dict[int, comm.Group]] = {}  # by the ranks without samples
+        if self._lent and group is None:
+            group = column_group(replicas, timeout)
+            comm.barrier(group)  # who ends at once must not be gone while another still connects to it
+        self.group = group
+        for layer in self._lent:
+            layer.sync_group = group
 
     @contextmanager
     def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
@@ -150,11 +139,6 @@ class WindowBuffers:
         if self.differ:
             sync_buffers(self._module, None)
             self.differ = self.due = False
-
-    def may_be_others(self) -> None:
-        """Buffers may have been replaced (``load_state_dict(assign=True)``): each rank's are its own until aligned."""
-        if not self.differ:  # no forward since the ranks had rank 0's: this is a window's beginning
-            self.differ = self.due = True
 
     @contextmanager
     def shown(self) -> Iterator[None]:

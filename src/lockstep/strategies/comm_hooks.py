@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -230,10 +230,6 @@ class LocalSteps:
         if over is False:
             return weight, 1
         return comm.all_reduce(weight, "sum", over), comm.world_size(over)
-
-    def take_in(self, parameters: Iterable[Tensor]) -> None:
-        """Average these parameters, too, from now on."""
-        self._averager.take_in(parameters)
 
     def step(self) -> None:
         """An optimizer has stepped: average if it is time. Collective then."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import CheckpointIO, snapshot
+from lockstep.ground import comm
 from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
@@ -25,14 +26,15 @@ from lockstep.module import LightningModule
 from lockstep.parallel.bucket import infos_of, plan_buckets
 from lockstep.parallel.consistency import (
     DesyncCheck,
-    broadcast_buffers,
     broadcast_module_state,
+    check_alike,
     check_same_module,
+    described,
     sparse_names,
     sync_buffers,
 )
 from lockstep.parallel.fully_shard import Policy
-from lockstep.parallel.late_parameters import LateTensors
+from lockstep.parallel.late_parameters import LateRefusal
 from lockstep.parallel.recompute import Layers, Save
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
@@ -192,11 +194,10 @@ class DDPStrategy(RankedStrategy):
         self._local: LocalSteps | None = None  # of this fit, where its hook takes such
         self._sharded: ShardedUpdate | None = None
         self._reducer: Reducer | None = None
-        self._late: LateTensors | None = None
+        self._late: LateRefusal | None = None
         self._plan: Any = None
         self._buffers: WindowBuffers | None = None
         self._zero_weight = False
-        self._late_buffers: list[tuple[Tensor, Tensor]] = []
         self._norms: SynchronizedNorms | None = None
         self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
 
@@ -213,8 +214,7 @@ class DDPStrategy(RankedStrategy):
         self._watch_buffers()
         if self._late is not None:
             self._late.close()
-        several = self.world.size > 1 or self._hook is not None
-        self._late = LateTensors(module, self._init_sync, self._take_in) if several else None
+        self._late = LateRefusal(module, self.world.rank) if self.world.size > 1 else None
 
     def _watch_buffers(self) -> None:
         some = self._broadcast_buffers and self.world.size > 1 and any(True for _ in self.module.buffers())
@@ -226,7 +226,7 @@ class DDPStrategy(RankedStrategy):
             self._let_go(self._reducer)
         super().setup_optimizers(optimizers, configs)
         if self._late is not None:
-            self._late.use_optimizers(optimizers)
+            self._take_values(self._late.new(optimizers))
         self._watch_buffers()
         self._synchronize_norms()
         named = self.named_parameters()
@@ -239,8 +239,12 @@ class DDPStrategy(RankedStrategy):
         self._reducer = self._make_reducer(named, sorted(sparse_names(self.module)))
         if self._hook is not None:
             self._attach_hook(self._hook, self._reducer)
-        if self._late is not None:
-            self._reducer.finds_thawed, self._late.frozen = False, self._reducer.frozen
+
+    def _take_values(self, late: dict[str, Tensor]) -> None:
+        """Take rank 0's values of what has come since the module was set up, in `configure_optimizers` say."""
+        check_alike(type(self.module).__name__, [described("late", name, tensor) for name, tensor in late.items()])
+        if self._init_sync:
+            comm.broadcast_tensors([tensor.detach() for tensor in late.values()])
 
     @property
     def undoes_steps(self) -> bool:
@@ -248,7 +252,7 @@ class DDPStrategy(RankedStrategy):
         return self.world.size == 1 or (self._hook is None and not self._shard_optimizer)
 
     def change_optimizers(self) -> None:
-        """Take in what the new optimizers have that nobody has reduced so far. Collective."""
+        """Refuse new optimizers with parameters that are not reduced."""
         if self._shard_optimizer and self.world.size > 1:
             raise MisconfigurationException(
                 f"{type(self).__name__}(shard_optimizer=True): other optimizers were put in the place of those of "
@@ -257,7 +261,7 @@ class DDPStrategy(RankedStrategy):
             )
         super().change_optimizers()
         if self._late is not None:
-            self._late.change_optimizers(self.optimizers)
+            self._late.look(self.optimizers)
 
     def _make_reducer(self, named: dict[str, Any], sparse: list[str]) -> Reducer:
         if self._shard_optimizer:
@@ -283,35 +287,6 @@ class DDPStrategy(RankedStrategy):
             sparse=sparse,
             shared_memory=self._shared_memory and self._hook is None,
         )
-
-    def _take_in(self, parameters: dict[str, Any], late_buffers: list[Tensor]) -> None:
-        """Reduce these parameters from now on, and align the buffers that there are. Collective."""
-        if self._zero_weight:  # the loop will put these buffers back as they were before they were rank 0's
-            self._late_buffers = [(buffer, buffer.clone()) for buffer in late_buffers]
-        if self._buffers is None:
-            self._watch_buffers()
-        else:
-            self._buffers.may_be_others()
-        reducer = self._reducer
-        if reducer is None:  # an evaluation
-            return
-        if self._norms is None:
-            self._synchronize_norms()
-        else:
-            self._norms.take_in(self.module)
-            self._buffers = self._buffers if self._own_buffers() else None
-        if self._norms is not None:
-            self._norms.set_zero_weight(self._zero_weight)
-            if self._init_sync:  # nobody else aligns those of synchronized layers, and they may have been replaced
-                broadcast_buffers([b for layer in self._norms.layers for b in layer.buffers()], 0, None)
-        if reducer.lacks(parameters):
-            reducer.take_in(parameters.items(), sparse_names(self.module))
-            if self._checks is not None:
-                self._checks.renew(parameters.items())
-            if self._local is not None:
-                self._local.take_in(parameters.values())
-        assert self._late is not None
-        self._late.frozen = reducer.frozen
 
     def _attach_hook(self, hook: CommunicationHook, reducer: Reducer) -> None:
         take_buffers = partial(sync_buffers, self.module, None) if self._buffers is not None else None
@@ -363,9 +338,7 @@ class DDPStrategy(RankedStrategy):
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """As on one process, with rank 0's buffers taken before the first training forward of a window."""
         if self._late is not None and torch.is_grad_enabled():
-            if self._late_buffers:
-                self._put_late_buffers()
-            self._late.forward_begins()
+            self._late.check()
         if self._buffers is not None and torch.is_grad_enabled():
             self._take_buffers()
         if self.context is None:
@@ -388,7 +361,7 @@ class DDPStrategy(RankedStrategy):
         reducer.sync, reducer.zero_weight = self.sync_gradients, self._zero_weight
         if self.sync_gradients:
             if self._late is not None:
-                self._late.backward_begins()
+                self._late.check()
             if self._local is not None:
                 self._local.round()
         reducer.prepare()
@@ -411,7 +384,7 @@ class DDPStrategy(RankedStrategy):
         if self.sync_gradients:
             self._reducer.sync, self._reducer.zero_weight = True, absent
             if self._late is not None:
-                self._late.backward_begins()
+                self._late.check()
             if self._local is not None:
                 self._local.round()
             self._reducer.prepare()
@@ -429,13 +402,9 @@ class DDPStrategy(RankedStrategy):
 
     @contextmanager
     def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Let synchronized layers meet without these ranks, those that have come since the last step among them."""
-        if self._late is not None:
-            self._late.forward_begins()
+        """Let synchronized layers meet without these ranks."""
         with contextlib.nullcontext() if self._norms is None else self._norms.leaving_out(absent):
             if self.world.rank in absent and torch.is_grad_enabled():
-                if self._late is not None:
-                    self._late.forward_begins()
                 self._take_buffers()
             yield
 
@@ -464,10 +433,6 @@ class DDPStrategy(RankedStrategy):
     @contextmanager
     def one_model(self) -> Iterator[None]:
         """Rank 0's buffers on all; where local steps have let the weights part, their mean until this ends."""
-        if self._late_buffers:
-            self._put_late_buffers()
-        if self._late is not None:
-            self._late.look()
         local = self._local
         if local is None or not local.differ or local.apart.shown:
             with self._buffers.shown() if self._buffers is not None else contextlib.nullcontext():
@@ -483,19 +448,15 @@ class DDPStrategy(RankedStrategy):
         """Leave every rank with rank 0's buffers, and the mean where weights have parted; each's own can be saved."""
         if self._sharded is not None:
             self._sharded.shards.wait()
-        if self._late_buffers:
-            self._put_late_buffers()
-        if self._late is not None:
-            self._late.look()
         if self._local is not None and self._local.differ:
             self._local.apart.show_mean()
         elif self._buffers is not None:
             self._buffers.align()
 
     def epoch_begins(self) -> None:
-        """Look for parameters that have come without torch's telling."""
+        """Refuse parameters that have come without torch's telling."""
         if self._late is not None:
-            self._late.look()
+            self._late.look(self.optimizers)
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip the whole gradient of an optimizer's parameters, of which each rank may have its slices."""
@@ -578,15 +539,6 @@ class DDPStrategy(RankedStrategy):
         self._zero_weight = on
         if self._norms is not None:
             self._norms.set_zero_weight(on)
-            if self._late_buffers and not on:  # synchronized layers have changed theirs as on all ranks
-                own = {id(buffer) for buffer in self._own_buffers()}
-                self._late_buffers = [(b, kept if id(b) in own else b.clone()) for b, kept in self._late_buffers]
-
-    def _put_late_buffers(self) -> None:
-        with torch.no_grad():
-            for buffer, kept in self._late_buffers:
-                buffer.copy_(kept)
-        self._late_buffers = []
 
     def _own_buffers(self) -> list[Tensor]:
         """The buffers that a forward changes by this rank's samples alone."""

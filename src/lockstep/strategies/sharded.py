@@ -20,7 +20,7 @@ from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.consistency import sparse_names
 from lockstep.parallel.foreach import update_one_by_one
-from lockstep.parallel.late_parameters import LateParameters, LateTensors, beside
+from lockstep.parallel.late_parameters import LateParameters, beside, refuse
 from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.strategies.ranks import RankedStrategy, check_others
 
@@ -49,14 +49,6 @@ MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
 """Optimizers of torch's that mix the elements of a parameter, by class name."""
 
 
-class LateBuffers(LateTensors):
-    """Of what comes after set-up the buffers, which are taken in; parameters are refused elsewhere."""
-
-    def parameters(self) -> dict[str, Tensor]:
-        """None: the engine puts others in their places."""
-        return {}
-
-
 class ShardedStrategy(RankedStrategy):
     """One process per device, each with its part of the model's states; a subclass brings the engine.
 
@@ -78,7 +70,6 @@ class ShardedStrategy(RankedStrategy):
         super().__init__(*args, **kwargs)
         self._built: ShardedInit | None = None
         self._late: LateParameters | None = None
-        self._late_buffers: LateBuffers | None = None
         self._buffers: WindowBuffers | None = None
         self._norms: SynchronizedNorms | None = None
         self._zero_weight = self._has_begun = False
@@ -112,7 +103,8 @@ class ShardedStrategy(RankedStrategy):
 
     def _watch(self, module: LightningModule) -> None:
         """From now on notice what comes into the module, and keep its buffers alike."""
-        self._watch_no_more()
+        if self._late is not None:
+            self._late.close()
         # torch sets the parameters of layers with a `__setattr__` of their own (nn.LSTM) by it: each time they "come"
         set_anew = {
             f"{prefix}.{name}".lstrip(".")
@@ -121,17 +113,6 @@ class ShardedStrategy(RankedStrategy):
             for name, _ in layer.named_parameters(recurse=False)
         }
         self._late = LateParameters(module, set_anew)
-        if self.world.size > 1:
-            self._late_buffers = LateBuffers(module, True, lambda parameters, buffers: self._watch_buffers())
-        self._watch_buffers()
-
-    def _watch_no_more(self) -> None:
-        for late in (self._late, self._late_buffers):
-            if late is not None:
-                late.close()
-        self._late = self._late_buffers = None
-
-    def _watch_buffers(self) -> None:
         some = self.world.size > 1 and any(True for _ in self.module.buffers())
         self._buffers = WindowBuffers(self.module) if some else None
 
@@ -183,7 +164,9 @@ class ShardedStrategy(RankedStrategy):
         if self._norms is not None:
             self._norms.put_back()
             self._norms = None
-        self._watch_no_more()
+        if self._late is not None:
+            self._late.close()
+            self._late = None
 
     # -- one window
 
@@ -203,16 +186,11 @@ class ShardedStrategy(RankedStrategy):
     def _check_late(self) -> None:
         if self._late is not None and self._late.found is not None:
             raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
-
-    def _look(self) -> None:
-        self._check_late()
-        if self._late_buffers is not None:
-            self._late_buffers.look()
+        if self._late is not None and self._late.buffer is not None and self.world.size > 1:
+            refuse(self.world.rank, "buffer", self._late.buffer)
 
     def _forward_begins(self) -> None:
-        """Take rank 0's buffers before the first training forward of a window, and those that have come."""
-        if self._late_buffers is not None:
-            self._late_buffers.forward_begins()
+        """Take rank 0's buffers before the first training forward of a window."""
         if self._buffers is not None:
             if self._buffers.due:
                 self._buffers.align()
@@ -260,17 +238,11 @@ class ShardedStrategy(RankedStrategy):
     @contextmanager
     def one_model(self) -> Iterator[None]:
         """Rank 0's buffers on all."""
-        self._look()
         with nullcontext() if self._buffers is None else self._buffers.shown():
             yield
 
-    def epoch_begins(self) -> None:
-        """Look for what has come without torch's telling."""
-        self._look()
-
     def end_training(self) -> None:
         """Leave every rank with rank 0's buffers."""
-        self._look()
         if self._buffers is not None:
             self._buffers.align()
 

@@ -216,13 +216,6 @@ class ShardedOptimizers:
         for optimizer in self._optimizers:
             self._take_over(optimizer)
 
-    def take_in(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
-        """Shard those of ``optimizers`` that have some of ``parameters`` by now; before the next `lay_out`."""
-        for optimizer in concerned(parameters, optimizers):
-            if id(optimizer) not in self._methods:
-                self._optimizers.append(optimizer)
-                self._take_over(optimizer)
-
     def _take_over(self, optimizer: Optimizer) -> None:
         earlier: ShardedOptimizers | None = getattr(optimizer, "_shards", None)
         if earlier is not None:

@@ -63,7 +63,6 @@ class ShardedReducer(Reducer):
             if shared is not None:
                 options["transport"] = shared
                 shared_buffer = SharedBuffer.open(process_group, timeout_of(process_group))
-        self._given = list(optimizers)
         self.shards = ShardedOptimizers(module, parameters, optimizers, process_group, shared_buffer)
         super().__init__(named, process_group, **options)
 
@@ -79,16 +78,6 @@ class ShardedReducer(Reducer):
         """The buckets' buffers on this rank, and those in which the others' slices come."""
         spare = self._transport.spare.values() if isinstance(self._transport, Scatter) else ()
         return [*super().memory(), *(room for rooms in spare for room in rooms)]
-
-    def take_in(self, named_parameters: Iterable[tuple[str, Parameter]], sparse: Collection[str] = ()) -> None:
-        """Reduce these parameters from now on, and shard optimizers that have some of them only now. A collective."""
-        _check_dense(sparse)
-        named = list(named_parameters)
-        parameters = [parameter for _, parameter in named]
-        check_elementwise(concerned(parameters, self._given))
-        self.shards.wait()
-        self.shards.take_in(parameters, self._given)
-        super().take_in(named, sparse)
 
     def prepare(self) -> None:
         """Just before a backward: let its gradients fall into the buckets."""
