@@ -166,8 +166,13 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("torch.autograd.profiler._is_profiler_enabled", "parallel/ddp.py", "names of phases in a profile", DDP),
     Part("torch.nn.parallel.distributed._MixedPrecision", "parallel/mixed_precision.py", "an argument of torch's", DDP),
-    Part("torch.nn.parallel.distributed._BufferCommHook", "parallel/ddp.py", "an argument of torch's", DDP),
-    Part("torch.nn.parallel.distributed._BufferCommHookLocation", "parallel/ddp.py", "an argument of torch's", DDP),
+    Part("torch.nn.parallel.distributed._BufferCommHook", "parallel/torch_names.py", "an argument of torch's", DDP),
+    Part(
+        "torch.nn.parallel.distributed._BufferCommHookLocation",
+        "parallel/ddp.py parallel/torch_names.py",
+        "an argument of torch's",
+        DDP,
+    ),
     Part("torch.distributed.algorithms.join._JoinConfig", "parallel/uneven.py", "torch's Join", DDP),
     Part("torch.distributed.ProcessGroup._get_backend", "parallel/", "what carries a device's tensors", DDP),
     Part("torch.distributed.distributed_c10d._get_default_store", "parallel/", "messages beside a collective", DDP),
@@ -180,7 +185,7 @@ PARTS: tuple[Part, ...] = (
     # what torch's class takes, and few ask for: read late, with a way out of its own
     Part(
         "torch.distributed.algorithms._optimizer_overlap._as_overlapped_optim",
-        "parallel/ddp.py",
+        "parallel/torch_names.py",
         "an optimizer that steps in the backward",
         "DistributedDataParallel._register_fused_optim",
     ),
