@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -341,58 +339,3 @@ def test_what_cannot_be_sliced_is_refused_on_one_process_too(sparse: bool, text:
             trainer.fit(Refused(sparse), data(4))
     finally:
         dist.destroy_process_group()
-
-
-class NormalizedLate(LightningModule):
-    """Its weight is normalized between two micro-batches; the optimizer keeps the weight of before."""
-
-    def __init__(self, normalize: Callable[[nn.Module], Any], at: int) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(32, 40), nn.Linear(40, 2)
-        self.normalize, self.at = normalize, at
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.head(self.body(batch).tanh()).square().mean()
-
-    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        if batch_idx == self.at:
-            before = {id(p) for p in self.parameters()}
-            self.normalize(self.body)
-            self.optimizers().add_param_group({"params": [p for p in self.parameters() if id(p) not in before]})
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def _fit_normalized(normalize: Callable[[nn.Module], Any], at: int, batch_size: int, **flags: Any) -> dict[str, Tensor]:
-    torch.manual_seed(3)
-    module = NormalizedLate(normalize, at)
-    trainer = Trainer(max_epochs=1, accumulate_grad_batches=2, precision="64-true", **{**QUIET, **flags})
-    trainer.fit(module, DataLoader(RandomDataset(32, 16), batch_size))
-    weights = (
-        module.body.weight_v if hasattr(module.body, "weight_v") else module.body.parametrizations.weight.original1
-    )
-    stale = trainer.optimizers[0].param_groups[0]["params"][0]
-    assert stale.data_ptr() == weights.data_ptr()  # as torch leaves them
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
-@pytest.mark.parametrize(
-    ("name", "shared_memory", "at"),
-    [("parametrizations.weight_norm", False, 0), ("parametrizations.weight_norm", True, 2), ("weight_norm", True, 0)],
-)
-def test_a_weight_that_weight_norm_replaces_within_a_window_is_still_updated(
-    ranks: RankPool, name: str, shared_memory: bool, at: int
-) -> None:
-    """It has a gradient, and shares its memory with what replaces it; laid out apart, its update was lost."""
-    normalize = operator.attrgetter(name)(nn.utils)
-    [expected] = ranks(1).run(lambda: _fit_normalized(normalize, at, 4), group=False)
-
-    def fit() -> dict[str, Tensor]:
-        strategy = sharded(shared_memory=shared_memory)
-        return _fit_normalized(normalize, at, 2, devices=2, strategy=strategy)
-
-    for found in ranks(2).run(fit, group=False):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12, msg=key)
