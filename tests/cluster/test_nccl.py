@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.cluster import nccl
-from lockstep.cluster.nccl import NAMES, NcclVariables, built_for, check_nccl, mapped, obstacle
+from lockstep.cluster.nccl import NcclVariables, built_for, check_nccl, mapped, obstacle
 from lockstep.ground import device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies.ddp import DDPStrategy
@@ -37,7 +37,7 @@ def test_they_are_set_and_taken_back() -> None:
     assert in_force() == {}  # not before the group is made
     told = variables.set()
     assert in_force() == {"NCCL_NSOCKS_PERTHREAD": "4", "NCCL_SOCKET_NTHREADS": "2", "NCCL_MIN_NCHANNELS": "8"}
-    assert "in force: set NCCL_NSOCKS_PERTHREAD=4, NCCL_SOCKET_NTHREADS=2, NCCL_MIN_NCHANNELS=8" in told
+    assert "in force: NCCL_NSOCKS_PERTHREAD=4, NCCL_SOCKET_NTHREADS=2, NCCL_MIN_NCHANNELS=8" in told
     assert variables.set() == told  # a second call of the Trainer
     variables.restore()
     assert in_force() == {}
@@ -49,8 +49,8 @@ def test_the_shell_goes_before(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = NcclVariables(ASKED)
     told = variables.set()
     assert os.environ["NCCL_MIN_NCHANNELS"] == "16"
-    assert "kept as set before NCCL_MIN_NCHANNELS=16 (from the environment; asked: 8)" in told
-    assert "besides, in the environment NCCL_DEBUG=WARN" in told
+    assert "NCCL_MIN_NCHANNELS=16 (from the environment; asked: 8)" in told
+    assert "NCCL_DEBUG=WARN (from the environment)" in told
     variables.restore()
     assert in_force() == {"NCCL_MIN_NCHANNELS": "16", "NCCL_DEBUG": "WARN"}
 
@@ -87,15 +87,14 @@ def test_names_with_the_prefix_and_values_of_each_kind() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"NSOCK_PERTHREAD": 4}, r"'NSOCK_PERTHREAD'.*Did you mean 'NSOCKS_PERTHREAD'"),
-        ({"NCCL_SOCKET_NTHREAD": 2}, r"Did you mean 'SOCKET_NTHREADS'"),
-        ({"min_nchannels": 2}, r"Did you mean 'MIN_NCHANNELS'"),
-        ({"TORCH_NCCL_BLOCKING_WAIT": 1}, "no variable of this name.*exported in the shell"),
+        ({"min_nchannels": 2}, r"'min_nchannels': \.\.\.}\): give a name in capitals"),
+        ({"TORCH_NCCL_BLOCKING_WAIT": 1}, "give a name in capitals, with or without NCCL_"),
         ({3: 1}, "nccl={3: ...}"),
+        ({"": 1}, "give a name"),
         ({"MIN_NCHANNELS": 1.5}, r"'MIN_NCHANNELS': 1.5.*whole number"),
         ({"MIN_NCHANNELS": None}, "'MIN_NCHANNELS': None"),
         ({"SOCKET_IFNAME": ""}, "'SOCKET_IFNAME': ''"),
-        ({"MIN_NCHANNELS": 1, "NCCL_MIN_NCHANNELS": 2}, "NCCL_MIN_NCHANNELS is there twice"),
+        ({"MIN_NCHANNELS": 1, "NCCL_MIN_NCHANNELS": 2}, "a variable is there twice"),
         (["MIN_NCHANNELS"], "give a dict"),
     ],
 )
@@ -105,9 +104,27 @@ def test_what_is_refused(asked: Any, said: str) -> None:
     assert in_force() == {}
 
 
-def test_the_list_has_the_variables_that_people_set() -> None:
-    for name in ("DEBUG", "SOCKET_IFNAME", "IB_HCA", "P2P_LEVEL", "ALGO", "PROTO", "NVLS_ENABLE", "CUMEM_ENABLE"):
-        assert name in NAMES
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("NSOCK_PERTHREAD", "NSOCKS_PERTHREAD"),
+        ("NCCL_SOCKET_NTHREAD", "SOCKET_NTHREADS"),
+        ("IB_DISABL", "IB_DISABLE"),
+    ],
+)
+def test_a_misspelt_name_is_told_by_the_library_that_is_loaded(
+    name: str, meant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NCCL's names are those that its library has: so a new one is known, and one that has gone is not."""
+    library = tmp_path / "libnccl.so.2"
+    library.write_bytes(b"\0NCCL_NSOCKS_PERTHREAD\0NCCL_SOCKET_NTHREADS\0\0NCCL_IB_DISABLE\0")
+    monkeypatch.setattr(nccl, "_loaded", lambda: library)
+    with pytest.raises(MisconfigurationException, match=f"no variable of this name. Did you mean '{meant}'.*shell"):
+        NcclVariables({name: 1})
+    of_a_plugin = {"FASTRAK_CTRL_DEV": "eth0", meant: 1}
+    assert NcclVariables(of_a_plugin).wanted == {"NCCL_FASTRAK_CTRL_DEV": "eth0", f"NCCL_{meant}": "1"}
+    monkeypatch.setattr(nccl, "_loaded", lambda: None)  # where there is no NCCL, it is not known
+    assert NcclVariables({name: 1}).wanted == {f"NCCL_{name.removeprefix('NCCL_')}": "1"}
 
 
 FINE: dict[str, Any] = {"device_type": "cuda", "available": True, "built": "13.0", "nccl": (13, 1), "driver": 13000}
@@ -151,10 +168,11 @@ def test_the_library_that_is_loaded_tells_its_cuda(tmp_path: Path) -> None:
 
 
 def test_a_library_that_goes_with_torch_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_is_installed", lambda package: package == "nvidia-nccl-cu13")
+    there = ["nvidia-nccl-cu13"]
+    monkeypatch.setattr(nccl, "distributions", lambda name: [name] if name in there else [])
     assert nccl._of_the_same_cuda("13.0")
     assert not nccl._of_the_same_cuda("12.6")
-    monkeypatch.setattr(nccl, "_is_installed", lambda package: package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"))
+    there.append("nvidia-nccl-cu12")
     assert not nccl._of_the_same_cuda("13.0")  # one has written over the other
 
 

@@ -13,9 +13,8 @@ import difflib
 import mmap
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Collection, Mapping
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -31,77 +30,41 @@ from lockstep.ground.errors import MisconfigurationException
 PREFIX = "NCCL_"
 CLUSTER_FILE = "/etc/nccl.conf"
 USER_FILE = "~/.nccl.conf"
-
-NAMES = frozenset(
-    """
-    ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CE_INTRA_GPU_MEMCPY_ENABLE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_POINTERS
-    COLLNET_ENABLE COLLNET_NODE_THRESHOLD COMM_BLOCKING COMM_ID CONF_FILE CONNECT_ROUND_MAX_PEERS CROSS_NIC CTA_POLICY
-    CUMEM_ENABLE CUMEM_HOST_ENABLE DEBUG DEBUG_FILE DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS
-    DMABUF_ENABLE ELASTIC_BUFFER_REGISTER ENV_PLUGIN GDRCOPY_ENABLE GDRCOPY_FLUSH_ENABLE GDRCOPY_SYNC_ENABLE
-    GDR_FLUSH_DISABLE GIN_ENABLE GIN_PLUGIN GIN_TYPE GRAPH_DUMP_FILE GRAPH_FILE GRAPH_HELPER_DISABLE
-    GRAPH_MIXING_SUPPORT GRAPH_REGISTER HOSTID IB_ADAPTIVE_ROUTING IB_ADDR_FAMILY IB_ADDR_RANGE IB_AR_THRESHOLD
-    IB_CUDA_SUPPORT IB_DATA_DIRECT IB_DISABLE IB_ECE_ENABLE IB_FIFO_TC IB_GID_INDEX IB_HCA IB_MERGE_NICS IB_MERGE_VFS
-    IB_MLX_VENDOR_ID IB_MQP_RETRY_ALL IB_MQP_RETRY_CNT IB_MQP_RETRY_SLEEP_MSEC IB_OOO_RQ IB_PCI_RELAXED_ORDERING
-    IB_PKEY IB_PREPOST_RECEIVE_WORK_REQUESTS IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_RETURN_ASYNC_EVENTS
-    IB_ROCE_VERSION_NUM IB_SL IB_SORT_MERGE_NICS IB_SPLIT_DATA_ON_QPS IB_SUBNET_AWARE_ROUTING IB_TC IB_TIMEOUT
-    IB_USE_INLINE IB_WARN_RAIL_LOCAL IGNORE_COLLNET_MISMATCH IGNORE_CPU_AFFINITY IGNORE_DISABLED_P2P
-    IGNORE_NET_MISMATCH IPC_USE_ABSTRACT_SOCKET L1_SHARED_MEMORY_CARVEOUT LAUNCH_MODE LAUNCH_ORDER_IMPLICIT
-    LAUNCH_RACE_FATAL LEGACY_CUDA_REGISTER LL128_BUFFSIZE LL128_C2C LL128_NTHREADS LL_BUFFSIZE LL_THRESHOLD
-    LOCAL_REGISTER MAX_CTAS MAX_NCHANNELS MAX_NRINGS MAX_P2P_NCHANNELS MEM_SYNC_DOMAIN MIN_CTAS MIN_NCHANNELS
-    MIN_NRINGS MIN_P2P_NCHANNELS MNNVL_CLIQUE_ID MNNVL_ENABLE MNNVL_RAIL_PER_HOST MNNVL_SCATTER_NETS_ENABLE MNNVL_UUID
-    MULTI_RANK_GPU_ENABLE MULTI_SEGMENT_REGISTER NCHANNELS_PER_NET_PEER NET NETDEVS_POLICY NET_DISABLE_INTRA
-    NET_FORCE_FLUSH NET_GDR_C2C NET_GDR_LEVEL NET_GDR_READ NET_MERGE_LEVEL NET_MERGE_POLICY
-    NET_OPTIONAL_RECV_COMPLETION NET_OVERHEAD NET_PLUGIN NET_SHARED_BUFFERS NET_SHARED_COMMS NO_CACHE NSOCKS_PERTHREAD
-    NTHREADS NVB_DISABLE NVB_PRECONNECT NVLSTREE_MAX_CHUNKSIZE NVLS_CHUNKSIZE NVLS_ENABLE NVLS_NCHANNELS NVLS_UB_SIZE
-    NVTX_DISABLE OOB_NET_ENABLE OOB_NET_IFNAME P2P_DIRECT_DISABLE P2P_DISABLE P2P_EPOCH_ENABLE P2P_LEVEL
-    P2P_LL_THRESHOLD P2P_NET_CHUNKSIZE P2P_NVL_CHUNKSIZE P2P_PCI_CHUNKSIZE P2P_PXN_LEVEL P2P_READ_ENABLE
-    P2P_USE_CUDA_MEMCPY PAT_ENABLE PROFILER_PLUGIN PROGRESS_APPENDOP_FREQ PROTO PROXY_APPEND_BATCH_SIZE PROXY_CPUSET
-    PROXY_DUMP_SIGNAL PXN_C2C PXN_DISABLE RAS_ADDR RAS_ENABLE RAS_TIMEOUT_FACTOR REPORT_CONNECT_PROGRESS RINGS
-    RMA_DISABLE RMA_PLUGIN RUNTIME_CONNECT SET_CPU_STACK_SIZE SET_STACK_SIZE SET_THREAD_NAME SHM_DISABLE SHM_LOCALITY
-    SHM_USE_CUDA_MEMCPY SINGLE_PROC_MEM_REG_ENABLE SINGLE_RING_THRESHOLD SOCKET_FAMILY SOCKET_IFNAME SOCKET_INLINE
-    SOCKET_MIN_TASKSIZE SOCKET_NTHREADS SOCKET_POLL_TIMEOUT_MSEC SOCKET_RCVBUF SOCKET_RETRY_CNT
-    SOCKET_RETRY_SLEEP_MSEC SOCKET_SNDBUF SYM_CE_THRESHOLD SYM_CTAS SYM_GIN_KERNELS_ENABLE THREAD_THRESHOLDS
-    TOPO_DUMP_FILE TOPO_FILE TREE_THRESHOLD TUNER_PLUGIN UID_STAGGER_RATE UID_STAGGER_THRESHOLD
-    UNPACK_DOUBLE_NCHANNELS WARN_ENABLE_DEBUG_INFO WIN_ENABLE WIN_STRIDE WORK_ARGS_BYTES WORK_FIFO_BYTES
-    WORK_FIFO_DEPTH
-    """.split()  # noqa: SIM905
-)
-"""The variables that NCCL's page documents, and others that its library (2.32) reads; without their prefix."""
+NEAR = 0.85
+"""How alike a name and one of NCCL's are, so that the second is meant; network plugins have names of their own."""
 
 
-@dataclass
 class NcclVariables:
     """NCCL's variables as a run wants them.
 
     Args:
         asked: names, with or without ``NCCL_``, and values: text, whole numbers, or booleans (1 and 0).
 
+    Attributes:
+        wanted: variables and values as NCCL reads them.
+
     Raises:
-        MisconfigurationException: for a name that NCCL does not have, or a value of another kind.
+        MisconfigurationException: for a name that no variable has, one that the NCCL which is loaded has spelt in
+            another way, or a value of another kind.
 
     Example:
         >>> NcclVariables({"NSOCKS_PERTHREAD": 4, "IB_DISABLE": True}).wanted
         {'NCCL_NSOCKS_PERTHREAD': '4', 'NCCL_IB_DISABLE': '1'}
     """
 
-    asked: Mapping[str, Any]
-    wanted: dict[str, str] = field(init=False)
-    """Variables and values as NCCL reads them."""
-    _set: list[str] = field(init=False, default_factory=list)
-    _in_force: bool = field(init=False, default=False)
-    _told: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.asked, Mapping):
+    def __init__(self, asked: Mapping[str, Any]) -> None:
+        if not isinstance(asked, Mapping):
             raise MisconfigurationException(
-                f'DDPStrategy(nccl={self.asked!r:.100}): give a dict of names and values, {{"MIN_NCHANNELS": 8}}.'
+                f'DDPStrategy(nccl={asked!r:.100}): give a dict of names and values, {{"MIN_NCHANNELS": 8}}.'
             )
-        self.wanted = {}
-        for name, value in self.asked.items():
-            variable = _variable(name)
-            if variable in self.wanted:
-                raise MisconfigurationException(f"DDPStrategy(nccl={dict(self.asked)}): {variable} is there twice.")
-            self.wanted[variable] = _text(name, value)
+        library = _loaded()
+        known = [] if library is None else [each.decode() for each in _found(library, rb"NCCL_([A-Z][A-Z0-9_]+)")]
+        self.asked = dict(asked)
+        self.wanted = {_variable(name, known): _text(name, value) for name, value in asked.items()}
+        if len(self.wanted) < len(asked):
+            raise MisconfigurationException(f"DDPStrategy(nccl={self.asked}): a variable is there twice, with NCCL_.")
+        self._set: list[str] = []
+        self._in_force = self._told = False
 
     def apply(self, backend: str, group_is_there: bool) -> str | None:
         """Set them for a run; gives what there is to tell of it, the first time.
@@ -118,35 +81,23 @@ class NcclVariables:
             told = self.set()
             self._in_force = True
         first, self._told = not self._told, True
-        return f"DDPStrategy(nccl={dict(self.asked)}): {told}" if first else None
+        return f"DDPStrategy(nccl={self.asked}): {told}" if first else None
 
     def set(self) -> str:
         """Set what nobody else has set, until `restore`; tells what is in force, and who said so."""
-        files = _files()
-        ours, theirs = [], []
+        files, told = _files(), []
         for variable, value in self.wanted.items():
             if variable in os.environ and variable not in self._set:
-                source, found = "the environment", os.environ[variable]
+                told.append(f"{variable}={os.environ[variable]} (from the environment; asked: {value})")
             elif variable in files:
-                source, found = files[variable]
+                told.append("{1} (from {0}; asked: {2})".format(*files[variable], value))
             else:
                 os.environ[variable] = value
                 self._set += [variable] if variable not in self._set else []
-                ours.append(f"{variable}={value}")
-                continue
-            theirs.append(f"{variable}={found} (from {source}; asked: {value})")
-        asked = {*self.wanted, PREFIX + "CONF_FILE"}
-        others = [f"{name}={value}" for name, value in sorted(os.environ.items()) if _is_other(name, asked)]
-        told = [
-            f"{what} {', '.join(those)}"
-            for what, those in (
-                ("set", ours),
-                ("kept as set before", theirs),
-                ("besides, in the environment", others),
-            )
-            if those
-        ]
-        return f"NCCL's variables in force: {'; '.join(told)}."
+                told.append(f"{variable}={value}")
+        others = sorted({name for name in os.environ if name.startswith(PREFIX)} - {*self.wanted, PREFIX + "CONF_FILE"})
+        told += [f"{name}={os.environ[name]} (from the environment)" for name in others]
+        return f"NCCL's variables in force: {', '.join(told)}."
 
     def restore(self) -> None:
         """Take back what `set` has set."""
@@ -154,21 +105,20 @@ class NcclVariables:
             os.environ.pop(self._set.pop(), None)
 
 
-def _is_other(name: str, asked: set[str]) -> bool:
-    return name.startswith(PREFIX) and name not in asked
-
-
-def _variable(name: object) -> str:
-    """The variable that ``name`` stands for."""
-    bare = name.removeprefix(PREFIX) if isinstance(name, str) else ""
-    if bare in NAMES:
-        return PREFIX + bare
-    near = difflib.get_close_matches(bare.upper().removeprefix(PREFIX), sorted(NAMES), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise MisconfigurationException(
-        f"DDPStrategy(nccl={{{name!r}: ...}}): NCCL has no variable of this name.{hint} One that is newer than "
-        "lockstep's list takes effect when it is exported in the shell."
-    )
+def _variable(name: object, known: Collection[str]) -> str:
+    """The variable that ``name`` stands for; ``known`` are NCCL's, where they are known."""
+    found = re.fullmatch(rf"(?:{PREFIX})?((?!.*NCCL)[A-Z][A-Z0-9_]*)", name) if isinstance(name, str) else None
+    if found is None:
+        raise MisconfigurationException(
+            f'DDPStrategy(nccl={{{name!r}: ...}}): give a name in capitals, with or without {PREFIX}: "MIN_NCHANNELS".'
+        )
+    near = difflib.get_close_matches(found[1], known, n=1, cutoff=NEAR) if found[1] not in known else []
+    if near:
+        raise MisconfigurationException(
+            f"DDPStrategy(nccl={{{name!r}: ...}}): NCCL has no variable of this name. Did you mean {near[0]!r}? If "
+            "not, export it in the shell."
+        )
+    return PREFIX + found[1]
 
 
 def _text(name: str, value: object) -> str:
@@ -182,7 +132,7 @@ def _text(name: str, value: object) -> str:
 
 
 def _files() -> dict[str, tuple[str, str]]:
-    """What NCCL's configuration files say: variable -> file and value; the user's goes before the cluster's."""
+    """What NCCL's configuration files say: variable -> file and line; the user's goes before the cluster's."""
     found: dict[str, tuple[str, str]] = {}
     for name in (CLUSTER_FILE, os.environ.get(PREFIX + "CONF_FILE", USER_FILE)):
         try:
@@ -192,14 +142,11 @@ def _files() -> dict[str, tuple[str, str]]:
         for line in text.splitlines():
             variable, is_set, value = line.partition("=")
             if is_set and not variable.lstrip().startswith("#"):
-                found[variable.strip()] = (name, value.strip())
+                found[variable.strip()] = name, f"{variable.strip()}={value.strip()}"
     return found
 
 
 # -- whether it can carry a run's messages -------------------------------------------------------------------
-
-
-_MARK = re.compile(rb"NCCL version [0-9.]+[^+\0]{0,20}\+cuda([0-9]+)\.([0-9]+)")
 
 
 def check_nccl(device_type: str) -> None:
@@ -213,12 +160,9 @@ def check_nccl(device_type: str) -> None:
     """
     built = torch.version.cuda  # None: without CUDA, or ROCm, whose RCCL comes with it
     available = dist.is_available() and dist.is_nccl_available()
-    nccl = None
-    if available and built is not None and not _of_the_same_cuda(built):
-        file = mapped(_read("/proc/self/maps"))
-        nccl = None if file is None else built_for(file)
+    library = _loaded() if available and built is not None and not _of_the_same_cuda(built) else None
     driver = cuda_driver_version() if built is not None else 0
-    reason = obstacle(device_type, available, built, nccl, driver)
+    reason = obstacle(device_type, available, built, None if library is None else built_for(library), driver)
     if reason is not None:
         raise MisconfigurationException(f"process_group_backend='nccl': {reason}.")
 
@@ -270,38 +214,32 @@ def mapped(maps: str) -> Path | None:
         >>> mapped("7f00-7f01 r-xp 00000000 08:01 42    /opt/nccl/lib/libnccl.so.2.27.5\\n")
         PosixPath('/opt/nccl/lib/libnccl.so.2.27.5')
     """
-    for line in maps.splitlines():
-        path = line.split(maxsplit=5)[5:]
-        if path and Path(path[0]).name.startswith("libnccl.so"):
-            return Path(path[0])
-    return None
+    found = re.search(r"(/\S.*/libnccl\.so\S*)", maps)
+    return None if found is None else Path(found[1])
 
 
 def built_for(library: Path) -> tuple[int, int] | None:
     """The CUDA for which a library file of NCCL says that it was built; None if it does not say."""
+    found = _found(library, rb"NCCL version [0-9.]+[^+\0]{0,20}\+cuda([0-9]+)\.([0-9]+)")
+    return (int(found[0][0]), int(found[0][1])) if found else None
+
+
+def _found(library: Path, pattern: bytes) -> list[Any]:
+    """What a pattern finds in a file, of some 200 MiB."""
     with contextlib.suppress(OSError, ValueError):  # an empty file cannot be mapped
         with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found = _MARK.search(content)
-            return None if found is None else (int(found[1]), int(found[2]))
+            return re.findall(pattern, content)
+    return []
+
+
+def _loaded() -> Path | None:
+    with contextlib.suppress(OSError):
+        return mapped(Path("/proc/self/maps").read_text(errors="replace"))
     return None
 
 
 def _of_the_same_cuda(built: str) -> bool:
-    """Whether the one package of NCCL that is installed is the one that goes with torch: then its file, of some 200
-    MiB, need not be searched."""
+    """Whether the one package of NCCL that is installed is the one that goes with torch: then its file need not be
+    searched."""
     major = int(built.partition(".")[0])
-    return [cuda for cuda in range(11, 20) if _is_installed(f"nvidia-nccl-cu{cuda}")] == [major]
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-def _read(path: str) -> str:
-    with contextlib.suppress(OSError):
-        return Path(path).read_text(errors="replace")
-    return ""
+    return [cuda for cuda in range(11, 20) if any(distributions(name=f"nvidia-nccl-cu{cuda}"))] == [major]
