@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lockstep.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.equivalence.models import Plain, rows
 from tests.loop.pieces import quiet
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import LightningModule
-from lockstep.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from lockstep.callbacks import ModelCheckpoint, WeightAveraging
 from lockstep.checkpoint import dcp, format, sharded, storage
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.loop import state
@@ -31,7 +31,7 @@ from lockstep.parallel.fully_shard import optimizer_state
 from lockstep.strategies import DDPStrategy, FSDPStrategy
 from lockstep.testing import RankPool
 from tests.equivalence.models import rows
-from tests.loop.pieces import quiet
+from tests.loop.pieces import SaveAt, quiet
 from tests.strategies.test_fsdp import Deep
 
 pytestmark = pytest.mark.timeout(90)
@@ -147,15 +147,6 @@ def test_a_checkpoint_moves(ranks: RankPool, tmp_path: Path, wrote: str, many: i
             torch.testing.assert_close(value, uninterrupted[name], rtol=1e-7, atol=1e-10, msg=name)
 
 
-class SaveAt(Callback):
-    def __init__(self, batch: int, path: str) -> None:
-        self.batch, self.path = batch, path
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 1 and batch_idx == self.batch:
-            trainer.save_checkpoint(self.path)
-
-
 def resumed_to_bits(batch: int, folder: str, shards: bool) -> bool:
     def fit(resume: str | None = None) -> dict[str, Any]:
         trainer = quiet(
@@ -163,7 +154,7 @@ def resumed_to_bits(batch: int, folder: str, shards: bool) -> bool:
             devices=2,
             max_epochs=3,
             accumulate_grad_batches=3,
-            callbacks=[] if resume else [SaveAt(batch, f"{folder}/at.ckpt")],
+            callbacks=[] if resume else [SaveAt(batch, f"{folder}/at.ckpt", epoch=1)],
             gradient_clip_val=0.5,
         )
         trainer.seed = 5
@@ -191,7 +182,7 @@ def through_a_window(wrote: str, reads: str, path: str) -> float:
             max_epochs=3,
             accumulate_grad_batches=3,
             precision="64-true",
-            callbacks=[] if resume else [SaveAt(1, path)],
+            callbacks=[] if resume else [SaveAt(1, path, epoch=1)],
         )
         trainer.seed = 5
         torch.manual_seed(1)

@@ -30,9 +30,8 @@ IMPORTED = re.compile(r"from (lockstep[\w.]*) import (\w+(?:, \w+)*)")
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def in_code(text: str) -> Iterator[str]:
-    """What Python code imports of lockstep, and what it reads of that by a dot: ``import lockstep as L; L.Trainer``."""
-    tree = ast.parse(text)
+def in_code(tree: ast.Module) -> Iterator[str]:
+    """What Python code imports, and what it reads of that by a dot: ``import lockstep as L; L.Trainer``."""
     stands_for = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -43,10 +42,11 @@ def in_code(text: str) -> Iterator[str]:
             stands_for |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            first, *rest = ast.unparse(node).split(".")
-            if first in stands_for:
-                yield ".".join([stands_for[first], *rest])
+        rest: list[str] = []
+        while isinstance(node, ast.Attribute):
+            node, rest = node.value, [node.attr, *rest]
+        if rest and isinstance(node, ast.Name) and node.id in stands_for:
+            yield ".".join([stands_for[node.id], *rest])
 
 
 def in_text(text: str, python: bool = False) -> set[str]:
@@ -55,7 +55,7 @@ def in_text(text: str, python: bool = False) -> set[str]:
     for module, names in IMPORTED.findall(text):
         found |= {f"{module}.{name}" for name in names.split(", ")}
     for code in [text] if python else PYTHON.findall(text):
-        found |= set(in_code(code))
+        found |= set(in_code(ast.parse(code)))
     return {name for name in found - TOOLS if name.startswith("lockstep.")}
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import LightningModule
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.documents import guide
 from tests.equivalence.models import rows
 from tests.loop.pieces import QUIET

@@ -36,8 +36,8 @@ from lockstep.loggers import (
     CSVLogger as Log,
 )
 L.utilities.rank_zero_only(Log.name)
-import lockstep.data
-lockstep.data.order.Shuffled(other.name)
+import lockstep.plugins
+lockstep.plugins.io.CheckpointIO(other.name)
 ```
 """
     assert in_text(page) == {
@@ -50,9 +50,9 @@ lockstep.data.order.Shuffled(other.name)
         "lockstep.loggers.CSVLogger.name",
         "lockstep.utilities",
         "lockstep.utilities.rank_zero_only",
-        "lockstep.data",
-        "lockstep.data.order",
-        "lockstep.data.order.Shuffled",
+        "lockstep.plugins",
+        "lockstep.plugins.io",
+        "lockstep.plugins.io.CheckpointIO",
     }
 
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from lockstep import LightningModule
 from lockstep.parallel.bucket import ALIGNMENT
-from lockstep.parallel.hooks.compress import allreduce
-from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
+from lockstep.parallel.hooks import PostLocalSGDState, allreduce, post_local_sgd
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Idle, Normed, Plain, Sometimes, Weighted, rows

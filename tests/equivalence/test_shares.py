@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies import DDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, Weighted, rows
 

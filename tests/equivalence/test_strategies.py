@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from lockstep.strategies.base import Strategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Blocks, rows
 

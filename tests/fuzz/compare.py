@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import RankFailure, RankPool, RankTimeout
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.fuzz.program import Program, Shown, alone, run
 
 TOLERANCE = 1e-9

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.loggers import Logger
-from lockstep.parallel.hooks.compress import allreduce
+from lockstep.parallel.hooks import allreduce
 from lockstep.strategies import DDPStrategy, FSDPStrategy
 
 ENGINES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,12 @@ def read(package: Path) -> Sources:
     """All files of a package, by module name."""
     files = [Source(path.relative_to(package.parent), path.read_text()) for path in package.rglob("*.py")]
     return {source.module: source for source in sorted(files, key=lambda one: one.path)}
+
+
+@lru_cache
+def house() -> Sources:
+    """The package, read and parsed once in a process."""
+    return read(PACKAGE)
 
 
 def imports(source: Source, sources: Sources) -> Iterator[tuple[int, str]]:

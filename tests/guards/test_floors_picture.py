@@ -8,17 +8,17 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from scripts import draw_floors as script
-from tests.guards.source import PACKAGE, read
+from tests.guards.source import house, read
 from tests.guards.test_house import APART, FLOORS
 
 
 def test_the_picture_is_that_of_the_imports() -> None:
-    fresh = script.drawn(read(PACKAGE)) == script.PICTURE.read_text()
+    fresh = script.drawn(house()) == script.PICTURE.read_text()
     assert fresh, "the parts' imports have changed: run `python scripts/draw_floors.py` and commit docs/floors.svg"
 
 
 def test_every_part_is_in_it_in_words() -> None:
-    parts = {source.part for source in read(PACKAGE).values()} - {"", "utilities"}
+    parts = {source.part for source in house().values()} - {"", "utilities"}
     assert parts <= (FLOORS.keys() | APART) & script.WORDS.keys()
     assert all(f">{part}" in script.PICTURE.read_text() for part in parts)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guards.source import PACKAGE, PROJECT, Source, Sources, imports, numbers, read
+from tests.guards.source import PROJECT, Source, Sources, house, imports, numbers, read
 
 # Part -> floor. A part is a folder or file directly under lockstep/; it imports from its floor or below.
 FLOORS = {
@@ -250,20 +250,15 @@ LAWS: list[Callable[[Sources], Iterator[str]]] = [
 # -- the house ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def house() -> Sources:
-    return read(PACKAGE)
-
-
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_the_house_keeps(law: Callable[[Sources], Iterator[str]], house: Sources) -> None:
-    breaches = list(law(house))
+def test_the_house_keeps(law: Callable[[Sources], Iterator[str]]) -> None:
+    breaches = list(law(house()))
     assert not breaches, "\n".join(breaches)
 
 
-def test_the_architecture_page_names_every_part(house: Sources) -> None:
+def test_the_architecture_page_names_every_part() -> None:
     page = "".join((PROJECT / "docs" / name).read_text() for name in ("architecture.md", "floors.svg"))  # its picture
-    parts = {source.part for source in house.values()} - {""}
+    parts = {source.part for source in house().values()} - {""}
     spellings = {part: (f"{part}/", f"{part}.py", f"lockstep.{part}") for part in parts}
     assert [part for part in sorted(parts) if not any(one in page for one in spellings[part])] == []
 

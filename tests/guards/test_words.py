@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guards.source import PACKAGE, Sources, read
+from tests.guards.source import Sources, house, read
 
 # word -> what stands in its place. Not to be in any name.
 NOWHERE = {
@@ -119,7 +119,7 @@ def breaches(sources: Sources) -> Iterator[str]:
 
 
 def test_words_that_were_given_up_do_not_come_back() -> None:
-    found = list(breaches(read(PACKAGE)))
+    found = list(breaches(house()))
     assert not found, "\n".join(found)
 
 

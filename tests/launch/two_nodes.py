@@ -1,4 +1,4 @@
-"""A training script on two nodes of one rank each, in which one does what no rank should: for test_two_nodes.py."""
+"""A training script on two nodes of one rank each, in which one does what no rank should: for test_both_screens.py."""
 
 import os
 import signal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import LightningModule, Trainer
-from lockstep.loggers.base import Logger
+from lockstep.callbacks import Callback
+from lockstep.loggers import Logger
 from lockstep.testing.devices import chosen_accelerator
 
 QUIET: dict[str, Any] = {
@@ -89,6 +91,17 @@ class Validated(Slope):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self.validated.append(len(self.batches))
+
+
+class SaveAt(Callback):
+    """Saves behind one micro-batch of an epoch."""
+
+    def __init__(self, batch: int, path: str | Path, epoch: int = 0) -> None:
+        self.place, self.path = (epoch, batch), path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == self.place:
+            trainer.save_checkpoint(self.path)
 
 
 class Recorder(Logger):

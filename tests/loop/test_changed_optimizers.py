@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
 WAYS = ["trainer.optimizers", "strategy.optimizers", "an item"]

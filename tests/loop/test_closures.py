@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import QUIET, Slope, numbers, on_ranks, quiet
 
 

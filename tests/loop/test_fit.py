@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Recorder, Slope, Stream, Validated, numbers, quiet
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep import Callback
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.logging import Entry
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Recorder, Slope, numbers, quiet
 
 

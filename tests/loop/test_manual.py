@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lockstep import Callback, LightningModule
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
 

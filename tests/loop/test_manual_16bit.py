@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies import DDPStrategy
 from lockstep.testing.devices import by_hand_device
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import quiet
 
 SEEDED = 7

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import lockstep
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import QUIET, Slope, Validated, numbers, on_ranks, quiet
 
 

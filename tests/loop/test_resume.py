@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
-from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
-from lockstep.strategies.ddp import DDPStrategy
+from lockstep.parallel.hooks import PostLocalSGDState, post_local_sgd
+from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Recorder, Slope, numbers, on_ranks, quiet
 
 

@@ -23,7 +23,7 @@ from lockstep import Callback, LightningModule
 from lockstep.callbacks import OnExceptionCheckpoint
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing.pool import RankPool
-from tests.loop.pieces import quiet
+from tests.loop.pieces import SaveAt, quiet
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -237,17 +237,6 @@ def test_kinds_of_engines_go_on_as_each_other(ranks: RankPool, tmp_path: Path, w
 
 
 # -- kinds of modules, data and files --------------------------------------------------------------------------
-
-
-class SaveAt(Callback):
-    """Saves after one micro-batch of the first epoch."""
-
-    def __init__(self, place: int, path: Path) -> None:
-        self.place, self.path = place, path
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 0 and batch_idx == self.place:
-            trainer.save_checkpoint(self.path)
 
 
 class Normed(Net):

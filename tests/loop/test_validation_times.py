@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop import fit
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import QUIET, Stream, Validated, numbers, on_ranks, quiet
 
 # flags -> training batches before each validation of 3 epochs of 10; all as measured with Lightning 2.6.6

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, Stream, numbers, on_ranks, quiet
 
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import LightningModule
-from lockstep.ground import comm
 from lockstep.strategies.ranks import RankedStrategy
 
 
@@ -19,7 +19,8 @@ class AveragingStrategy(RankedStrategy):
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         super().setup_module(module, own_backward)
-        comm.broadcast_tensors([*module.parameters(), *module.buffers()], 0, None)
+        for tensor in [*module.parameters(), *module.buffers()] if self.world.size > 1 else []:
+            dist.broadcast(tensor.detach(), 0)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         held = [parameter.grad for parameter in self._parameters()] if self._drops else []
@@ -49,8 +50,10 @@ class AveragingStrategy(RankedStrategy):
             return
         parameters = self._parameters()
         there = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
-        for parameter, somewhere in zip(parameters, comm.all_reduce(there, "max").tolist(), strict=True):
+        dist.all_reduce(there, dist.ReduceOp.MAX)
+        for parameter, somewhere in zip(parameters, there.tolist(), strict=True):
             if somewhere:
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = comm.all_reduce(own, "mean")
+                dist.all_reduce(own)
+                parameter.grad = own / self.world.size
         self.rounds += 1

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.tree import tree_map
-from lockstep.strategies.balanced import BalancedStrategy
-from lockstep.strategies.base import SingleDeviceStrategy, Strategy
-from lockstep.strategies.ddp import DDPStrategy
-from lockstep.strategies.deepspeed import DeepSpeedStrategy
-from lockstep.strategies.fsdp import FSDPStrategy
+from lockstep.strategies import (
+    BalancedStrategy,
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, quiet
 from tests.strategies.averaging import AveragingStrategy
 
@@ -38,6 +40,15 @@ ROWS: list[tuple[type[Strategy], int]] = [
     (BalancedStrategy, 3),
     *[(DeepSpeedStrategy, size) for size in (1, 2, 3) if HERE],
 ]
+
+
+def listed(value: Any) -> Any:
+    """The same with lists in the place of tensors."""
+    if isinstance(value, dict):
+        return {key: listed(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [listed(each) for each in value]
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 class Talks(Slope):
@@ -64,7 +75,7 @@ class Talks(Slope):
             "stacked": strategy.gather_stacked(mine.double()).tolist() == [[float(n)] for n in range(size)],
             "objects": strategy.gather_objects({"rank": rank}) == [{"rank": n} for n in range(size)],
             "module": strategy.model is strategy.lightning_module is self,
-            "numbers": tree_map(Tensor.tolist, self.all_gather({"rank": rank, "it": [0.5, True]}), Tensor)
+            "numbers": listed(self.all_gather({"rank": rank, "it": [0.5, True]}))
             == (
                 {"rank": 0, "it": [0.5, True]}
                 if size == 1

@@ -34,7 +34,7 @@ from lockstep.strategies import DDPStrategy, FSDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure
 from tests.equivalence.models import Idle, Normed, Plain, Sometimes, Weighted, rows
-from tests.loop.pieces import quiet
+from tests.loop.pieces import SaveAt, quiet
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -431,15 +431,6 @@ def test_a_checkpoint_goes_from_strategy_to_strategy(
             torch.testing.assert_close(value, whole[name], rtol=1e-7, atol=1e-10, msg=name)
 
 
-class SaveAt(Callback):
-    def __init__(self, batch: int, path: str) -> None:
-        self.batch, self.path = batch, path
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 1 and batch_idx == self.batch:
-            trainer.save_checkpoint(self.path)
-
-
 RESUMES = [(1, True), (2, True), (4, True), (0, False), (2, False), (4, False)]
 
 
@@ -450,7 +441,7 @@ def resumed_to_bits(batch: int, folder: str, shards: bool) -> bool:
             devices=2,
             max_epochs=3,
             accumulate_grad_batches=3,
-            callbacks=[] if resume else [SaveAt(batch, f"{folder}/at.ckpt")],
+            callbacks=[] if resume else [SaveAt(batch, f"{folder}/at.ckpt", epoch=1)],
             gradient_clip_val=0.5,
         )
         trainer.seed = 5

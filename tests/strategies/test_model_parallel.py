@@ -26,13 +26,12 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.checkpoint.io import TorchCheckpointIO
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.plugins.io import TorchCheckpointIO
 from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
 from lockstep.testing.pool import RankPool
-from tests.loop.pieces import quiet
-from tests.strategies.test_fsdp import SaveAt
+from lockstep.utilities.exceptions import MisconfigurationException
+from tests.loop.pieces import SaveAt, quiet
 
 WIDTH = 6
 
@@ -406,7 +405,7 @@ def resumed_within_a_window(path: str, in_parts: bool) -> bool:
             accumulate_grad_batches=3,
             gradient_clip_val=0.5,
             precision="64-true",
-            callbacks=[] if resume else [SaveAt(1, path)],
+            callbacks=[] if resume else [SaveAt(1, path, epoch=1)],
         )
         trainer.seed = 5
         torch.manual_seed(1 + dist.get_rank())

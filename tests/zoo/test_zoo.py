@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import Callback
 from lockstep.testing.pool import RankFailure, RankPool
 from tests.fuzz.compare import differences
 from tests.fuzz.program import Rows, Shown
-from tests.loop.pieces import quiet
+from tests.loop.pieces import SaveAt, quiet
 from tests.zoo.members import MEMBERS
 
 pytestmark = pytest.mark.timeout(120)
@@ -26,17 +25,6 @@ RANKED = ("ddp", "fsdp")
 DRAWN = 2
 """How many are drawn each day."""
 TODAY = random.Random(date.today().toordinal()).sample(list(MEMBERS), DRAWN)
-
-
-class SaveAt(Callback):
-    """Saves behind a micro-batch of the first epoch."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (0, 1):
-            trainer.save_checkpoint(self.path)
 
 
 def run(name: str, engine: str, save_to: str = "", resume_from: str = "") -> Shown:
@@ -55,7 +43,7 @@ def run(name: str, engine: str, save_to: str = "", resume_from: str = "") -> Sho
             logger=Rows(shown),
             log_every_n_steps=1,
             num_sanity_val_steps=0,
-            callbacks=[SaveAt(save_to)] if save_to else [],
+            callbacks=[SaveAt(1, save_to)] if save_to else [],
             **member.flags,
         )
         trainer.seed = 11
