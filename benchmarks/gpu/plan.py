@@ -32,7 +32,7 @@ PARTS: tuple[PartPlan, ...] = (
     PartPlan("waits", "places where a step waits for the device", 40, beside=True),
     PartPlan("one_card", "two ranks on one device, against one process", 70, beside=True),
     PartPlan("collectives", "what goes over NCCL: reducer, hooks, objects, shards", 45, beside=True),
-    PartPlan("speed", "steps beside a hand-written loop, torch's DDP, Lightning, Accelerate", 140),
+    PartPlan("speed", "steps beside a hand-written loop, torch's DDP, Lightning, Accelerate", 290),
     PartPlan("memory", "peaks, what is left, what a plan predicts", 45),
     PartPlan("kernels", "SyncBatchNorm, offloaded states, copies to the host", 25),
     PartPlan("life", "how ranks begin and end, failures and hangs", 110),
@@ -40,7 +40,7 @@ PARTS: tuple[PartPlan, ...] = (
 )
 """In the order in which they run: the most valuable first."""
 WHOLE = 585.0
-"""Seconds that the limits above are made for."""
+"""Seconds that the limits above are made for, on one device and with `CORES`."""
 CORES = 8
 """With so many, parts that measure no time run side by side."""
 

@@ -245,7 +245,7 @@ class Trainer(Attributes):
         if placement.world.is_zero:
             check_root(config, flags["logger"], own_callbacks)
         apply_to_process(config, kind)
-        announce(config, self._precision.name, kind)
+        announce(config, self._precision.name, kind, len({*self._node_devices}) > 1 or placement.world.num_nodes > 1)
         self.session = Session(
             trainer=self,
             connect=self._begin_call,

