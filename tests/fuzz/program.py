@@ -2,7 +2,7 @@
 
 A program is written so that its result must not depend on the number of ranks: its losses are means over samples,
 its logged values are reduced by what they are, and its counters hold the ids of samples. Ranks begin with different
-weights, late parameters and late buffers; rank 0's are those of the one process.
+weights; rank 0's are those of the one process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,15 @@ LATE_HOOKS = (
     "on_validation_epoch_end",
     "on_train_epoch_end",
 )
-EVENTS = ("add parameter", "replace head", "thaw", "freeze", "weight norm", "add buffer", "assign state")
+EVENTS = ("thaw", "freeze")
+LATE = {
+    "add parameter": "parameter 'extra0' came after set-up",
+    "replace head": "parameter 'head.weight' came after set-up",
+    "weight norm": "parameter 'first.parametrizations.weight.original0' came after set-up",
+    "add buffer": "buffer 'shift0' came after set-up",
+    "assign state": "parameter 'first.weight' came after set-up",
+}
+"""Events that are refused on several ranks."""
 TRAITS = ("shared", "frozen", "unused", "norm", "checkpointed", "0-d", "hidden", "scaled gradients", "complex")
 LOADERS = ("shuffled", "in order", "drop_last", "iterable", "weighted sampler", "two loaders", "two uneven loaders")
 LOSSES = ("mean", "mean", "own weight", "none in some")

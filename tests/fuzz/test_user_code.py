@@ -10,7 +10,7 @@ import torch
 from lockstep.testing import RankPool
 from tests.fuzz import engines
 from tests.fuzz.compare import Verdict, compare, differences
-from tests.fuzz.program import Event, Shown, draw
+from tests.fuzz.program import LATE, Event, Shown, draw
 
 EVERY_DAY = 4
 ALL = 500
@@ -67,13 +67,6 @@ PLAIN = replace(
     validation=0,
 )
 FOUND = {
-    "buffers that were replaced by load_state_dict(assign=True) stayed each rank's own": replace(
-        PLAIN,
-        events=(
-            Event("add buffer", "on_train_start", 0, False),
-            Event("assign state", "on_train_batch_end", 1, True),
-        ),
-    ),
     "a step's value held that of an earlier micro-batch where a rank had no samples of the last one": replace(
         PLAIN, world=3, samples=14, batch_size=4, accumulate=2, loader="iterable"
     ),
@@ -81,12 +74,6 @@ FOUND = {
         PLAIN, accumulate=2, events=(Event("freeze", "on_before_zero_grad", 1, True),)
     ),
     "the same in a micro-batch that reduces": replace(PLAIN, events=(Event("freeze", "on_before_zero_grad", 1, True),)),
-    "buffers of synchronized layers that were replaced were not aligned before a validation": replace(
-        PLAIN,
-        traits=frozenset({"norm"}),
-        validation=5,
-        events=(Event("assign state", "on_before_optimizer_step", 1, False),),
-    ),
     "ranks without samples showed logged values in float32": replace(PLAIN, world=3, validation=1),
     "a training step on a padding batch was counted in an object of the user's": replace(
         PLAIN, world=3, samples=13, batch_size=1, manual=True
@@ -105,6 +92,21 @@ REFUSED = {
         replace(PLAIN, samples=8, batch_size=1, world=3, loader="two uneven loaders", traits=frozenset({"norm"})),
         "rank 2 has no samples of loader 0",
     ),
+    **{
+        kind: (replace(PLAIN, events=(Event(kind, hook, 1, late),)), said)
+        for (kind, said), hook, late in zip(
+            LATE.items(),
+            (
+                "on_train_epoch_start",
+                "on_train_batch_start",
+                "on_before_zero_grad",
+                "on_train_batch_end",
+                "on_train_start",
+            ),
+            (True, False, True, False, True),
+            strict=True,
+        )
+    },
 }
 
 

@@ -17,6 +17,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import MODULE_HOOKS
 from lockstep.ground.parameters import plain_name
 from lockstep.parallel.bucket import Bucket
+from lockstep.parallel.consistency import check_alike
 
 # -- what comes ----------------------------------------------------------------------------------------------
 
@@ -241,27 +242,47 @@ class LateRefusal:
         self._count()
         return late
 
-    def check(self) -> None:
+    def check(self, frozen: Sequence[Tensor] = ()) -> None:
         """Before each forward and backward: a call, some attributes and the length of a list or two.
+
+        Where groups of an optimizer have changed, or some of the ``frozen`` require gradients now, the ranks compare
+        what they train: a rank that is alone with it waits there.
 
         Raises:
             MisconfigurationException: for what has come.
         """
+        changed = bool(frozen) and any(parameter.requires_grad for parameter in frozen)
         for optimizer, count, first, last in self._sizes:  # whether it has got a group, or its first or last one more
             groups = optimizer.param_groups
             if len(groups) != count or len(groups[0]["params"]) != first or len(groups[-1]["params"]) != last:
-                self._watch.noticed = True
-        if self._watch.noticed:
-            self.look(self._optimizers)
+                changed = True
+        if changed or self._watch.noticed:
+            self._refuse()
+        if changed:
+            self.compare()
 
     def look(self, optimizers: Sequence[Optimizer]) -> None:
-        """Where there is time, between epochs and where others have taken the place of the optimizers: at everything.
+        """Where there is time, between epochs and where others have taken the place of the optimizers. Collective.
 
         Raises:
-            MisconfigurationException: for what has come.
+            MisconfigurationException: for what has come, or where ranks step other parameters.
         """
         self._optimizers = optimizers
-        stepped = {id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)}
+        self._refuse()
+        self.compare()
+
+    def compare(self) -> None:
+        """Make sure that the ranks step the same parameters. Collective."""
+        names = {id(parameter): name for name, parameter in self._parameters().items()}
+        lines = [name for name, parameter in self._parameters().items() if parameter.requires_grad]
+        for optimizer in self._optimizers:
+            stepped = ", ".join(names.get(id(parameter), "another") for parameter in _parameters_of(optimizer))
+            lines.append(f"{type(optimizer).__name__} of {stepped}")
+        check_alike("What is trained", lines)
+        self._count()
+
+    def _refuse(self) -> None:
+        stepped = {id(parameter) for optimizer in self._optimizers for parameter in _parameters_of(optimizer)}
         for name, parameter in self._parameters().items():
             if parameter not in self._known and (parameter.requires_grad or id(parameter) in stepped):
                 refuse(self._rank, "parameter", name)
@@ -269,7 +290,6 @@ class LateRefusal:
             if found is not None:
                 refuse(self._rank, kind, found)
         self._watch.noticed = False
-        self._count()
 
     def _parameters(self) -> dict[str, Tensor]:
         own = {plain_name(name): parameter for name, parameter in self._module.named_parameters()}

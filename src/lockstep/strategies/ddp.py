@@ -361,7 +361,7 @@ class DDPStrategy(RankedStrategy):
         reducer.sync, reducer.zero_weight = self.sync_gradients, self._zero_weight
         if self.sync_gradients:
             if self._late is not None:
-                self._late.check()
+                self._late.check(reducer.frozen)
             if self._local is not None:
                 self._local.round()
         reducer.prepare()
@@ -384,7 +384,7 @@ class DDPStrategy(RankedStrategy):
         if self.sync_gradients:
             self._reducer.sync, self._reducer.zero_weight = True, absent
             if self._late is not None:
-                self._late.check()
+                self._late.check(self._reducer.frozen)
             if self._local is not None:
                 self._local.round()
             self._reducer.prepare()
