@@ -6,7 +6,7 @@
     python benchmarks/scale.py --between-ranks        # half a minute; writes the second part of the page anew
 
 The supervisors, their connections and their messages are the product's own; ranks and clock are made up
-(`lockstep.testing.scale`). Processor time is that of node 0's threads, so that a busy machine changes little.
+(`tests.tools.scale`). Processor time is that of node 0's threads, so that a busy machine changes little.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.ground import pages
 from lockstep.testing.pool import RankPool
-from lockstep.testing.scale import Cost, SimulatedRun, draw, meet
-from lockstep.testing.scale_messages import agree, reduce_logged
+from tests.tools.scale import Cost, SimulatedRun, draw, meet
+from tests.tools.scale_messages import agree, reduce_logged
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NODES = (2, 8, 32, 64, 128, 256, 512, 1024)
@@ -210,7 +210,7 @@ Written by `python benchmarks/scale.py` (Python {platform.python_version()}, tor
 {os.cpu_count()} CPU cores).
 
 Nodes are played in one process: supervisors, connections and messages are lockstep's own, and {RANKS_PER_NODE} ranks of
-each node are made up (`lockstep.testing.scale`). In the wait all ranks but one wait in an all-reduce for
+each node are made up (`tests.tools.scale`). In the wait all ranks but one wait in an all-reduce for
 {wait} s, with `hang_timeout={TIMEOUT:.0f}`. No healthy node was lost, and the right rank was named, in every row: the
 benchmark ends with an error otherwise.
 
@@ -248,7 +248,7 @@ def second_part(ranks: str, measured: str) -> str:
 Written by `python benchmarks/scale.py --between-ranks` (Python {platform.python_version()}, torch {torch.__version__}).
 
 Messages are counted as lockstep's own code makes them, by ranks that are played in one process
-(`lockstep.testing.scale_messages`); each result is compared with the true one. What is sent and what is got both count.
+(`tests.tools.scale_messages`); each result is compared with the true one. What is sent and what is got both count.
 {RANKS_PER_NODE} ranks are on a host.
 
 {ranks}

@@ -19,10 +19,10 @@ from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy
 from lockstep.testing import RankPool
-from lockstep.testing.crash import live
 from tests.checkpoint.test_sharded import Adam, check_same, fsdp, whole_of
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
+from tests.tools.crash import live
 
 pytestmark = pytest.mark.timeout(90)
 LIMIT = 20.0
@@ -147,6 +147,6 @@ def test_arguments_that_do_not_go_together() -> None:
 @pytest.mark.slow
 def test_killed_twenty_times_while_it_writes_the_earlier_one_goes_on() -> None:
     words = ["--kills", "20", "--strategy", "fsdp_async", "--data", "keyed", "--moment", "save", "write", "rename"]
-    done = live([sys.executable, "-m", "lockstep.testing.crash_tries", *words], timeout=850)
+    done = live([sys.executable, "-m", "tests.tools.crash_tries", *words], timeout=850)
     assert done.code == 0, done.output
     assert "; 0 of " in done.output.splitlines()[-1]

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from lockstep import LightningModule, Trainer, seed_everything
 from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint
-from lockstep.testing.crash import Kill, KillAt, digest
+from tests.tools.crash import Kill, KillAt, digest
 
 
 class Net(LightningModule):

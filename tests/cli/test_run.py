@@ -20,9 +20,9 @@ from lockstep.cli.run import Wrong, main, name_of, planned
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.elastic_run import Plan, refuse_nested, start
 from lockstep.launch.environment import free_port
-from lockstep.testing.crash import Kill
 from lockstep.testing.pool import RankPool
 from tests.cli.restarted import train
+from tests.tools.crash import Kill
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("restarted.py")

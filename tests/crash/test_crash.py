@@ -12,9 +12,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from lockstep.testing.crash import Kill, Life, live, survive
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.crash import Kill, Life, live, survive
 
 SCRIPT = Path(__file__).with_name("train.py")
 SEEDS = range(20)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.testing import leaks
-from lockstep.testing.crash import Kill, digest, live, survive
+from tests.tools.crash import Kill, digest, live, survive
 
 
 def script(code: str) -> list[str]:
@@ -105,7 +105,7 @@ def test_a_run_that_hangs_tells_where_and_is_ended_with_all_its_processes() -> N
 
 
 def test_a_rank_that_outlives_its_run_is_named_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.testing.crash.SECONDS_TO_FOLLOW", 0.5)
+    monkeypatch.setattr("tests.tools.crash.SECONDS_TO_FOLLOW", 0.5)
     with pytest.raises(TimeoutError, match=r"(?s)its first process ended, and \d+ \(.*\) did not"):
         live(script("if not os.fork(): time.sleep(60)"))
 

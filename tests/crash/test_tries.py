@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.testing.crash import live
-from lockstep.testing.crash_training import DATA, EVERY, STRATEGIES, Setting, seen
-from lockstep.testing.crash_tries import draw
+from tests.tools.crash import live
+from tests.tools.crash_training import DATA, EVERY, STRATEGIES, Setting, seen
+from tests.tools.crash_tries import draw
 
 
 def test_kills_fall_everywhere() -> None:
@@ -39,7 +39,7 @@ def test_a_later_lifes_word_counts_of_the_samples_seen(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_killed_at_random_in_its_settings_no_run_is_lost(strategy: str) -> None:
-    command = [sys.executable, "-m", "lockstep.testing.crash_tries", "--kills", "9", "--strategy", strategy]
+    command = [sys.executable, "-m", "tests.tools.crash_tries", "--kills", "9", "--strategy", strategy]
     done = live(command, timeout=600)
     assert done.code == 0, done.output
     assert "; 0 of " in done.output.splitlines()[-1]

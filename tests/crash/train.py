@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep import LightningModule, Trainer, seed_everything
 from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint
-from lockstep.testing.crash import Kill, KillAt, report
+from tests.tools.crash import Kill, KillAt, report
 
 BATCH = 4
 

@@ -11,8 +11,8 @@ import pytest
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.loop.progress import BatchCounting
-from lockstep.testing.scale import InOrder
 from tests.data.loaders import feed_of, numbers
+from tests.tools.scale import InOrder
 
 GLOBAL_BATCHES = 6
 

@@ -18,12 +18,7 @@ from pkgutil import resolve_name
 PROJECT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_name("names.json")
 PLACES = ("README.md", "docs/*.md", "examples/*.py")
-TOOLS = {
-    "lockstep.testing.SharedCard",
-    "lockstep.testing.crash_tries",
-    "lockstep.testing.scale",
-    "lockstep.testing.scale_messages",
-}
+TOOLS = {"lockstep.testing.SharedCard"}
 """Tools of the tests, which a page names to say how something was measured: they may move out of the package."""
 DOTTED = re.compile(r"(?<![\w./-])lockstep(?:\.[A-Za-z_]\w*)+")
 IMPORTED = re.compile(r"from (lockstep[\w.]*) import (\w+(?:, \w+)*)")

@@ -79,8 +79,6 @@ NO_CONCEPT = {
 ALLOWED = {
     # what holds the ConsensusFlags: the word for what ranks do is the field's
     ("ground/agreement.py", "agreement"),
-    # a life of a process that is killed; no other word says it shorter
-    ("testing/crash.py", "Life"),
 }
 
 

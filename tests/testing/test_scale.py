@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.testing.scale import CountingHub, SimulatedRun, meet
-from lockstep.testing.scale_messages import agree, reduce_logged
+from tests.tools.scale import CountingHub, SimulatedRun, meet
+from tests.tools.scale_messages import agree, reduce_logged
 
 TIMEOUT = 20.0
 

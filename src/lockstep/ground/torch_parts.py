@@ -218,9 +218,7 @@ PARTS: tuple[Part, ...] = (
     Part(f"{_GROUP}.post_backward", "parallel/fsdp_groups.py", "gradients of parameters that a rank did not use", FSDP),
     Part(f"{_PARAM}._unsharded_param", "parallel/", "the whole parameter, for its gradient's hooks", FSDP),
     Part(f"{_PARAM}._module_info", "parallel/", "the layers that a parameter belongs to", FSDP),
-    Part(
-        "torch.distributed.tensor.DTensor._local_tensor", "parallel/ planner/trace.py testing/crash.py", "a shard", FSDP
-    ),
+    Part("torch.distributed.tensor.DTensor._local_tensor", "parallel/ planner/trace.py", "a shard", FSDP),
     Part(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
         "parallel/fully_shard.py",

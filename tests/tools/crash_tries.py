@@ -1,8 +1,8 @@
 """Kills trainings at random, in all settings and at all moments, and says which did not survive it.
 
-python -m lockstep.testing.crash_tries --kills 200 --seed 1
-python -m lockstep.testing.crash_tries --seed 1 --only 17                      # one try again
-python -m lockstep.testing.crash_tries --kills 9 --strategy ddp --data batch   # some of the settings
+python -m tests.tools.crash_tries --kills 200 --seed 1
+python -m tests.tools.crash_tries --seed 1 --only 17                      # one try again
+python -m tests.tools.crash_tries --kills 9 --strategy ddp --data batch   # some of the settings
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import IO, NoReturn
 import torch
 
 from lockstep.launch.environment import HeldPort
-from lockstep.testing import crash_training
-from lockstep.testing.crash import Kill, Life, Moment, lived
-from lockstep.testing.crash_training import DATA, EPOCHS, EVERY, STRATEGIES, Setting, seen
+from tests.tools import crash_training
+from tests.tools.crash import Kill, Life, Moment, lived
+from tests.tools.crash_training import DATA, EPOCHS, EVERY, STRATEGIES, Setting, seen
 
 OWN_RANKS = ("single", "ddp_spawn", "ddp_fork")
 """Strategies that start their ranks, or have one; for the others the ranks are started as by torchrun."""
@@ -220,7 +220,7 @@ class Tries:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Kill as the command line says; 1 where a run was lost."""
-    parser = argparse.ArgumentParser(prog="python -m lockstep.testing.crash_tries", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.crash_tries", description=__doc__)
     parser.add_argument("--kills", type=int, default=20, help="end after so many deaths")
     parser.add_argument("--seed", type=int, default=0, help="of the settings and moments")
     parser.add_argument("--only", type=int, help="the number of one try, to repeat it")

@@ -1,6 +1,6 @@
 """The training that `crash_tries` kills: one setting of strategy, data and accumulation, told by its words.
 
-python src/lockstep/testing/crash_training.py FOLDER "strategy=ddp data=batch workers=2 accumulate=2" --kill step=9
+python tests/tools/crash_training.py FOLDER "strategy=ddp data=batch workers=2 accumulate=2" --kill step=9
 """
 
 from __future__ import annotations
@@ -17,19 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from lockstep.callbacks.base import Callback
-from lockstep.callbacks.early_stopping import EarlyStopping
-from lockstep.callbacks.model_checkpoint import ModelCheckpoint
-from lockstep.ground.seed import seed_everything
-from lockstep.module import LightningModule
-from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
-from lockstep.parallel.hooks.powersgd import PowerSGDState, power_sgd
-from lockstep.strategies.balanced import BalancedStrategy
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.ddp import DDPStrategy
-from lockstep.strategies.fsdp import FSDPStrategy
-from lockstep.testing.crash import Kill, KillAt, report
-from lockstep.trainer import Trainer
+from lockstep import Callback, LightningModule, Trainer, seed_everything
+from lockstep.callbacks import EarlyStopping, ModelCheckpoint
+from lockstep.parallel.hooks import PostLocalSGDState, PowerSGDState, post_local_sgd, power_sgd
+from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, Strategy
+from tests.tools.crash import Kill, KillAt, report
 
 BATCH, BATCHES, EPOCHS, EVERY = 4, 12, 3, 3
 """Samples of a micro-batch, micro-batches of an epoch on each rank, epochs, and steps between two checkpoints."""

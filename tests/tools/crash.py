@@ -18,7 +18,7 @@ The test then asks that deaths change nothing::
 
 Files that the script writes are its own and stay. Its processes do not, however a life ends.
 
-``python -m lockstep.testing.crash_tries --kills 20`` kills trainings of lockstep's own at random.
+``python -m tests.tools.crash_tries --kills 20`` kills trainings of lockstep's own at random.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ from typing import IO, Any, Literal, NoReturn, Protocol, get_args
 import torch
 from torch import Tensor
 
-from lockstep.callbacks.base import Callback
-from lockstep.module import LightningModule
+from lockstep import Callback, LightningModule, Trainer
 from lockstep.testing import leaks
-from lockstep.trainer import Trainer
 
 Moment = Literal["batch", "validation", "save", "write", "rename", "teardown"]
 
