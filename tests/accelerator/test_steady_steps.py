@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -128,3 +129,50 @@ def test_nobody_waits_for_the_device(madeup: RankPool, what: str) -> None:
     """Each of them was a copy up, a collective and a copy down, behind all that the device had yet to do."""
     waits = madeup(2).run(_waits, what)
     assert waits == [[], []]
+
+
+class Plain(LightningModule):
+    """Notes from which batch to which other its step asks torch's module for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 1)
+        self.watched = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.watched = FIRST <= batch_idx < FIRST + STEPS
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def asked(precision: str) -> list[str]:
+    """The functions of the device's module that plain steps call, whoever does."""
+    device, module, found = torch.get_device_module("madeup"), Plain(), []
+
+    def noting(name: str, function: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if module.watched:
+                found.append(name)
+            return function(*args, **kwargs)
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in vars(type(device)).copy().items():
+            if isinstance(function, FunctionType):
+                patch.setattr(type(device), name, noting(name, function))
+        quiet(precision=precision, max_epochs=1).fit(module, DataLoader(Samples(), 4))
+        module.watched = True
+        device.current_device()
+    return found
+
+
+@pytest.mark.parametrize(("precision", "own"), [("32-true", []), ("bf16-mixed", ["get_amp_supported_dtype"] * STEPS)])
+def test_a_plain_step_asks_the_device_nothing(madeup: RankPool, precision: str, own: list[str]) -> None:
+    """Each such question takes the host some microseconds, which a GPU that waits for its next kernel is idle.
+
+    ``torch.autocast`` asks out-of-tree devices for their dtypes, CUDA not.
+    """
+    assert madeup(1).run(asked, precision, group=False) == [[*own, "current_device"]]
