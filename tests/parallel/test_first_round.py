@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.parallel.transport import AllReduce
-from lockstep.parallel.zero.reducer import ShardedReducer
 from lockstep.testing import RankPool
 
 WIDTH, BLOCKS = 32, 24
@@ -82,12 +81,9 @@ def held(reducer: Reducer, net: nn.Module) -> float:
 def first_rounds(kind: str, options: dict[str, Any]) -> list[float]:
     torch.manual_seed(0)
     net = Net()
-    if kind == "sharded":
-        reducer: Reducer = ShardedReducer(net, [torch.optim.Adam(net.parameters())], **CAPS, **options)
-    else:
-        transport = Alone(None) if kind == "alone" else None
-        reducer = Reducer(net.named_parameters(), transport=transport, **CAPS, **options)
-    found, plans, old = [], [reducer.plan()], Peak(reducer.memory())
+    transport = Alone(None) if kind == "alone" else None
+    reducer = Reducer(net.named_parameters(), transport=transport, **CAPS, **options)
+    found, plans = [], [reducer.plan()]
     for _ in range(3):
         net.zero_grad()
         loss = net(torch.randn(4, WIDTH)).square().mean()
@@ -96,14 +92,12 @@ def first_rounds(kind: str, options: dict[str, Any]) -> list[float]:
         loss.backward()
         reducer.finish()
         plans.append(reducer.plan())
-        if kind == "sharded":
-            assert not old.live
-        else:
-            found.append(held(reducer, net))
+        found.append(held(reducer, net))
+        if kind == "alone":
             assert all(torch.equal(p.grad, one) for p, one in zip(net.parameters(), expected, strict=True))  # type: ignore[arg-type]
     assert plans[0] != plans[1] == plans[3]
     reducer.detach()
-    return found or [0.0]
+    return found
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
@@ -111,10 +105,9 @@ def test_gradients_are_held_once_at_the_first_step(static_graph: bool) -> None:
     assert max(first_rounds("alone", {"static_graph": static_graph})) < 1.1
 
 
-@pytest.mark.parametrize("kind", ["plain", "sharded"])
 @pytest.mark.parametrize("shared_memory", [False, True])
-def test_gradients_are_held_once_on_ranks(ranks: RankPool, kind: str, shared_memory: bool) -> None:
-    for found in ranks(2).run(first_rounds, kind, {"shared_memory": shared_memory}):
+def test_gradients_are_held_once_on_ranks(ranks: RankPool, shared_memory: bool) -> None:
+    for found in ranks(2).run(first_rounds, "plain", {"shared_memory": shared_memory}):
         assert max(found) < 1.1
 
 

@@ -71,7 +71,6 @@ def test_lightnings_arguments_come_in_its_order(monkeypatch: pytest.MonkeyPatch)
         ({"process_group_backend": 1}, "process_group_backend=1"),
         ({"checkpoint_io": "async"}, r"checkpoint_io='async'\): give an object"),
         ({"precision_plugin": "16-mixed"}, r"Trainer\(precision=...\)"),
-        ({"check_reduction": True, "shard_optimizer": True}, "shard_optimizer=True.* with check_reduction=True"),
     ],
 )
 def test_what_has_no_place_is_refused_with_the_reason(given: dict[str, Any], said: str) -> None:

@@ -16,6 +16,7 @@ from lockstep import LightningModule, Trainer
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.callbacks.weight_averaging import EMAWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel.hooks import PostLocalSGDState, post_local_sgd
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from lockstep.testing.models import RandomDataset
@@ -59,6 +60,10 @@ class Net(LightningModule):
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": [p for p in self.parameters() if p.dim() < 2]}]
         if self.optimizer == "sgd":
             optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9)
+        elif self.optimizer == "adafactor":
+            optimizer = torch.optim.Adafactor(groups, 0.1)
+        elif self.optimizer == "muon":  # of the matrices, the others stay as they are
+            optimizer = torch.optim.Muon(decay, 0.1)
         else:
             optimizer = torch.optim.AdamW(groups, 0.01, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -72,9 +77,9 @@ def data(batch_size: int) -> Any:
 # -- the numbers of one process ------------------------------------------------------------------------------
 
 
-def _equivalent(flags: dict[str, Any]) -> EquivalenceReport:
+def _equivalent(flags: dict[str, Any], optimizer: str = "sgd") -> EquivalenceReport:
     return check_equivalence(
-        lambda: Net("sgd"), data, strategy=sharded(), devices=dist.get_world_size(), batch_size=3, **flags
+        lambda: Net(optimizer), data, strategy=sharded(), devices=dist.get_world_size(), batch_size=3, **flags
     )
 
 
@@ -90,6 +95,12 @@ def _equivalent(flags: dict[str, Any]) -> EquivalenceReport:
 )
 def test_every_step_is_that_of_one_process(ranks: RankPool, world: int, flags: dict[str, Any]) -> None:
     for report in ranks(world).run(_equivalent, flags):
+        assert report, report
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_optimizers_that_need_whole_matrices_are_those_of_one_process(ranks: RankPool, optimizer: str) -> None:
+    for report in ranks(2).run(_equivalent, {"accumulate": 2, "gradient_clip_val": 0.3}, optimizer):
         assert report, report
 
 
@@ -156,11 +167,7 @@ def _resumed(folder: str, manual: int) -> Any:
 def test_a_resumed_fit_has_the_same_bits_sharded_or_not(ranks: RankPool, tmp_path: Path, manual: int) -> None:
     whole, (again, unsharded) = ranks(2).run(_resumed, str(tmp_path), manual)[0]
     assert _equal(whole, again)
-    if manual:  # clipping: the norm of slices is that of the whole but for its last bits
-        for name, value in whole[0].items():
-            assert torch.allclose(value, unsharded[0][name], atol=1e-6), name
-    else:
-        assert _equal(whole, unsharded)
+    assert _equal(whole, unsharded)
 
 
 class Watched(Net):
@@ -172,10 +179,7 @@ class Watched(Net):
         self.seen: list[str] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        with pytest.raises(RuntimeError, match=r"trainer\.strategy\.whole_gradients"):
-            self.body[0].weight.grad.norm()
-        with self.trainer.strategy.whole_gradients():
-            self.seen.append(f"{self.body[0].weight.grad.norm().item():.5f}")
+        self.seen.append(f"{self.body[0].weight.grad.norm().item():.5f}")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.path and self.trainer.fit_loop.progress.total_batches == 4:
@@ -196,8 +200,6 @@ def _resumed_inside_a_window(path: str) -> bool:
 def test_a_manual_window_that_was_saved_half_way_is_resumed_to_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "half.ckpt"
     assert ranks(2).run(_resumed_inside_a_window, str(path)) == [True, True]
-    own = torch.load(path, weights_only=True)["lockstep"]
-    assert [set(part["reduced"]) == set(part["gradients"]) != set() for part in own["ranks"]] == [True, True]
 
 
 def _same_optimizer_twice(sharding: bool) -> Any:
@@ -212,10 +214,7 @@ def _same_optimizer_twice(sharding: bool) -> Any:
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, data(4))
     states = strategy.save().optimizers
-    flats = [
-        p.untyped_storage().nbytes() == p.nbytes and type(p.grad) in (Tensor, type(None)) for p in module.parameters()
-    ]
-    return {name: p.detach().clone() for name, p in module.named_parameters()}, states, not sharding or all(flats)
+    return {name: p.detach().clone() for name, p in module.named_parameters()}, states
 
 
 def _twice() -> bool:
@@ -273,7 +272,7 @@ def test_a_rank_that_saves_alone_saves_weights(ranks: RankPool, tmp_path: Path) 
 
 
 class Failing(Net):
-    """Fails on one rank, with parameters under way."""
+    """Fails on one rank."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.global_rank == 1 and batch_idx == 1:
@@ -286,7 +285,6 @@ def _failing() -> str:
     try:
         trainer.fit(module, data(4))
     except Exception as error:
-        assert not module._forward_pre_hooks
         return f"{type(error).__name__}: {error}"
     return "went on"
 
@@ -307,8 +305,15 @@ def _reraise() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"gradient_as_bucket_view": False}, "gradient_as_bucket_view=False"),
-        ({"ddp_comm_hook": lambda state, bucket: None}, "a communication hook reduces whole buckets"),
+        (
+            {
+                "ddp_comm_hook": post_local_sgd,
+                "ddp_comm_state": PostLocalSGDState(8),
+                "model_averaging_period": 4,
+            },
+            "local steps",
+        ),
+        ({"offload_optimizer": True}, "offload_optimizer=True"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_at_once(options: dict[str, Any], text: str) -> None:
@@ -317,7 +322,7 @@ def test_options_that_do_not_go_together_are_refused_at_once(options: dict[str, 
 
 
 class Refused(Net):
-    """With an optimizer, or a layer, that cannot be sliced."""
+    """With an optimizer, or a layer, whose work cannot be shared out."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -330,9 +335,9 @@ class Refused(Net):
 
 
 @pytest.mark.parametrize(
-    ("sparse", "text"), [(False, "cannot be LBFGS: its line search"), (True, "table.weight are sparse")]
+    ("sparse", "text"), [(False, "states of LBFGS: its line search"), (True, "table.weight are sparse")]
 )
-def test_what_cannot_be_sliced_is_refused_on_one_process_too(sparse: bool, text: str) -> None:
+def test_what_cannot_be_shared_out_is_refused_on_one_process_too(sparse: bool, text: str) -> None:
     trainer = Trainer(max_steps=1, strategy=sharded(), **{**QUIET, "devices": 1})
     try:
         with pytest.raises(MisconfigurationException, match=text):

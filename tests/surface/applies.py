@@ -51,7 +51,7 @@ PROSE: dict[str, tuple[str, ...]] = {
     "buffers (BatchNorm": ("name BatchNorm1d", "name BatchNorm2d", "name BatchNorm3d"),
     "communication hooks off CUDA": ("flag DDPStrategy(ddp_comm_hook)",),
     "post-local SGD": ("name PostLocalSGDState",),
-    "gradients after a backward with": (),
+    "`shard_optimizer=True`": (),
     "a SLURM batch script": ("name SLURMEnvironment",),
     "a SLURM job that is asked": ("name SLURMEnvironment",),
     "SIGTERM": ("name SIGTERM",),

@@ -122,7 +122,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("torch._foreach_mul", "callbacks/weight_averaging.py", "averages of weights", EVERYTHING),
     Part("torch._foreach_add_", "callbacks/weight_averaging.py", "averages of weights", EVERYTHING),
-    Part("torch._foreach_norm", "loop/nan_watch.py parallel/zero/optimizers.py", "norms of gradients", EVERYTHING),
+    Part("torch._foreach_norm", "loop/nan_watch.py", "norms of gradients", EVERYTHING),
     Part("torch._foreach_copy_", "loop/window_start.py parallel/bucket.py", "copies of many tensors", EVERYTHING),
     Part("torch._foreach_zero_", "parallel/bucket.py", "the places of absent gradients", EVERYTHING),
     Part("torch._foreach_neg_", "parallel/bucket.py", "the places of absent gradients", EVERYTHING),
@@ -157,8 +157,6 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("torch._C._are_functorch_transforms_active", "parallel/ddp.py", "a forward within torch.func", DDP),
     Part("torch._C.Future", "parallel/hooks/hook_transport.py", "what a communication hook returns", DDP),
-    Part("torch._C.DisableTorchFunctionSubclass", "parallel/zero/flat_parameters.py", "views of flat parameters", DDP),
-    Part("torch.Tensor._make_subclass", "parallel/zero/flat_parameters.py", "as above", DDP),
     Part("torch.Tensor._is_view", "parallel/hooks/powersgd.py", "whether a state would hold a whole bucket", DDP),
     Part("torch.autograd.variable.Variable._execution_engine", "parallel/", "a callback at a backward's end", DDP),
     Part(
@@ -324,7 +322,7 @@ PARTS: tuple[Part, ...] = (
     # precision
     Part(
         "torch.amp.GradScaler._per_optimizer_states",
-        "parallel/fully_shard.py parallel/zero/optimizers.py precision/base.py",
+        "parallel/fully_shard.py precision/base.py",
         "an overflow that only one rank has seen",
         SCALER,
     ),

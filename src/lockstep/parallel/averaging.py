@@ -194,8 +194,8 @@ def average(tensors: Sequence[Tensor], group: comm.Group = None, dtype: torch.dt
     if world == 1:
         return 0, 0
     collectives = sent = 0
-    for piece in _pieces(tensors):
-        flat = torch.cat([_numbers(tensor) for tensor in piece])
+    for piece in pieces(tensors):
+        flat = torch.cat([numbers_of(tensor) for tensor in piece])
         device = comm.carrier(group, flat.device)
         moved = flat.to(device)
         sent_in = moved.dtype if dtype is None and moved.element_size() == 2 else dtype
@@ -216,12 +216,13 @@ def average(tensors: Sequence[Tensor], group: comm.Group = None, dtype: torch.dt
     return collectives, sent
 
 
-def _numbers(tensor: Tensor) -> Tensor:
+def numbers_of(tensor: Tensor) -> Tensor:
+    """A tensor's numbers as real ones in a row, two for each complex one."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors that travel together: of one dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:

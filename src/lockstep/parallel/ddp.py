@@ -227,6 +227,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     # -- the reducer
 
     _make_reducer: Callable[..., Reducer] = Reducer
+    steps_together = False  # whether a rank waits in each step for the others, whose states are shared out
     _low: LowPrecision | None = None
     _holders: list[dict[str, Tensor | None]] | None = None
     broadcast_bucket_size = 250 * 2**20  # read by torch's libraries
@@ -510,7 +511,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         Raises:
             RuntimeError: optimizers are sharded.
         """
-        if enable and hasattr(self.reducer, "shards"):
+        if enable and self.steps_together:
             raise RuntimeError(
                 "join() with sharded optimizers: a rank that has run out of batches would have to step, too; let it go "
                 "on with any batch that does not count, under `with model.weight(0):`"

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lockstep.parallel.bucket import ALIGNMENT, ParameterInfo, Plan, in_order_of_arrival, offsets, plan_buckets
-from lockstep.parallel.zero.exchange import STEP, fragments, padded
+from lockstep.parallel.averaging import PIECE
+from lockstep.parallel.bucket import ALIGNMENT, ParameterInfo, Plan, in_order_of_arrival, plan_buckets
+from lockstep.parallel.owned_optimizer import owners_of
 from lockstep.planner.engines import EngineCost
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.partition import Block, Device, DoesNotFit, Split, Stage, partition
@@ -160,30 +161,11 @@ def is_laid_out_anew(profile: ModelProfile, bucket_mb: float) -> bool:
     return bucket_plan(profile, bucket_mb, at_first=True) != bucket_plan(profile, bucket_mb)
 
 
-def _in_slices(profile: ModelProfile, bucket_mb: float, ranks: int) -> dict[str, float]:
-    """Of a sharded optimizer: parameters and gradients lie in buckets that ranks can share.
-
-    Over TCP a buffer beside each takes the others' slices. A rank has optimizer states for its slices.
-    """
-    by_name = {p.name: p for p in profile.parameters}
-    flats, states = 0, [0] * ranks
-    for names in bucket_plan(profile, bucket_mb):
-        mine = [by_name[name] for name in names]
-        numels = [p.elements for p in mine]
-        starts, end = offsets(numels, mine[0].itemsize, STEP)
-        length = padded(end, mine[0].itemsize, ranks)
-        flats += length * mine[0].itemsize
-        for rank in range(ranks):
-            parts = fragments(starts, numels, rank * length // ranks, (rank + 1) * length // ranks)
-            for p, part in zip(mine, parts, strict=True):
-                states[rank] += (part.stop - part.start) * p.like + p.fixed * (part.stop > part.start)
-    frozen = sum(p.size for p in profile.parameters if not p.trainable)
-    return {
-        "parameters": float(flats + frozen),
-        "gradients": 0.0,
-        "optimizer states": float(max(states)),
-        "buckets": 2.0 * flats,
-    }
+def _owned_states(profile: ModelProfile, ranks: int) -> float:
+    """Of a sharded optimizer: the states on the rank that has most. No parameter is cut."""
+    trained = [p for p in profile.parameters if p.trainable]
+    owners = owners_of([p.size for p in trained], [0] * ranks)
+    return max(_states(p for p, owner in zip(trained, owners, strict=True) if owner == rank) for rank in range(ranks))
 
 
 def model_states(profile: ModelProfile, candidate: Candidate, ranks: int) -> dict[str, float]:
@@ -197,10 +179,10 @@ def model_states(profile: ModelProfile, candidate: Candidate, ranks: int) -> dic
     every = profile.parameters
     size = float(sum(p.size for p in every))
     found = {"parameters": size, "gradients": _gradients(every), "optimizer states": _states(every), "buckets": 0.0}
-    if candidate.kind == "ddp" and ranks > 1:
+    if candidate.kind in ("ddp", "sharded") and ranks > 1:
         found["buckets"] = bucket_bytes(every) - found["gradients"]
     if candidate.kind == "sharded" and ranks > 1:
-        found.update(_in_slices(profile, candidate.bucket_mb, ranks))
+        found["optimizer states"] = _owned_states(profile, ranks)
     if candidate.kind.startswith("fsdp"):
         parts = [(p, p.elements if not p.shape else shard_elements(p, ranks)) for p in every]
         found["parameters"] = float(sum(count * p.itemsize for p, count in parts))
@@ -246,9 +228,9 @@ def _working(profile: ModelProfile, candidate: Candidate, ranks: int, states: di
     gradients = states["gradients"]
     in_buckets = candidate.kind in ("ddp", "sharded") and ranks > 1
     # the first gradients lie in the first buckets, until they are dropped behind the next forward
-    doubled = candidate.kind == "ddp" and in_buckets and is_laid_out_anew(profile, candidate.bucket_mb)
-    old = gradients if doubled else 0.0
-    sends = min(candidate.bucket_mb * MIB, _gradients(profile.parameters)) if candidate.kind == "sharded" else 0.0
+    old = gradients if in_buckets and is_laid_out_anew(profile, candidate.bucket_mb) else 0.0
+    # the owners' new values, a message of each under way
+    sends = min(float((ranks + 1) * PIECE), gradients) if candidate.kind == "sharded" and ranks > 1 else 0.0
     share = ranks if candidate.kind == "sharded" else 1
     peaks: list[float] = []
     for span in step.spans:
@@ -391,7 +373,9 @@ def _seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ra
     elif cost is not None:
         groups = sum(1 for block in profile.blocks if block.repeated) + 1
         sent, update = cost.seconds(groups, len(profile.parameters), size, ranks), update / ranks
-    elif candidate.kind == "sharded" or (candidate.kind == "deepspeed" and candidate.stage < 3):
+    elif candidate.kind == "sharded":  # owners broadcast what they have updated
+        sent, update = _exposed(profile, candidate, hardware, ranks) + ring(trained, ranks, hardware, 1), update / ranks
+    elif candidate.kind == "deepspeed" and candidate.stage < 3:
         sent, update = _exposed(profile, candidate, hardware, ranks), update / ranks
     else:
         gathers = 1 if candidate.kind == "fsdp_grads" else 2

@@ -105,10 +105,12 @@ def _fsdp(net: Net, again: bool = True) -> Step:
 
 
 def _sharded(net: Net) -> Step:
-    from lockstep.parallel.zero.reducer import ShardedReducer
+    from lockstep.parallel.owned_optimizer import OwnedOptimizers
+    from lockstep.parallel.reducer import Reducer
 
     optimizer, x = _adam(net), torch.ones(1, net.width)
-    reducer = ShardedReducer(net, [optimizer])
+    OwnedOptimizers([optimizer])
+    reducer = Reducer(net.named_parameters())
 
     def step() -> None:
         optimizer.zero_grad()

@@ -79,8 +79,10 @@ def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, pa
         return 'predicted, not chosen: the module needs a chain of blocks; give strategy="balanced"'
     if candidate.kind == "deepspeed" and "deepspeed" not in packages:
         return "needs the package deepspeed"
-    if candidate.kind in ("sharded", "deepspeed") and not profile.elementwise:
+    if candidate.kind == "deepspeed" and not profile.elementwise:
         return "the optimizer needs whole parameters"
+    if candidate.kind == "sharded" and not profile.parameter_wise:
+        return "the optimizer needs all parameters together"
     if candidate.kind == "dp" and profile.samples < hardware.devices:
         return f"{profile.samples} samples cannot be cut over {hardware.devices} devices"
     return ""

@@ -185,6 +185,7 @@ class ModelProfile:
         blocks: in the order of the chain.
         steps: "kept", and "recomputed" where repeated blocks are computed again.
         elementwise: optimizers work element by element, so that slices of parameters can be updated.
+        parameter_wise: they work parameter by parameter, so that ranks can share parameters out.
         device: the type of the device on which seconds were measured; "" where none were.
         outside: bytes that the forward keeps of what runs before the first block, and behind the last one.
     """
@@ -198,6 +199,7 @@ class ModelProfile:
     blocks: tuple[BlockProfile, ...]
     steps: dict[str, StepProfile] = field(default_factory=dict)
     elementwise: bool = True
+    parameter_wise: bool = True
     device: str = ""
     outside: tuple[int, int] = (0, 0)
 
@@ -304,6 +306,7 @@ def _parameters(
 
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+NOT_PARAMETER_WISE = ("LBFGS", "SparseAdam")
 
 
 def profile_step(
@@ -353,6 +356,7 @@ def profile_step(
         tuple(_blocks(kept.trace, units, order, repeated, sizes)),
         {name: _renumbered(found, place) for name, found in steps.items()},
         elementwise=not set(kept.optimizers) & set(NOT_ELEMENTWISE),
+        parameter_wise=not set(kept.optimizers) & set(NOT_PARAMETER_WISE),
         outside=(sizes.get(REST, 0), sizes.get(BEHIND, 0)),
     )
 

@@ -48,9 +48,10 @@ from lockstep.strategies.ranks import (
     checked_cap,
     checked_caps,
 )
-from lockstep.strategies.sharded_optimizer import ShardedUpdate, check_options, check_shardable
+from lockstep.strategies.sharded_optimizer import check_options, check_shareable, whole_states
 
 if TYPE_CHECKING:
+    from lockstep.parallel.owned_optimizer import OwnedOptimizers
     from lockstep.strategies.comm_hooks import CommunicationHook, LocalSteps
 
 GAP = (
@@ -101,7 +102,8 @@ class DDPStrategy(RankedStrategy):
         check_reduction: after each reduction, compare checksums of the gradients over the ranks, and name the first
             parameter in which they differ. It costs a message a step.
         find_unused_parameters: accepted; unused parameters need no flag here.
-        shard_optimizer: share out the optimizers' work and state: each rank updates its slice of every bucket (ZeRO).
+        shard_optimizer: share out the optimizers' work and states: each parameter has one owner, which alone updates it
+            (ZeRO stage 1).
         offload_optimizer: keep the optimizers' states on the CPU; a part of them at a time is on the device, while
             the optimizer steps.
         activation_checkpointing: compute activations again in the backward, in place of keeping them: True (of the
@@ -186,13 +188,13 @@ class DDPStrategy(RankedStrategy):
         self._check_reduction = check_reduction
         self._checks: DesyncCheck | None = None
         self._shard_optimizer = shard_optimizer
-        if shard_optimizer:
-            check_options(gradient_as_bucket_view, ddp_comm_hook or outer_optimizer, check_reduction, offload_optimizer)
         self._hook = _communication_hook(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period, outer_optimizer
         )
+        if shard_optimizer:
+            check_options(self._hook is not None and self._hook.is_local, offload_optimizer)
         self._local: LocalSteps | None = None  # of this fit, where its hook takes such
-        self._sharded: ShardedUpdate | None = None
+        self._owned: OwnedOptimizers | None = None
         self._reducer: Reducer | None = None
         self._late: LateRefusal | None = None
         self._plan: Any = None
@@ -236,7 +238,18 @@ class DDPStrategy(RankedStrategy):
         if self._caps and self._plan is None:
             awake = [(name, p) for name, p in named.items() if p.requires_grad]
             self._plan = plan_buckets(infos_of(awake), self._caps)
-        self._reducer = self._make_reducer(named, sorted(sparse_names(self.module)))
+        sparse = sorted(sparse_names(self.module))
+        if self._shard_optimizer:
+            self._share_optimizers(sparse)
+        self._reducer = Reducer(
+            named.items(),  # frozen ones too, for which it finds out when they are unfrozen
+            bucket_cap_mb=self._bucket_cap_mb,
+            gradient_as_bucket_view=self._views,
+            plan=self._plan,
+            static_graph=self._static_graph,
+            sparse=sparse,
+            shared_memory=self._shared_memory and self._hook is None,
+        )
         if self._hook is not None:
             self._attach_hook(self._hook, self._reducer)
 
@@ -263,30 +276,12 @@ class DDPStrategy(RankedStrategy):
         if self._late is not None:
             self._late.look(self.optimizers)
 
-    def _make_reducer(self, named: dict[str, Any], sparse: list[str]) -> Reducer:
-        if self._shard_optimizer:
-            check_shardable(named.values(), self.optimizers, sparse)
-            if self.world.size > 1:
-                self._sharded = ShardedUpdate(
-                    self.module,
-                    self.optimizers,
-                    self.precision,
-                    named_parameters=named.items(),
-                    bucket_cap_mb=self._bucket_cap_mb,
-                    plan=self._plan,
-                    static_graph=self._static_graph,
-                    shared_memory=self._shared_memory,
-                )
-                return self._sharded.reducer
-        return Reducer(
-            named.items(),  # frozen ones too: those that are thawed later are taken in then
-            bucket_cap_mb=self._bucket_cap_mb,
-            gradient_as_bucket_view=self._views,
-            plan=self._plan,
-            static_graph=self._static_graph,
-            sparse=sparse,
-            shared_memory=self._shared_memory and self._hook is None,
-        )
+    def _share_optimizers(self, sparse: list[str]) -> None:
+        """Give each parameter an owner, which alone has the states of the optimizers for it."""
+        from lockstep.parallel.owned_optimizer import OwnedOptimizers
+
+        check_shareable(self.optimizers, sparse)
+        self._owned = OwnedOptimizers(self.optimizers)
 
     def _attach_hook(self, hook: CommunicationHook, reducer: Reducer) -> None:
         take_buffers = partial(sync_buffers, self.module, None) if self._buffers is not None else None
@@ -310,14 +305,11 @@ class DDPStrategy(RankedStrategy):
         return (0, 0) if self._reducer is None else (self._reducer.collectives, self._reducer.bytes)
 
     def waits_in(self) -> list[tuple[object, str]]:
-        """In the reducer, which may sum gradients in memory that ranks share; and for the others' updates."""
-        found: list[tuple[object, str]] = [] if self._reducer is None else [(self._reducer, "_wait")]
-        return found if self._sharded is None else [*found, (self._sharded.shards, "_finish")]
+        """In the reducer, which may sum gradients in memory that ranks share."""
+        return [] if self._reducer is None else [(self._reducer, "_wait")]
 
     def teardown(self) -> None:
         """Detach the reducer from the parameters; the optimizers can still be saved, all ranks together."""
-        if self._sharded is not None:
-            self._sharded.detach()
         super().teardown()
         if self._norms is not None:
             self._norms.put_back()
@@ -446,8 +438,6 @@ class DDPStrategy(RankedStrategy):
 
     def end_training(self) -> None:
         """Leave every rank with rank 0's buffers, and the mean where weights have parted; each's own can be saved."""
-        if self._sharded is not None:
-            self._sharded.shards.wait()
         if self._local is not None and self._local.differ:
             self._local.apart.show_mean()
         elif self._buffers is not None:
@@ -458,68 +448,32 @@ class DDPStrategy(RankedStrategy):
         if self._late is not None:
             self._late.look(self.optimizers)
 
-    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
-        """Clip the whole gradient of an optimizer's parameters, of which each rank may have its slices."""
-        if self._sharded is None:
-            super().clip(optimizer, value, algorithm)
-        else:
-            self._sharded.shards.clip(optimizer, value, algorithm)
-
-    def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
-        """The gradients that this rank updates with."""
-        sharded = self._sharded
-        return super().gradients_of(optimizer) if sharded is None else sharded.shards.gradients_of(optimizer)
-
-    def all_gradients(self) -> list[Tensor]:
-        """Slices where there are such, else whole ones."""
-        found = super().all_gradients()
-        return found if self._sharded is None else self._sharded.shards.parts_of(found)
-
     @contextmanager
     def whole_gradients(self) -> Iterator[None]:
         """Inside, ``.grad`` is the whole gradient; what is done to it counts. Collective."""
         if self.absent:
             self.check_present("strategy.whole_gradients()")
-        with contextlib.nullcontext() if self._sharded is None else self._sharded.shards.whole_gradients():
-            yield
+        yield
 
     def held(self) -> dict[str, list[Tensor]]:
-        """The same, with the reducer's buckets, what a hook remembers, and of sharded optimizers this rank's part."""
+        """The same, with the reducer's buckets, and what a hook remembers."""
         held = super().held()
         held["buckets"] = [] if self._reducer is None else self._reducer.memory()
         held["hook_state"] = [] if self._hook is None else list(tensors_in(self._hook.state, 8))
-        if self._sharded is not None:  # what stands for a gradient then has no memory
-            held["gradients"] = [gradient for gradient in held["gradients"] if type(gradient) is Tensor]
         return held
 
     def saves_memory_by(self) -> frozenset[str]:
         """The same, with sharded optimizers."""
         return super().saves_memory_by() | (frozenset(["sharded optimizer"]) if self._shard_optimizer else frozenset())
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Each parameter with its whole gradient, of which each rank may have its slices."""
-        with self.whole_gradients():
-            yield from super().whole_parameters()
-
     def held_gradients(self) -> dict[str, Any]:
-        """What backwards have left, and this rank's buffers where they are its own until the window's end.
-
-        Of sharded optimizers those that were reduced are whole, and named beside.
-        """
+        """What backwards have left, and this rank's buffers where they are its own until the window's end."""
         own = {} if self._buffers is None or self._is_apart() else self._buffers.held()
-        sharded = {} if self._sharded is None else {"reduced": self._sharded.shards.reduced_names()}
-        with self.whole_gradients():
-            return {**super().held_gradients(), **sharded, "buffers": snapshot(own)}
+        return {**super().held_gradients(), "buffers": snapshot(own)}
 
     def hold_gradients(self, saved: dict[str, Any]) -> None:
         """Put back what `held_gradients` gave."""
         super().hold_gradients(saved)
-        if self._sharded is not None:
-            parameters = self.named_parameters()
-            for name in saved.get("reduced", ()):
-                gradient = parameters[name].grad
-                assert gradient is not None
-                self._sharded.shards.hold(parameters[name], gradient)
         if self._buffers is not None:
             self._buffers.hold(saved.get("buffers", {}))
 
@@ -546,7 +500,7 @@ class DDPStrategy(RankedStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # a group belongs to its process, and so does what works with it
-        return kept(self, "_norms", "_norms_group", "_local", "_late", "_sharded", "_reducer")
+        return kept(self, "_norms", "_norms_group", "_local", "_late", "_owned", "_reducer")
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
         """The module, of the ranks' mean where weights have parted; optimizers; what the ranks need besides.
@@ -569,9 +523,10 @@ class DDPStrategy(RankedStrategy):
         return state
 
     def _saved(self, alone: bool, weights_only: bool) -> EngineState:
-        if self._sharded is None or weights_only:
+        if self._owned is None or self.world.size == 1 or weights_only:
             return super().save(alone, weights_only)
-        return EngineState(self.module.state_dict(), self._sharded.states(alone), self._other_parameters())
+        states = whole_states(self._owned, self.optimizers, alone)
+        return EngineState(self.module.state_dict(), states, self._other_parameters())
 
     def load(self, state: EngineState) -> None:
         """Lay the buckets out as the checkpointed run had them; take this rank's part of what ranks have alone."""

@@ -1,1 +1,1 @@
-"""Optimizers whose work and state the ranks share (ZeRO stages 1 and 2)."""
+"""The path at which sharded optimizers were."""
