@@ -156,22 +156,21 @@ class CollectiveTrace:
             function: torch's.
             strided: what is called instead for a tensor that is not contiguous.
         """
-        names = list(inspect.signature(function).parameters)
-        return self._noted(name, function, names, COLLECTIVES[name], strided=strided)
+        return self._noted(name, function, COLLECTIVES[name], name not in _SIMPLE, strided=strided)
 
     def message(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A message from rank to rank that is noted."""
-        return self._noted(name, function, list(inspect.signature(function).parameters), MESSAGES[name], numbered=False)
+        return self._noted(name, function, MESSAGES[name], nests=True, numbered=False)
 
     def composed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of ours that is made of messages, and noted as the collective that it is."""
-        return self._noted(name, function, list(inspect.signature(function).parameters), COLLECTIVES[name], nests=True)
+        return self._noted(name, function, COLLECTIVES[name], nests=True)
 
     def functional(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A functional collective that is noted, where it is made and not just traced."""
-        names = list(inspect.signature(function).parameters)
-        payload = "" if name.endswith("coalesced") else names[0]
-        return self._noted(name.removesuffix("_autograd"), function, names, payload)
+        payload = "" if name.endswith("coalesced") else next(iter(inspect.signature(function).parameters))
+        name = name.removesuffix("_autograd")
+        return self._noted(name, function, payload, name not in _SIMPLE)
 
     def waited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         """``Work.wait``, which notes that what was waited for is complete."""
@@ -192,18 +191,16 @@ class CollectiveTrace:
         self,
         name: str,
         function: Callable[..., Any],
-        names: list[str],
         payload: str,
+        nests: bool,
         numbered: bool = True,
         strided: Callable[..., Any] | None = None,
-        nests: bool | None = None,
     ) -> Callable[..., Any]:
+        names = list(inspect.signature(function).parameters)
         at = names.index("group") if "group" in names else len(names)
-        nests = name not in _SIMPLE if nests is None else nests
-        uncounted = nests or not numbered  # how many it makes is seen behind it; backends count messages apart, or not
         begin = self._begun(_SAME.get(name, name), names, payload, numbered)
+        end = self._ended(nests, numbered)
         busy, groups, find = self._busy, self._groups, self._find
-        leave, pend, mark = self.memory.leave, self._pend, self._marks.put
 
         def noted(*args: object, **kwargs: object) -> Any:
             if is_compiling() or (busy and get_ident() in busy):
@@ -212,73 +209,39 @@ class CollectiveTrace:
             if group is None:
                 group = GroupMember.WORLD
             known = groups.get(id(group))
-            if known is None:
-                group, known = find(group)
+            if known is None or known.parts:
+                group, known = find(group, name, args, kwargs)
                 if known is None:  # this rank is no member, or there is no group: the call itself says so
                     return function(*args, **kwargs)
-            if known.parts:
-                known = known.parts.get(kind_of_device(name, args, kwargs, group)) or known
             index = begin(args, kwargs, group, known)
-            call = function
-            if strided is not None:
-                tensor = args[0] if args else kwargs.get("tensor")
-                if isinstance(tensor, Tensor) and not tensor.is_contiguous():
-                    call = strided
+            call = function if strided is None or _is_whole(args, kwargs) else strided
             if nests:
                 busy.add(get_ident())
             work: Any = call  # what is no answer, if there is none
             try:
                 work = call(*args, **kwargs)
             finally:
-                if nests:
-                    busy.discard(get_ident())
-                if uncounted and known.counts:
-                    known.sequence = known.sequence_of(group)
-                complete = work is None or work.__class__ is int  # a received message's source
-                if work is call:
-                    complete, known.whole = True, False  # nobody knows whether it has been begun
-                leave(index, complete and not (known.queue and work is None and mark(index, known.queue)))
-                if not complete:
-                    pend(work, index, known.queue)
+                end(index, group, known, work, work is not call)
             return work
 
         return functools.update_wrapper(noted, function)
 
+    # The functions that follow are called at each collective. What can be known of a function of torch's is found out
+    # before, when it is replaced.
+
     def _begun(self, name: str, names: list[str], payload: str, numbered: bool) -> Callable[..., int]:
-        """What notes that a call begins, and gives the note's index. Every line runs at each collective."""
-        what = names.index(payload) if payload else -1
-        op = names.index("op") if "op" in names else -1
-        root, root_name = next(((names.index(each), each) for each in _ROOTS if each in names), (-1, ""))
-        word = self.memory.word("operation", name)
-        enter, payloads, describe = self.memory.enter, self._payloads, self._describe
+        """What notes that a call begins, and gives the note's index."""
+        word, enter = self.memory.word("operation", name), self.memory.enter
+        payload_of = self._payload_of(names, payload) if payload else _none
+        root_of = _root_of(names)
         location_of, phase_of = self._location, self._phase
         main, threads = threading.main_thread().ident, threading._active  # type: ignore[attr-defined]
 
         def begin(args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, known: TracedGroup) -> int:
             if known.counts:
-                sequence = group._get_sequence_number_for_group() if known.device is None else known.sequence_of(group)
-                if sequence is None:  # another group, which does not count, at the address of one that is gone
-                    known.counts = known.whole = False
-                else:
-                    if sequence != known.sequence:
-                        known.passes(sequence - known.sequence)
-                    known.sequence = sequence + 1
-            given = len(args)
-            shape: Any = 0
-            source: Any = -1
-            if what >= 0:
-                tensor: Any = args[what] if given > what else kwargs.get(payload)
-                reduction = None if op < 0 else args[op] if given > op else kwargs.get("op", SUM)
-                try:
-                    shape = payloads.get((tensor.shape, tensor.dtype, id(reduction)))
-                    if shape is None:
-                        shape = describe(tensor, reduction)
-                except (AttributeError, TypeError, RuntimeError):  # no tensor: the call itself says so
-                    shape = 0
-            if root >= 0:
-                source = args[root] if given > root else kwargs.get(root_name)
-                if source.__class__ is not int:
-                    source = -1
+                known.follow(group)
+            shape = payload_of(args, kwargs)
+            source = -1 if root_of is None else root_of(args, kwargs)
             phase, batch = (0, -1) if self.where is None else phase_of()
             if numbered:
                 known.number += 1
@@ -292,6 +255,43 @@ class CollectiveTrace:
             return enter(number, shape, location_of(sys._getframe(2)), word, known.word, phase, flags, batch, source)
 
         return begin
+
+    def _payload_of(self, names: list[str], payload: str) -> Callable[..., int]:
+        """What gives the word for the tensor of a call, and its reduction; 0 where there is no tensor."""
+        what = names.index(payload)
+        op = names.index("op") if "op" in names else -1
+        payloads, describe = self._payloads, self._describe
+
+        def payload_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+            given = len(args)
+            tensor: Any = args[what] if given > what else kwargs.get(payload)
+            reduction = None if op < 0 else args[op] if given > op else kwargs.get("op", SUM)
+            try:
+                found = payloads.get((tensor.shape, tensor.dtype, id(reduction)))
+                return describe(tensor, reduction) if found is None else found
+            except (AttributeError, TypeError, RuntimeError):  # no tensor: the call itself says so
+                return 0
+
+        return payload_of
+
+    def _ended(self, nests: bool, numbered: bool) -> Callable[..., None]:
+        """What notes that a call is over."""
+        uncounted = nests or not numbered  # how many it makes is seen behind it; backends count messages apart, or not
+        busy, leave, pend, mark = self._busy, self.memory.leave, self._pend, self._marks.put
+
+        def end(index: int, group: Any, known: TracedGroup, work: Any, returned: bool) -> None:
+            if nests:
+                busy.discard(get_ident())
+            if uncounted and known.counts:
+                known.sequence = known.sequence_of(group)
+            complete = not returned or work is None or work.__class__ is int  # a received message's source
+            if not returned:
+                known.whole = False  # nobody knows whether it has been begun
+            leave(index, complete and not (known.queue and work is None and mark(index, known.queue)))
+            if not complete:
+                pend(work, index, known.queue)
+
+        return end
 
     def stop(self) -> None:
         """Note nothing of this thread any more, also where somebody has kept a function that notes."""
@@ -358,8 +358,11 @@ class CollectiveTrace:
 
     # -- groups
 
-    def _find(self, group: object) -> tuple[Any, TracedGroup | None]:
-        """A group that is new here, or that is named in another way."""
+    def _find(
+        self, group: object, name: str, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Any, TracedGroup | None]:
+        """The group of a call that is new here, named in another way, or has several backends: of these, the one that
+        carries the call. None where there is no group."""
         if not isinstance(group, dist.ProcessGroup):
             try:
                 group = resolved(group)
@@ -367,7 +370,10 @@ class CollectiveTrace:
                 group = None
             if group is None:
                 return None, None
-        return group, self._groups.get(id(group)) or self._meet(group, whole=False)
+        known = self._groups.get(id(group)) or self._meet(group, whole=False)
+        if known is not None and known.parts:
+            known = known.parts.get(kind_of_device(name, args, kwargs, group)) or known
+        return group, known
 
     def _meet(self, group: Any, whole: bool) -> TracedGroup | None:
         try:
@@ -400,6 +406,31 @@ class CollectiveTrace:
 
         self._watched.append(weakref.ref(group, gone))
         return known
+
+
+def _none(args: object, kwargs: object) -> int:
+    """The word for what a call without a payload brings."""
+    return 0
+
+
+def _root_of(names: list[str]) -> Callable[..., int] | None:
+    """What gives the source or destination of a call, -1 where that is no number; None for functions without one."""
+    name = next((each for each in _ROOTS if each in names), "")
+    if not name:
+        return None
+    at = names.index(name)
+
+    def root_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        found = args[at] if len(args) > at else kwargs.get(name)
+        return found if found.__class__ is int else -1
+
+    return root_of
+
+
+def _is_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether gloo reduces the tensor of a call rightly."""
+    tensor = args[0] if args else kwargs.get("tensor")
+    return not isinstance(tensor, Tensor) or tensor.is_contiguous()
 
 
 def _kind(file: str) -> int:

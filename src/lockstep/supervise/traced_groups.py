@@ -46,6 +46,16 @@ class TracedGroup:
         """How many collectives the backend has counted."""
         return sequence_of(group, self.device)
 
+    def follow(self, group: Any) -> None:
+        """A collective is about to be made: note what the backend has counted since the last one, and count this."""
+        sequence = group._get_sequence_number_for_group() if self.device is None else sequence_of(group, self.device)
+        if sequence is None:  # another group, which does not count, at the address of one that is gone
+            self.counts = self.whole = False
+            return
+        if sequence != self.sequence:
+            self.passes(sequence - (self.sequence or 0))
+        self.sequence = sequence + 1
+
     def passes(self, count: int) -> None:
         """So many have not come by the gate, since the last one that has."""
         self.passed = passed(self.passed, self.number, count)
