@@ -98,12 +98,12 @@ def _combine(traced: bool) -> tuple[list[float], list[float], list[str]]:
     if traced:
         install_trace()
     mine = torch.tensor([0.1, 1e16, -1 / 3], dtype=torch.float64) * (dist.get_rank() + 1) * (-1) ** dist.get_rank()
-    with patch.object(dist, "all_gather", side_effect=lambda *_: calls.append("all_gather")):
-        try:
+    try:
+        with patch.object(dist, "all_gather", side_effect=lambda *_: calls.append("all_gather")):
             found = comm.combined(mine, _in_order)
-        finally:
-            if traced:
-                take_down()
+    finally:
+        if traced:
+            take_down()
     rows = comm.all_gather_tensor(mine)
     expected = _in_order(torch.stack([_in_order(part) for part in rows.split(8)])) if len(rows) > 8 else rows
     return found.tolist(), expected.tolist(), calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from typing import Any
 
@@ -69,6 +70,20 @@ def _replaced_by_somebody() -> float:
 def test_calls_are_compared_where_somebody_has_put_another_function(ranks: RankPool) -> None:
     """It ended in an AttributeError on one rank, for which the others waited."""
     assert ranks(2).run(_replaced_by_somebody) == [4.0, 4.0]
+
+
+def _kept_by_somebody() -> int:
+    importlib.import_module("torch.distributed._functional_collectives")
+    install_trace()
+    kept = dist.all_reduce
+    take_down()
+    kept(torch.ones(2), group=dist.new_group(range(2)))
+    return len(collective_trace._replaced)
+
+
+def test_a_gate_that_somebody_has_kept_puts_nothing_up_again(ranks: RankPool) -> None:
+    """Met with a new group, it noted functional collectives, and the next gate was not put up at all."""
+    assert ranks(2).run(_kept_by_somebody) == [0, 0]
 
 
 def _calls(kind: str) -> str:

@@ -648,6 +648,8 @@ def _take_in_functional() -> None:
 
 def take_down() -> None:
     """Put torch's own functions back: for what is to be measured or tested without the gate."""
+    if _trace is not None:
+        _trace.on_group = None  # somebody may have kept a function that notes: it puts nothing up again
     while _replaced:
         home, name, value = _replaced.pop()
         setattr(home, name, value)
