@@ -61,7 +61,7 @@ PARTS: tuple[Part, ...] = (
     # imported with the package
     Part(
         "torch.utils._pytree",
-        "data/combined.py data/stream.py loop/choice.py loop/step.py parallel/sharded_init.py",
+        "data/combined.py data/stream.py loop/choice.py loop/weighing.py parallel/sharded_init.py",
         "the tensors of a nested batch, and the batch again",
         EVERYTHING,
     ),
@@ -357,7 +357,7 @@ PARTS: tuple[Part, ...] = (
     Part("torch._C._get_accelerator", "supervise/traced_groups.py", "the backend of a barrier", TRACE),
     Part(
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
-        "supervise/collective_trace.py",
+        "supervise/traced_groups.py",
         "the number of a collective",
         TRACE,
     ),

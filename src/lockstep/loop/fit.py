@@ -508,8 +508,9 @@ class FitLoop:
         progress.phase = WINDOW_END
         stop = session.should_stop or progress.global_step >= self._most_steps
         if self.step.shared:
-            interrupted = session.agreement.is_up(session.interrupt_flag)
-            stop = stop or session.agreement.is_up(session.stop_flag)
+            up = session.agreement.up
+            interrupted = session.interrupt_flag in up
+            stop = stop or session.stop_flag in up
         else:
             interrupted = self.signals is not None and self.signals.asked != 0
         if interrupted:

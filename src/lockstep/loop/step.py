@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import TreeSpec
 
 from lockstep.ground.closures import demands_closure, takes_closure
 from lockstep.ground.device import widest
@@ -27,7 +26,7 @@ from lockstep.loop.schedulers import Schedulers
 from lockstep.loop.session import Session
 from lockstep.loop.signatures import takes_idx
 from lockstep.loop.step_watch import StepWatch
-from lockstep.loop.weighing import Share, share_of
+from lockstep.loop.weighing import Share, share_of, weighed_by_part
 from lockstep.module import LightningModule
 from lockstep.strategies.engine import MicroBatch
 
@@ -322,7 +321,7 @@ class Step:
             begun.append((batch, weight, results.micro_batch, self._absent))
             arguments = (batch, batch_idx + i) if self.takes_idx else (batch,)
             enter = partial(self._enter_part, weight, results.micro_batch)
-            loss = partial(self._scaled_loss, weight, share, losses, results.micro_batch)
+            loss = partial(self._scaled_loss, share, losses, results.micro_batch)
             micro_batches.append(MicroBatch(arguments, enter, loss, empty=weight == 0.0))
         if self.strategy.optimizers != self._optimizers:
             self._change_optimizers()
@@ -369,10 +368,10 @@ class Step:
         results.table = self.table
 
     def _scaled_loss(
-        self, weight: float, share: float, losses: dict[int, Tensor], number: int, output: object, part: float = 1.0
+        self, share: float, losses: dict[int, Tensor], number: int, output: object, part: float = 1.0
     ) -> Tensor | None:
         """What backward begins from, of what ``training_step`` returned for (a part of) micro-batch ``number``."""
-        loss, factor = self._read(output, weight, share_of(share, part))
+        loss, factor = self._read(output, share_of(share, part))
         if loss is None:
             return None
         loss = loss * factor
@@ -482,54 +481,60 @@ class Step:
         """Forward and backward of one micro-batch; gives what ``on_train_batch_end`` is shown."""
         strategy, step = self.strategy, self.training_step
         if batch is None:
-            if first and not strategy.sync_gradients:  # the window goes on
-                self._zero_grad(batch_idx)
-            if self.shared and strategy.sync_gradients:
-                self._publish()
-            return strategy.skip()
+            return self._without_batch(batch_idx, first)
         if self._absent:
             strategy.absent = self._absent  # until the step returns: the others do not run it
         output = strategy.run(step, batch, batch_idx) if self.takes_idx else strategy.run(step, batch)
         if self._absent:
             strategy.absent = ()
+        loss: Tensor | None = output
         factor: float | Tensor = share
-        if type(output) is Tensor:
-            loss: Tensor | None = output
+        if type(output) is not Tensor:
+            loss, factor = self._read(output, share)
+        else:
             self._unweighed = True
             if type(share) is Share:
                 warn_once(UNEVEN, key="uneven loaders")
-        else:
-            loss, factor = self._read(output, weight, share)
-            if loss is not None and isinstance(output, dict) and not isinstance(output["loss"], Tensor):
-                output = {**output, "loss": loss}
         if first:
             self._zero_grad(batch_idx)
         if self.shared and strategy.sync_gradients:
             self._publish()
         if loss is None:
-            strategy.skip()
-            if self.shared and strategy.sync_gradients and self.hooks.on_after_backward is not None:
-                warnings.warn(NO_HOOK.format(rank=strategy.global_rank), stacklevel=2)  # on this rank, whichever it is
+            self._skip()
         else:
-            if isinstance(factor, Tensor) or factor != 1.0:  # of a device's nobody asks
-                loss = loss * factor
-            if self._by_closure_road:
-                self._losses.append(loss.detach())
-            try:
-                if self._bare_backward:
-                    strategy.backward(loss)
-                else:
-                    self._backward(loss)
-            except RuntimeError as error:
-                refuse_loss(loss, "`training_step` returned", error)
-                raise
-        if self.hooks.on_train_batch_end is None:
-            return None
-        if isinstance(output, Tensor):
-            return {"loss": loss.detach()}  # type: ignore[union-attr]  # as backward saw it
-        if isinstance(output, dict) and isinstance(loss, Tensor):
-            output = {**output, "loss": loss}
-        return {} if output is None else _detached(output)
+            loss = self._differentiate(loss, factor)
+        return None if self.hooks.on_train_batch_end is None else _with_loss(output, loss)
+
+    def _without_batch(self, batch_idx: int, first: bool) -> None:
+        """What :meth:`_forward_backward` does where the loader gave None for a batch."""
+        if first and not self.strategy.sync_gradients:  # the window goes on
+            self._zero_grad(batch_idx)
+        if self.shared and self.strategy.sync_gradients:
+            self._publish()
+        self.strategy.skip()
+
+    def _skip(self) -> None:
+        """Take part in the reduction without a loss: ``training_step`` returned None."""
+        strategy = self.strategy
+        strategy.skip()
+        if self.shared and strategy.sync_gradients and self.hooks.on_after_backward is not None:
+            warnings.warn(NO_HOOK.format(rank=strategy.global_rank), stacklevel=3)  # on this rank, whichever it is
+
+    def _differentiate(self, loss: Tensor, factor: float | Tensor) -> Tensor:
+        """Backward of a loss times its factor; gives the product."""
+        if isinstance(factor, Tensor) or factor != 1.0:  # of a device's nobody asks
+            loss = loss * factor
+        if self._by_closure_road:
+            self._losses.append(loss.detach())
+        try:
+            if self._bare_backward:
+                self.strategy.backward(loss)
+            else:
+                self._backward(loss)
+        except RuntimeError as error:
+            refuse_loss(loss, "`training_step` returned", error)
+            raise
+        return loss
 
     def _play(self, micro_batch: Played, first: bool) -> Any:
         self._absent, batch, batch_idx, weight, share = micro_batch
@@ -565,7 +570,7 @@ class Step:
         with padding(self.session):
             arguments = (batch, batch_idx) if self.takes_idx else (batch,)
             before = self.fit.weights
-            loss, _ = self._read(strategy.run(self.training_step, *arguments), 0.0, 1.0)
+            loss, _ = self._read(strategy.run(self.training_step, *arguments), 1.0)
             if self.fit.weights is not before:  # it returns weights, and this one is nothing
                 self.fit.weights = 0.0 if before is None else before
             if first:
@@ -584,61 +589,38 @@ class Step:
         self.session.request_stop()
         self.agreement.publish()
 
-    def _read(self, output: object, weight: float, share: float) -> tuple[Tensor | None, float | Tensor]:
+    def _read(self, output: Any, share: float) -> tuple[Tensor | None, float | Tensor]:
         """The loss and its factor from what ``training_step`` returned."""
+        if isinstance(output, Tensor):
+            self._unweighed = True
+            return output, share
         if output is None:
             warn_once(
                 "`training_step` returned None: the micro-batch is skipped. If that is not meant, return the loss.",
                 key="training_step None",
             )
             return None, share
-        if isinstance(output, Tensor):
+        loss = output.get("loss") if isinstance(output, dict) else None
+        nest = self.fit.loaded.nest
+        if nest is not None and isinstance(loss, (dict, list, tuple)):
             self._unweighed = True
-            return output, share
-        if isinstance(output, dict) and isinstance(output.get("loss"), (dict, list, tuple)):
-            nest = self.fit.loaded.nest
-            if nest is not None:
-                self._unweighed = True
-                return self._weighed_by_part(output, nest, share), 1.0
-        if not isinstance(output, dict) or not isinstance(output.get("loss"), Tensor):
+            return weighed_by_part(output, nest, share), 1.0
+        if not isinstance(output, dict) or not isinstance(loss, Tensor):
             raise MisconfigurationException(
                 f"`training_step` returned {type(output).__name__}: return the loss (a tensor), a dict with the key "
                 '"loss", or None.'
             )
         if not self._looked_at_keys:
             self._looked_at_keys = True
-            lost = [key for key in ("log", "progress_bar") if isinstance(output.get(key), dict)]
-            if lost:
-                rank_zero_warn(
-                    f"`training_step` returned the keys {lost}, as in 2019, and nothing reads them: write "
-                    "`self.log_dict(values)`, with prog_bar=True for the progress bar, and return the loss."
-                )
+            _tell_of_unread(output)
         if "weight" not in output:
             self._unweighed = True
             if type(share) is Share:
                 warn_once(UNEVEN, key="uneven loaders")
-            return output["loss"], share
+            return loss, share
         own = output["weight"]
         self.fit.weights = own if self.fit.weights is None else self.fit.weights + own
-        return output["loss"], own
-
-    def _weighed_by_part(self, output: dict[str, Any], nest: TreeSpec, share: float) -> Tensor:
-        """The losses of several loaders, each weighed by its own loader's samples."""
-        losses = output["loss"]
-        try:
-            leaves = nest.flatten_up_to(losses)
-        except ValueError:
-            leaves = []
-        known = [leaf for leaf in leaves if leaf is not None]
-        if not known or not all(isinstance(leaf, Tensor) for leaf in known) or "weight" in output:
-            raise MisconfigurationException(
-                f'`training_step` returned {{"loss": {losses!r:.200}}}: give one loss for each loader, in the nest in '
-                'which its batch came, None where that is None; and no "weight" beside, since each loader weighs by '
-                "its own samples."
-            )
-        parts = share.parts if isinstance(share, Share) else (share,) * len(leaves)
-        weighed = [leaf * part for leaf, part in zip(leaves, parts, strict=True) if leaf is not None]
-        return torch.stack(weighed).sum()
+        return loss, own
 
     def _backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         hooks = self.hooks
@@ -785,6 +767,22 @@ class Step:
         if self.optimizer is None and self.progress.global_step == before:  # else the window's end counts it
             self.progress.global_step += not self.watch.left_out  # type: ignore[union-attr]  # one without hooks
         return result
+
+
+def _tell_of_unread(output: dict[str, Any]) -> None:
+    lost = [key for key in ("log", "progress_bar") if isinstance(output.get(key), dict)]
+    if lost:
+        rank_zero_warn(
+            f"`training_step` returned the keys {lost}, as in 2019, and nothing reads them: write "
+            "`self.log_dict(values)`, with prog_bar=True for the progress bar, and return the loss."
+        )
+
+
+def _with_loss(output: Any, loss: Tensor | None) -> dict[str, Any]:
+    """What ``on_train_batch_end`` is shown of a step's output: the loss is as backward saw it."""
+    if loss is None:
+        return {}
+    return {"loss": loss.detach()} if isinstance(output, Tensor) else _detached({**output, "loss": loss})
 
 
 def _detached(output: dict[str, Any]) -> dict[str, Any]:

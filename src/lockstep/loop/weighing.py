@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+from lockstep.ground.errors import MisconfigurationException
 
 Part = tuple[float, float]
 """(weight, share) of a micro-batch; see `lockstep.loop.feed.Window`."""
@@ -53,3 +60,31 @@ def weigh_parts(
             share = uneven
         found.append((weight, share))
     return found
+
+
+def weighed_by_part(output: dict[str, Any], nest: TreeSpec, share: float) -> Tensor:
+    """The losses of several loaders, each weighed by its own loader's samples, added up.
+
+    Args:
+        output: what ``training_step`` returned.
+        nest: of the batch.
+        share: of the micro-batch.
+
+    Raises:
+        MisconfigurationException: the losses are in another nest, or a weight stands beside them.
+    """
+    losses = output["loss"]
+    try:
+        leaves = nest.flatten_up_to(losses)
+    except ValueError:
+        leaves = []
+    known = [leaf for leaf in leaves if leaf is not None]
+    if not known or not all(isinstance(leaf, Tensor) for leaf in known) or "weight" in output:
+        raise MisconfigurationException(
+            f'`training_step` returned {{"loss": {losses!r:.200}}}: give one loss for each loader, in the nest in '
+            'which its batch came, None where that is None; and no "weight" beside, since each loader weighs by '
+            "its own samples."
+        )
+    parts = share.parts if isinstance(share, Share) else (share,) * len(leaves)
+    weighed = [leaf * part for leaf, part in zip(leaves, parts, strict=True) if leaf is not None]
+    return torch.stack(weighed).sum()
