@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument(
         "--slow-rank", type=SlowRank.parse, help="rank:factor@step makes a rank slower, 1:3 or 1:3@50 say"
     )
-    parser.add_argument("--picture", type=Path, help="of the stages of a pipeline, as PNG")
+    parser.add_argument("--timeline", type=Path, help="of the stages of a pipeline, as CSV")
     parser.add_argument("--out", type=Path, help="folder for checkpoints; nothing is kept without")
     args = parser.parse_args()
 
@@ -290,8 +290,8 @@ def main() -> None:
     of_speed: list[Callback] = [PrintSpeed()] if args.balance or args.slow_rank or args.strategy == "balanced" else []
     if args.slow_rank is not None:
         of_speed.append(SlowRank(*args.slow_rank, **sizes))
-    if args.picture is not None:
-        of_speed.append(StageTimeline(args.picture))
+    if args.timeline is not None:
+        of_speed.append(StageTimeline(args.timeline))
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,

@@ -1,16 +1,21 @@
-"""The picture of a pipeline's stages, and the schedule that a plan draws."""
+"""The file of a pipeline's stages, and the schedules that a plan plays."""
 
 from __future__ import annotations
 
+import csv
 import itertools
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
-from lockstep.callbacks import StageTimeline
+from lockstep.callbacks import StageTimeline, stage_timeline
+from lockstep.callbacks.stage_timeline import COLUMNS, _Seen
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel.pipeline.times import WindowOfStage
 from lockstep.planner.timeline import BACKWARD, BETWEEN, FORWARD, Action, actions_of, held, play
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import RankPool
@@ -18,35 +23,59 @@ from tests.equivalence.models import Plain, rows
 from tests.loop.pieces import quiet
 
 
-def drawn(path: Path) -> dict[str, Any]:
-    timeline = StageTimeline(path)
-    strategy = BalancedStrategy(split=[4, 1], micro_batches=3)
-    seen: dict[str, Any] = {}
-    own = timeline._draw
-    timeline._draw = lambda *given: (seen.update(given=given), own(*given))[1]  # type: ignore[method-assign]
-    trainer = quiet(strategy=strategy, devices=2, max_epochs=1, precision="64-true", callbacks=[timeline])
-    trainer.fit(Plain(), rows(60)(6))
-    listens = [times.listener is not None for times in strategy.times.values()]
-    return {"given": seen.get("given"), "listens": listens}
+def trained(path: Path, devices: int, **options: Any) -> list[bool]:
+    """A fit of 10 steps with a timeline; whether its times are still listened to."""
+    strategy = BalancedStrategy(micro_batches=3, **options)
+    flags: dict[str, Any] = {"max_epochs": 1, "precision": "64-true", "callbacks": [StageTimeline(path)]}
+    quiet(strategy=strategy, devices=devices, **flags).fit(Plain(), rows(60)(6))
+    return [times.listener is not None or times.keeps_spans for times in strategy.times.values()]
 
 
-def test_a_fit_of_a_pipeline_leaves_a_picture(ranks: RankPool, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "stages.png"  # whose folder is made
-    first, second = ranks(2).run(drawn, path, timeout=40)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert second["given"] is None
-    assert first["listens"] == second["listens"] == [False]
-    stages, decisions, one_clock = first["given"]
-    assert [[step for step, _ in seconds] for seconds, _ in stages] == [list(range(10))] * 2
-    assert all(took > 0 for seconds, _ in stages for _, took in seconds)
-    parts = [[span.part for span in shown[0].spans] for _, shown in stages]
-    assert [len(each) for each in parts] == [9, 9]  # before the chain, blocks, backward; blocks, behind it, backward
-    assert decisions == []
-    assert one_clock
+def check_file(path: Path, stages: int, parts: list[int]) -> None:
+    """Every step has a row for each stage, and the last window one for each part of a micro-batch."""
+    with open(path, newline="") as file:
+        found = list(csv.DictReader(file))
+    assert tuple(found[0]) == COLUMNS
+    assert all(float(row["seconds"]) > 0 for row in found)
+    by_stage = [[row for row in found if row["stages"] == str(stage)] for stage in range(stages)]
+    assert sum(map(len, by_stage)) == len(found)
+    for mine, count in zip(by_stage, parts, strict=True):
+        steps = [row["step"] for row in mine if row["part"] == "a micro-batch"]
+        assert steps == [str(step) for step in range(10)]
+        spans = [row for row in mine if row["part"] != "a micro-batch"]
+        assert {row["step"] for row in spans} == {"9"}
+        assert len(spans) == count
+        ends = [float(row["begin"]) + float(row["seconds"]) for row in spans]
+        assert all(end <= float(row["begin"]) for end, row in zip(ends, spans[1:], strict=False))  # one after another
+
+
+def test_a_fit_of_a_pipeline_leaves_a_file(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "stages.csv"  # whose folder is made
+    assert ranks(2).run(partial(trained, split=[4, 1]), path, 2, timeout=40) == [[False], [False]]
+    check_file(path, 2, [9, 9])  # before the chain, blocks, backward; blocks, behind it, backward
+    text = path.read_text()
+    assert "9,0,4 1,before the chain," in text
+    assert "9,1,4 1,behind the chain," in text
+
+
+def test_windows_of_a_long_fit_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_timeline, "MOST_WINDOWS", 8)
+    timeline, seen = StageTimeline("none.csv"), _Seen()
+    strategy = SimpleNamespace(split=(1, 2), decisions=[])
+    for step in range(40):
+        window = WindowOfStage(0.0, 1.0, (0.0, 2.0, 0.0, 4.0), 3, ())
+        timeline._take(SimpleNamespace(strategy=strategy, global_step=step), seen, window)  # type: ignore[arg-type]
+    assert [row[0] for row in seen.seconds] == list(range(0, 40, 8))
+    assert seen.seconds[0] == (0, "1 2", "a micro-batch", "", 2.0)
+
+
+def test_a_file_that_cannot_be_written_is_said_when_the_fit_begins(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match=r"StageTimeline\('.*'\): .*[Ii]s a directory"):
+        StageTimeline(tmp_path)._writing("a")
 
 
 def test_another_strategy_has_no_stages(tmp_path: Path) -> None:
-    trainer = quiet(max_epochs=1, callbacks=[StageTimeline(tmp_path / "stages.png")])
+    trainer = quiet(max_epochs=1, callbacks=[StageTimeline(tmp_path / "stages.csv")])
     with pytest.raises(MisconfigurationException, match='SingleDeviceStrategy has none: use strategy="balanced"'):
         trainer.fit(Plain(), DataLoader(rows(4)(2).dataset, 2))
 

@@ -1,4 +1,4 @@
-"""The table of trials, the commands on it, and the picture."""
+"""The table of trials, and the commands on it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.run import main
-from lockstep.hpc import plot
-from lockstep.hpc.plot import Scale
 from lockstep.hpc.search import Search, look
 from lockstep.hpc.table import order_by, text
 from lockstep.hpc.trials import EVENTS, RESULT, STDERR, VALUES, TrialFolder
@@ -211,47 +209,6 @@ def test_several_searches_at_a_path(tmp_path: Path, slurm: FakeSlurm, capsys: py
     assert "several searches are there; name one" in capsys.readouterr().err
     assert main(["trials", str(tmp_path / "nothing")]) == 2
     assert "there are no trials (folders trial_0000 ...)" in capsys.readouterr().err
-
-
-# -- the picture ---------------------------------------------------------------------------------------------
-
-
-def test_a_picture_of_a_search(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    search = searched(tmp_path, 14)
-    slurm.says("squeue", "")
-    path = tmp_path / "it.png"
-    assert main(["trials", str(search.path), "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-    assert main(["trials", str(search.path), "--plot", str(tmp_path / "none" / "it.png")]) == 2
-    assert "--plot" in capsys.readouterr().err
-
-
-def test_axes_of_a_picture() -> None:
-    assert Scale([1, 2, 3]).heights == [0.0, 0.5, 1.0]
-    assert Scale([1e-3, 1e-2, 1e-1]).heights == [0.0, 0.5, 1.0]  # by its logarithm
-    assert Scale([0, None, "x"]).heights == [0.0, 0.5, 1.0]
-    assert Scale([5, 5]).heights == [0.5, 0.5]
-    assert len(Scale(list(range(100))).ticks) == 5
-    assert len(Scale([str(number) for number in range(100)]).ticks) <= 12
-
-
-def test_importance_is_optunas(tmp_path: Path, slurm: FakeSlurm) -> None:
-    pytest.importorskip("optuna")
-    search = Search(tmp_path / "x")
-    for number in range(16):
-        trial = TrialFolder.of(search.path, number)
-        trial.write_values({"matters": float(number % 4), "does_not": ["a", "b"][number // 8]})
-        trial.note("started", attempt=0)
-        trial.log({"loss": float(number % 4)})
-        trial.note("completed", attempt=0)
-    statuses, _ = look(search)
-    order = order_by(statuses, "loss", None)
-    assert order is not None
-    found = plot.importance(statuses, order)
-    assert found["matters"] > 0.9
-    assert found["does_not"] < 0.1
 
 
 def test_a_failed_start_tells_its_last_line(tmp_path: Path, slurm: FakeSlurm) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import re
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep import Trainer
-from lockstep.cli import outputs
 from lockstep.cli import plan as plan_command
 from lockstep.cli.run import main
 from lockstep.ground.errors import MisconfigurationException
@@ -316,24 +316,31 @@ def test_the_command_prints_the_table(script: str, capsys: pytest.CaptureFixture
 def test_the_command_plans_a_model_larger_than_this_machine(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, picture = tmp_path / "plan.yaml", tmp_path / "plan.png"
+    path, numbers = tmp_path / "plan.yaml", tmp_path / "plan.csv"
     words = [script, "--devices", "8", "--nodes", "8", "--memory", "80GB", "--link", "25GB/s"]
-    assert main(["plan", "--save", str(path), "--plot", str(picture), *words, "300000000"]) == 0
+    assert main(["plan", "--save", str(path), "--csv", str(numbers), *words, "300000000"]) == 0
     out = capsys.readouterr().out
     assert "5.1 billion parameters" in out
     assert "8 nodes of 8 x" in out
     assert "too much" in out
     assert f'Trainer(strategy="{path}", devices=8, num_nodes=8)' in out
     assert SavedPlan.read(path).devices == 8
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    with open(numbers, newline="") as file:
+        ways = {row["way"]: row for row in csv.DictReader(file)}
+    assert (ways["single"]["fits"], ways["single"]["devices"]) == ("False", "1")
+    best = next(iter(ways.values()))  # the fastest that fits
+    assert best["fits"] == "True"
+    assert float(best["bytes"]) < 80e9 < float(ways["single"]["bytes"])
+    assert float(best["parameters"]) > 0
+    assert {"compute", "sent", "update", "gradients", "activations"} <= best.keys()
 
 
-def test_without_matplotlib_the_command_measured_and_then_saved_nothing(
+def test_what_cannot_be_written_is_said_before_the_work_begins(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is asked for is checked before work begins, and what was made is written before what may fail."""
-    path, picture = tmp_path / "plan.yaml", tmp_path / "plan.png"
-    words = ["plan", script, "--devices", "2", "--memory", "80GB", "--save", str(path), "--plot", str(picture), "64"]
+    """And what was made is written before what may fail."""
+    path, numbers = tmp_path / "plan.yaml", tmp_path / "plan.csv"
+    words = ["plan", script, "--devices", "2", "--memory", "80GB", "--save", str(path), "--csv", str(numbers), "64"]
 
     def planned(*args: Any) -> Any:
         raise AssertionError("the work has begun")
@@ -343,13 +350,10 @@ def test_without_matplotlib_the_command_measured_and_then_saved_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(plan_command, "_plan_of", planned)
-        for word, nowhere in ((path, tmp_path / "none" / "plan.yaml"), (picture, tmp_path / "none" / "plan.png")):
+        for word, nowhere in ((path, tmp_path / "none" / "plan.yaml"), (numbers, tmp_path / "none" / "plan.csv")):
             assert main([str(nowhere) if each == str(word) else each for each in words]) == 2
             assert f"{nowhere}: there is no folder" in capsys.readouterr().err
-        patch.setattr(outputs, "find_spec", lambda name: None)
-        assert main(words) == 2
-        assert "torch-lockstep[plot]" in capsys.readouterr().err
-    monkeypatch.setattr(plan_command, "draw", fails)
+    monkeypatch.setattr(plan_command, "write_csv", fails)
     with pytest.raises(OSError, match="no space left"):
         main(words)
     assert SavedPlan.read(path).devices in (1, 2)

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import LightningModule
-from lockstep.callbacks import Callback, StageTimeline
+from lockstep.callbacks import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.pipeline.stages import IN_ROUNDS, SCHEDULES, goes_in_rounds
 from lockstep.planner.timeline import Action, actions_of, in_one_row
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from tests.callbacks.test_stage_timeline import check_file, trained
 from tests.equivalence.models import Plain, rows
 from tests.loop.balanced import Clock, made_up_clock
 from tests.loop.pieces import Validated, numbers, quiet
@@ -607,22 +608,11 @@ def test_one_process_saves_alone_what_several_ranks_cannot(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_picture_has_a_row_for_each_device(tmp_path: Path) -> None:
-    path, given = tmp_path / "stages.png", []
-    timeline = StageTimeline(path)
-    own = timeline._draw
-    timeline._draw = lambda *shown: (given.append(shown), own(*shown))[1]  # type: ignore[method-assign]
-    strategy = one_process(split=[3, 1, 1], micro_batches=3)
-    quiet(strategy=strategy, devices=3, max_epochs=1, precision="64-true", callbacks=[timeline]).fit(
-        Plain(), rows(60)(6)
-    )
-    assert path.read_bytes().startswith(b"\x89PNG")
-    stages, decisions, one_clock = given[0]
-    assert [[step for step, _ in seconds] for seconds, _ in stages] == [list(range(10))] * 3
+def test_a_timeline_has_the_rows_of_each_device(tmp_path: Path) -> None:
+    path = tmp_path / "stages.csv"
     # blocks and backward of each; what is before the chain and behind it runs where the last stage is
-    assert [len(shown[0].spans) for _, shown in stages] == [6, 6, 12]
-    assert decisions == []
-    assert one_clock
+    assert trained(path, 3, split=[3, 1, 1], one_process=True) == [False] * 3
+    check_file(path, 3, [6, 6, 12])
 
 
 def test_a_failed_fit_leaves_the_module_whole() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 
-from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.errors import MisconfigurationException
 
 
 def check_file(asked: str, path: str) -> None:
@@ -28,15 +27,3 @@ def check_file(asked: str, path: str) -> None:
     else:
         return
     raise MisconfigurationException(f"{asked} {path}: {why}")
-
-
-def check_picture(asked: str, path: str) -> None:
-    """Refuse a picture that cannot be drawn or written; arguments as of :func:`check_file`.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        MisconfigurationException: as of :func:`check_file`.
-    """
-    if find_spec("matplotlib") is None:
-        raise missing_extra("matplotlib", "plot", asked)
-    check_file(asked, path)

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import Parameter, UninitializedParameter
 
-from lockstep.cli.outputs import check_file, check_picture
+from lockstep.cli.outputs import check_file
 from lockstep.cli.run import CommandParser, check_script, split
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import PLANNED_PARAMETERS
 from lockstep.ground.types import TrainerFn
 from lockstep.loop import choice
 from lockstep.module import LightningModule
-from lockstep.planner.cost import Prediction
 from lockstep.planner.hardware import Hardware, bytes_said, described
 from lockstep.planner.plan import Plan
-from lockstep.planner.timeline import STAGES_OF_RANK, actions_of, draw_stages, play
 from lockstep.trainer import Trainer
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 USAGE = "lockstep plan [options] script.py [options] [arguments of the script]"
 ABOUT = """\
@@ -73,8 +69,8 @@ def plan(words: Sequence[str]) -> int:
         if not given.save.endswith((".yaml", ".yml")):
             raise MisconfigurationException(f"--save {given.save}: give a name that ends with .yaml")
         check_file("lockstep plan --save", given.save)
-    if given.plot is not None:
-        check_picture("lockstep plan --plot", given.plot)
+    if given.csv is not None:
+        check_file("lockstep plan --csv", given.csv)
     found = _plan_of(given, script)
     print("\n".join(found.lines(everything=given.all)))
     if given.save is not None and found.choice is not None:
@@ -83,8 +79,8 @@ def plan(words: Sequence[str]) -> int:
         alone = found.choice.devices == 1
         nodes, devices = ("", 1) if alone else (nodes, found.hardware.devices)
         print(f'\n{given.save}: use it by Trainer(strategy="{given.save}", devices={devices}{nodes})')
-    if given.plot is not None:
-        draw(found, given.plot)
+    if given.csv is not None:
+        write_csv(found, given.csv)
     return 0 if found.choice is not None else 1
 
 
@@ -107,7 +103,7 @@ def _parser() -> CommandParser:
     add("--blocks", metavar="NAMES", help="submodules that are blocks, with commas between them; default: found")
     add("--all", action="store_true", help="also show pipelines, and variants of a way, that gain nothing")
     add("--save", metavar="FILE", help="write the choice, for Trainer(strategy=FILE); a name that ends with .yaml")
-    add("--plot", metavar="FILE", help="draw memory and step time of each way, and the stages of a pipeline, as PNG")
+    add("--csv", metavar="FILE", help="write seconds of a step and bytes of a device under each way")
     return parser
 
 
@@ -193,60 +189,22 @@ def _without_memory(elsewhere: bool) -> Iterator[None]:
             handle.remove()
 
 
-# -- the picture -------------------------------------------------------------------------------------------------------
+# -- the file of numbers -----------------------------------------------------------------------------------------------
 
 
-def draw(found: Plan, path: str) -> None:
-    """Memory and step time of each way, as PNG; below, the stages of the fastest pipeline that fits, who waits when.
+def write_csv(found: Plan, path: str) -> None:
+    """Write what each way would take, a row for each.
 
     Args:
         found: the plan.
-        path: of the picture.
+        path: of the file.
     """
-    from matplotlib.figure import Figure
-
-    rows = [row.prediction for row in found.rows if row.prediction.parts and not row.other]
-    rows.sort(key=lambda one: (one.fits, one.rate))
-    names = [one.candidate.name for one in rows]
-    kinds = list(dict.fromkeys(kind for one in rows for kind in one.parts))
-    staged = next((one for one in reversed(rows) if one.fits and one.split and len(one.split.stages) > 1), None)
-    depth = 0 if staged is None or staged.split is None else len(staged.split.stages)
-    heights = [1.5 + 0.3 * len(rows), *([1.2 + 0.4 * depth] if depth else [])]
-    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
-    grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
-    memory = figure.add_subplot(grid[0, 0])
-    time = figure.add_subplot(grid[0, 1], sharey=memory)
-    time.tick_params(labelleft=False)
-    left = [0.0] * len(rows)
-    for kind in kinds:
-        sizes = [one.parts.get(kind, 0.0) / 2**30 for one in rows]
-        memory.barh(names, sizes, left=left, label=kind)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    memory.axvline(found.hardware.memory / 2**30, color="black", linestyle="--", label="a device has")
-    memory.set_xlim(0, min(max(left), 2 * found.hardware.memory / 2**30) * 1.05)
-    memory.set_xlabel("GiB on a device")
-    memory.legend(fontsize="small")
-    left = [0.0] * len(rows)
-    for kind in ("compute", "sent", "update"):
-        sizes = [1000 * getattr(one, kind) if one.fits else 0.0 for one in rows]
-        time.barh(names, sizes, left=left, label={"sent": "waiting for messages"}.get(kind, kind))
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    time.locator_params(axis="x", nbins=5)
-    time.set_xlabel("ms a step, of what fits")
-    time.legend(fontsize="small")
-    if staged is not None:
-        _draw_pipeline(figure.add_subplot(grid[1, :]), staged)
-    figure.suptitle(f"{found.profile.name} on {found.hardware.nodes} x {found.hardware.devices} devices")
-    figure.savefig(path, format="png")
-
-
-def _draw_pipeline(axes: Axes, staged: Prediction) -> None:
-    assert staged.split is not None
-    stages, way = staged.split.stages, staged.candidate
-    each = STAGES_OF_RANK.get(way.schedule, 1)
-    bars = play([s.seconds for s in stages], actions_of(way.schedule, staged.devices, way.micro_batches, each))
-    blocks = [f"{s.start} to {s.stop - 1}" if s.stop - s.start > 1 else f"{s.start}" for s in stages]
-    of_ranks = [blocks[rank :: staged.devices] for rank in range(staged.devices)]
-    draw_stages(axes, bars, [f"rank {rank}: blocks {', '.join(mine)}" for rank, mine in enumerate(of_ranks)])
-    axes.set_title(f"a step of: {way.name}", loc="left", fontsize="medium")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+    rows = [row.prediction for row in found.rows if row.prediction.parts]
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row.parts))
+    with open(path, "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["way", "devices", "fits", "samples a second", "compute", "sent", "update", "bytes", *kinds])
+        for row in sorted(rows, key=lambda row: (not row.fits, -row.rate)):
+            seconds = (row.compute, row.sent, row.update)
+            bytes_of = [row.parts.get(kind, 0.0) for kind in kinds]
+            table.writerow([row.candidate.name, row.devices, row.fits, row.rate, *seconds, row.memory, *bytes_of])

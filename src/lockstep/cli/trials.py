@@ -1,4 +1,4 @@
-"""``lockstep trials``: the trials of a search as a table that follows the queue; submitted anew, cancelled, drawn."""
+"""``lockstep trials``: the trials of a search as a table that follows the queue; submitted anew, cancelled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lockstep.cli.outputs import check_picture
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.hpc import search as searches
 from lockstep.hpc import table
@@ -24,7 +23,7 @@ Show the trials of a search: state, hyperparameters, last metrics, node, restart
 EXAMPLES = """\
 examples:
   lockstep trials searches/digits                                     the table
-  lockstep trials searches/digits --sort val_accuracy --plot it.png
+  lockstep trials searches/digits --sort val_accuracy --csv           for a notebook
   lockstep trials searches/digits --resubmit failed                   trials that failed, from their last checkpoints
   lockstep trials searches/digits --watch --resubmit preempted        where the cluster cancels what it preempts
 """
@@ -52,12 +51,10 @@ def trials(words: Sequence[str]) -> int:
             f"{given.path}: there are no trials (folders trial_0000 ...): give the log_path of a SlurmCluster, or the "
             "folder of a search in it"
         )
-    one = given.resubmit or given.cancel or given.plot
+    one = given.resubmit or given.cancel
     if one and len(found) > 1:
         names = ", ".join(str(search.path) for search in found)
         raise MisconfigurationException(f"{given.path}: several searches are there; name one: {names}")
-    if given.plot:
-        check_picture("lockstep trials --plot", given.plot)
     try:
         return _watch(found, given) if given.watch is not None else _once(found, given)
     except SlurmRefused as refused:
@@ -86,7 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--csv", action="store_true", help="print CSV")
     group.add_argument("--json", action="store_true", help="print JSON")
-    add("--plot", metavar="FILE.png", help="draw parallel coordinates, metric curves, and importance by Optuna")
     add("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="show it again, every 5 seconds by "
         "default, until nothing changes any more")  # fmt: skip
     add("--resubmit", metavar="|".join((*KINDS[:3], "TRIAL")), help="submit trials anew, which go on from their "
@@ -150,24 +146,12 @@ def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
             print(table.text(search.path.name, statuses, order, given.all))
         if trouble:
             print(f"lockstep trials: SLURM could not be asked: {trouble}", file=sys.stderr)
-        if given.plot:
-            _plot(search, statuses, order, given.plot)
     if given.json:
         print(json.dumps(rows, indent=2))
     elif given.csv:
         print(table.as_csv(rows), end="")
     sys.stdout.flush()
     return shown
-
-
-def _plot(search: Search, statuses: Sequence[Status], order: table.Order | None, path: str) -> None:
-    from lockstep.hpc.plot import draw
-
-    if order is None:
-        there = ", ".join(table.metric_names(statuses)) or "nothing yet"
-        raise MisconfigurationException(f"--plot {path}: say by --sort which metric is drawn; there is: {there}")
-    draw(search.path.name, statuses, order, path)
-    print(f"drawn: {path}", file=sys.stderr)
 
 
 # -- anew, and away ------------------------------------------------------------------------------------------

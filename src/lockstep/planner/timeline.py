@@ -1,22 +1,15 @@
-"""What the ranks of a pipeline do, and when: a schedule played with the seconds of each stage, and its picture.
+"""What the ranks of a pipeline do, and when: a schedule played with the seconds of each stage.
 
-draw_stages(axes, play([0.003, 0.004], actions_of("1f1b", ranks=2, micro_batches=4)), ["first", "second"])
+play([0.003, 0.004], actions_of("1f1b", ranks=2, micro_batches=4))
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from typing import Any, NamedTuple
 
 FORWARD, BACKWARD, WEIGHTS = "blocks forward", "backward", "gradients of weights"
-OUTSIDE = "before and behind the chain"
-COLORS = {FORWARD: "#4477aa", BACKWARD: "#ee8866", WEIGHTS: "#f4bb9f", OUTSIDE: "#ccbb44"}
-"""Told apart by the colour-blind, too."""
-WAITING = "#e4e4e4"
 PARTS = {"F": (FORWARD, 1 / 3), "B": (BACKWARD, 2 / 3), "I": (BACKWARD, 1 / 3), "W": (WEIGHTS, 1 / 3)}
 """By torch's letters: part, and share of a micro-batch's seconds. "I" and "W" are a backward in two parts."""
 BETWEEN = 2 / 3
@@ -61,7 +54,7 @@ class Bar(NamedTuple):
 
     Attributes:
         row: the rank's place in its pipeline.
-        part: one of `COLORS`.
+        part: `FORWARD`, `BACKWARD` or `WEIGHTS`.
         begin, end: seconds.
     """
 
@@ -201,28 +194,3 @@ def _ready(ended: dict[tuple[int, int, bool], float], stage: int, number: int, l
     if letter == "W":
         return ended.get((stage, number, False))
     return ended.get((stage, number, True) if stage == last else (stage + 1, number, False))
-
-
-def draw_stages(axes: Axes, bars: Sequence[Bar], names: Sequence[str]) -> None:
-    """Draw a row for each rank, the first on top; where nothing is computed, it waits.
-
-    Args:
-        axes: of matplotlib.
-        bars: of the ranks.
-        names: of the rows.
-    """
-    begin, end = min(bar.begin for bar in bars), max(bar.end for bar in bars)
-    for row in range(len(names)):
-        axes.barh(row, 1e3 * (end - begin), height=0.8, color=WAITING, label="waiting" if not row else None)
-    for part, color in COLORS.items():
-        mine = [bar for bar in bars if bar.part == part]
-        widths, left = [1e3 * (bar.end - bar.begin) for bar in mine], [1e3 * (bar.begin - begin) for bar in mine]
-        rows = [bar.row for bar in mine]
-        if mine:
-            axes.barh(rows, widths, left=left, height=0.8, color=color, edgecolor="white", linewidth=0.4, label=part)
-    busy = [sum(bar.end - bar.begin for bar in bars if bar.row == row) for row in range(len(names))]
-    told = [f"{name}\n{each / (end - begin):.0%} computing" for name, each in zip(names, busy, strict=True)]
-    axes.set_yticks(range(len(names)), told)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.set_xlim(0, 1e3 * (end - begin))
