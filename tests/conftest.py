@@ -36,6 +36,7 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from lockstep.ground import seed  # noqa: E402
+from lockstep.ground.rank import forget_warnings  # noqa: E402
 from lockstep.testing import leaks  # noqa: E402
 from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 from tests.accelerator.left_out import why_not  # noqa: E402
@@ -113,8 +114,10 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(autouse=True)
 def begins_alike() -> Iterator[None]:
-    """Each test draws the same numbers, whatever ran before it: weights, and the order of samples."""
+    """Each test draws the same numbers, whatever ran before it: weights, and the order of samples. What is said once in
+    a process is said anew."""
     before, seed._current = seed._current, None
+    forget_warnings()
     random.seed(0)
     numpy.random.seed(0)
     seed_torch(0)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.ground.types import TrainerFn, TrainerState
+from lockstep.trainer.states import TrainerFn, TrainerState
 
 
 @dataclass

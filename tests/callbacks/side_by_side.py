@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 import lockstep.callbacks
-import lockstep.loggers.base
+import lockstep.loggers
 
 OURS = SimpleNamespace(
     name="lockstep",
@@ -20,7 +20,7 @@ OURS = SimpleNamespace(
     LightningModule=lockstep.LightningModule,
     Callback=lockstep.Callback,
     callbacks=lockstep.callbacks,
-    Logger=lockstep.loggers.base.Logger,
+    Logger=lockstep.loggers.Logger,
     flags={"order": "torch"},
 )
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lockstep.callbacks import ModelCheckpoint
-from lockstep.ground import rank
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
@@ -72,10 +71,9 @@ def test_on_ranks(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_a_value_of_earlier_weights_is_told_and_deletes_no_better_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Validations at 4, 8, 12, saves at 6 and 12: the file of step 6 has the value of step 4."""
-    monkeypatch.setattr(rank, "_warned", set())  # another test of this process may have had the same words
     keep = ModelCheckpoint(tmp_path, "{step}", "v", mode="max", save_top_k=1, every_n_train_steps=6)
     trainer = quiet(max_epochs=3, enable_checkpointing=True, callbacks=[keep], val_check_interval=4)
     values = {4: 9.0, 8: 1.0, 12: 2.0, 16: 8.0, 20: 1.0, 24: 1.0}

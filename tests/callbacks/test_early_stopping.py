@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.callbacks.fake_trainer import FakeTrainer
 
 

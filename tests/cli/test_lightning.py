@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers import CSVLogger
+from lockstep.utilities.exceptions import MisconfigurationException
 
 yaml = pytest.importorskip("yaml")
 pytest.importorskip("jsonargparse", minversion="4.49")

@@ -12,9 +12,9 @@ import torch
 
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from lockstep.data.combined import CombinedLoader
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers import CSVLogger, TensorBoardLogger
+from lockstep.utilities import CombinedLoader
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, quiet
 
 

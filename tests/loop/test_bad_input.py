@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep import LightningModule
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
-from lockstep.ground import rank
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.testing.pool import RankFailure, RankPool
 from tests.loop.pieces import Slope, Stream, Validated, numbers, on_ranks, quiet
@@ -139,8 +138,7 @@ def test_an_error_of_a_backward_that_is_not_the_loss_s_stays_itself() -> None:
 
 
 @pytest.mark.parametrize("flags", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}])
-def test_an_epoch_of_none_is_warned_of_once(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "_warned", set())
+def test_an_epoch_of_none_is_warned_of_once(flags: dict[str, Any]) -> None:
     module = Returns(lambda loss: None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

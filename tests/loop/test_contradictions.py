@@ -19,15 +19,8 @@ from lockstep.callbacks import (
     TQDMProgressBar,
     WeightAveraging,
 )
-from lockstep.ground import rank
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, quiet
-
-
-@pytest.fixture(autouse=True)
-def untold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has been said yet."""
-    monkeypatch.setattr(rank, "_warned", set())
 
 
 class Measured(Slope):

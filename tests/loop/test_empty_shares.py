@@ -16,10 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import LightningModule
-from lockstep.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, WeightAveraging
-from lockstep.callbacks.spike import SpikeDetection
-from lockstep.ground import rank as rank_module
-from lockstep.strategies.ddp import DDPStrategy
+from lockstep.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, SpikeDetection, WeightAveraging
+from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Recorder, Slope, Stream, numbers, on_ranks, quiet
 
@@ -329,7 +327,6 @@ def test_a_collective_is_fine_where_every_rank_has_samples(ranks: RankPool) -> N
 
 
 def heard(samples: int) -> list[str]:
-    rank_module._warned.clear()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         on_ranks(max_epochs=2, callbacks=[CountsToo()]).fit(Counts(), numbers(samples))

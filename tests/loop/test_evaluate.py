@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningDataModule
 from lockstep.callbacks import ModelCheckpoint
-from lockstep.ground import rank
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Recorder, Slope, numbers, on_ranks, quiet
 
 
@@ -276,8 +275,7 @@ def test_which_weights_are_judged(tmp_path: Path) -> None:
     assert loss(model=Falls(), ckpt_path=newest) == -1.0
 
 
-def test_which_of_several_callbacks_best_means_was_not_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "_warned", set())
+def test_which_of_several_callbacks_best_means_was_not_said(tmp_path: Path) -> None:
     several = [ModelCheckpoint(tmp_path / name, every_n_epochs=every) for every, name in enumerate("ab", start=1)]
     trainer = quiet(max_epochs=2, enable_checkpointing=True, callbacks=several)
     trainer.fit(Judged(), numbers(1), numbers(1))

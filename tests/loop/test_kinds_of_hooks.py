@@ -13,11 +13,12 @@ import torch
 
 from lockstep import LightningDataModule, LightningModule
 from lockstep.callbacks import Callback, EarlyStopping, LambdaCallback
-from lockstep.ground.types import TrainerFn
-from lockstep.hooks import ModuleHooks
-from lockstep.loop.hooks import NAMES, is_overridden
+from lockstep.core.hooks import ModelHooks
+from lockstep.loop.hooks import NAMES
 from lockstep.testing.pool import RankPool
+from lockstep.trainer.states import TrainerFn
 from lockstep.utilities import rank_zero_only
+from lockstep.utilities.model_helpers import is_overridden
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
 CALLS: list[str] = []
@@ -77,7 +78,7 @@ class Both(Slope):
 def played(kind: str, on_instance: bool, start: Callable[..., Any] = quiet) -> list[str]:
     CALLS.clear()
     make = KINDS[kind]
-    module_hooks = {name: make(recorder(name)) for name in HOOKS if hasattr(ModuleHooks, name)}
+    module_hooks = {name: make(recorder(name)) for name in HOOKS if hasattr(ModelHooks, name)}
     callback_hooks = {name: make(recorder(f"callback {name}")) for name in HOOKS}
     if on_instance:
         module, callback = Both(), Callback()
@@ -152,7 +153,7 @@ def traced(module: Any, log: list[str], names: list[str]) -> Any:
 PUBLIC = [
     name
     for name in dir(LightningModule)
-    if (name in vars(ModuleHooks) or name in vars(LightningModule))
+    if (name in vars(ModelHooks) or name in vars(LightningModule))
     and not name.startswith("_")
     and callable(getattr(LightningModule, name))
     and not isinstance(vars(LightningModule).get(name), (classmethod, staticmethod))
@@ -170,8 +171,8 @@ def test_wrapped_methods_of_the_base_are_no_overrides() -> None:
     assert torch.equal(plain.w, module.w)
     for name in ("on_train_start", "training_step", "backward", "optimizer_step", "configure_gradient_clipping"):
         assert name in log, name
-    assert not is_overridden("on_train_start", module, ModuleHooks)
-    assert is_overridden("on_before_optimizer_step", module, ModuleHooks)  # Slope's own
+    assert not is_overridden("on_train_start", module, ModelHooks)
+    assert is_overridden("on_before_optimizer_step", module, ModelHooks)  # Slope's own
 
 
 def test_mocks_around_the_base() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
 torchmetrics = pytest.importorskip("torchmetrics")

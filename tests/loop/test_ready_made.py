@@ -127,7 +127,6 @@ def said(make: Callable[[], Any], stage: str = "fit", ranks: bool = False, **fla
 
     handler = Keeps()
     rank_module.log.addHandler(handler)
-    rank_module._warned.clear()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:

@@ -8,7 +8,6 @@ import pytest
 
 from lockstep import Callback
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import _warned
 from lockstep.loop.hooks import OF_PRECISIONS, OF_STRATEGIES
 from lockstep.precision.base import Precision
 from lockstep.strategies.base import SingleDeviceStrategy
@@ -55,7 +54,6 @@ def test_other_hooks_of_old_are_told_of_once() -> None:
 
         def on_epoch_end(self) -> None: ...
 
-    _warned.clear()
     told = r"training_step_end \(the end of training_step\), on_epoch_end \(on_train_epoch_end\)"
     with pytest.warns(UserWarning, match=told):
         quiet(max_epochs=1).fit(Old(), numbers(1))
@@ -141,7 +139,6 @@ def test_overrides_that_are_called_are_not_refused() -> None:
 )
 @pytest.mark.parametrize("of", ["module", "callback"])
 def test_a_misspelt_hook_is_told(of: str, name: str, meant: str) -> None:
-    _warned.clear()
     own = ended_by(name, Slope if of == "module" else Callback)
     module, callbacks = (own, []) if of == "module" else (Slope(), [own])
     with pytest.warns(UserWarning, match=rf"Own\.{name} is no hook, and the Trainer does not call it: {meant}\?"):
@@ -150,7 +147,6 @@ def test_a_misspelt_hook_is_told(of: str, name: str, meant: str) -> None:
 
 @pytest.mark.parametrize("name", ["on_epoch_end", "on_keyboard_interrupt", "on_pretrain_routine_start"])
 def test_a_callbacks_hook_of_old_is_told(name: str) -> None:
-    _warned.clear()
     with pytest.warns(UserWarning, match=rf"Own has hooks of old that nobody calls; .*: {name} \(on_"):
         quiet(max_epochs=1, callbacks=[ended_by(name, Callback)]).fit(Slope(), numbers(1))
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from lockstep.callbacks import Callback
-from lockstep.ground import rank as rank_module
+from lockstep.ground.rank import forget_warnings
 from tests.loop.pieces import Slope, numbers, quiet
 
 
 def heard(run: Callable[[], Any], *words: str) -> list[str]:
     """The warnings of a run in which all of these words are."""
-    rank_module._warned.clear()
+    forget_warnings()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         run()

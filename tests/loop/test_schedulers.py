@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from lockstep.ground import rank
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.optimizers import parse
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
 
@@ -110,9 +109,8 @@ def test_a_monitor_that_was_never_logged_is_named() -> None:
         quiet(max_epochs=1).fit(Plateau(monitor="val_los"), numbers(1), numbers(1))
 
 
-def test_unless_the_scheduler_is_not_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unless_the_scheduler_is_not_strict() -> None:
     """It was told of by another class than Lightning's, which a user's filter is for."""
-    monkeypatch.setattr(rank, "_warned", set())
     module = Plateau(monitor="val_los", strict=False)
     with pytest.warns(RuntimeWarning, match="'val_los' was not logged"):
         quiet(max_epochs=3).fit(module, numbers(1), numbers(1))

@@ -11,9 +11,9 @@ from torch import nn
 
 from lockstep import LightningModule
 from lockstep.callbacks import ModelCheckpoint
-from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies.base import SingleDeviceStrategy
+from lockstep.strategies import SingleDeviceStrategy
 from lockstep.testing.pool import RankPool
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import numbers, on_ranks, quiet
 
 

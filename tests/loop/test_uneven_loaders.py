@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.data.combined import CombinedLoader
-from lockstep.ground import rank as rank_module
 from lockstep.testing.pool import RankPool
+from lockstep.utilities import CombinedLoader
 from tests.loop.pieces import Stream, on_ranks, quiet
 
 
@@ -97,7 +96,6 @@ def test_losses_by_loader_over_a_window() -> None:
 
 
 def heard(by_loader: bool, sizes: tuple[int, int]) -> list[str]:
-    rank_module._warned.clear()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         on_ranks(max_epochs=2).fit(Two(by_loader), loaders("dict", "indexed", 1, sizes))

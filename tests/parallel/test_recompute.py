@@ -375,9 +375,6 @@ def test_what_a_layer_logs_is_logged_once() -> None:
 
 
 def test_a_model_without_repeated_blocks_is_told() -> None:
-    from lockstep.ground import rank
-
-    rank._warned.clear()
     with pytest.warns(UserWarning, match="Lone has no repeated blocks.*name the layers by their classes"):
         quiet(strategy=SingleDeviceStrategy(activation_checkpointing=True), max_epochs=1).fit(Lone(), rows(8)(2))
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks import Callback
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision.formats import PRECISIONS, DefaultDtype, make_precision, precision_name
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import quiet
 
 # name: dtype of parameters, of floating inputs, of a product inside the context, of torch.zeros(1) inside it

@@ -136,6 +136,11 @@ def warn_once(message: str, *, key: str | None = None, category: type[Warning] =
 _warned: set[str] = set()
 
 
+def forget_warnings() -> None:
+    """Let :func:`warn_once` say everything again: a process in which tests run has many first times."""
+    _warned.clear()
+
+
 def rank_prefixed_message(message: str, rank: int | None) -> str:
     """``"[rank: 3] message"``; the message alone where the rank is not known."""
     return message if rank is None else f"[rank: {rank}] {message}"

@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground.fork import protect_forks, wait_for_torch_threads
+from lockstep.ground.rank import forget_warnings
 from lockstep.testing import leaks
 from lockstep.testing.devices import chosen_backend
 
@@ -121,6 +122,7 @@ def run(call: Call, before: leaks.Snapshot) -> Outcome:
     os.chdir(call.directory)
     sys.path[:] = call.path
     seed(call.rank)
+    forget_warnings()
     try:
         if call.store is not None:
             world = int(call.environ["WORLD_SIZE"])
