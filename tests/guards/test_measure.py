@@ -157,6 +157,7 @@ def test_what_is_too_long_or_exists_twice_is_named(sample: dict) -> None:
     assert sample["functions_above_lines"] == 0
 
 
+@pytest.mark.slow  # 5 s of a processor
 def test_the_script_prints_the_project(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, SCRIPT, "--json"], capture_output=True, text=True, check=True, cwd=tmp_path)
     found = json.loads(run.stdout)

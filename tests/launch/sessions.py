@@ -6,7 +6,11 @@ import contextlib
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -40,3 +44,76 @@ def marked(script: Path, mark: str) -> str:
     """``"train.py:14"``: the last line with a comment that has these words."""
     lines = enumerate(script.read_text().splitlines(), 1)
     return f"{script}:{[at for at, text in lines if re.search(rf'# .*{mark}', text)][-1]}"
+
+
+def listeners(session: int) -> list[int]:
+    """The ports on which processes of a session listen."""
+    inodes = set()
+    for process in members(session):
+        for descriptor in Path(f"/proc/{process}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                target = str(descriptor.readlink())
+                if target.startswith("socket:["):
+                    inodes.add(target[8:-1])
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return sorted({int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes})
+
+
+def disturb(session: int) -> None:
+    """Say things to each port that nobody who belongs to the run would say."""
+    words = [
+        b"\xc3\xa9\n",
+        b'{"token": "\xc3\xa9", "node": 2}\n',
+        b"{" * 5000 + b"\n",
+        b"\xff" * 100,
+        b'{"token": 1}\n',
+    ]
+    ports = listeners(session)
+    for port in ports:
+        for word in words:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+                stranger.sendall(word)
+    return len(ports)
+
+
+class Watched:
+    """A script, until nothing of it is left: what it said and when, from the last line that is ``now SECONDS``.
+
+    Args:
+        meets: called with the session's number once that line has come.
+    """
+
+    def __init__(self, script: Path, folder: Path, *arguments: str, meets: Callable[[int], None] | None = None) -> None:
+        with subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            assert process.stdout is not None
+            said = []
+            try:
+                for line in process.stdout:
+                    said.append((time.monotonic(), line.rstrip("\n")))
+                    if meets is not None and line.startswith("now "):
+                        meets(process.pid)
+                        meets = None
+                self.code = process.wait(60)
+            finally:
+                kill(process.pid)
+        begun = max((float(line.split()[1]) for _, line in said if line.startswith("now ")), default=0.0)
+        self.lines = [line for _, line in said]
+        self.found = [
+            (at - begun, line) for at, line in said if re.search("(lockstep|spawn'): ", line) and "rank" in line
+        ]
+
+    def says(self, *parts: str) -> float:
+        """Seconds until a line had all of these, in this order."""
+        for at, line in self.found:
+            if re.search(".*".join(map(re.escape, parts)), line):
+                return at
+        raise AssertionError("\n".join(self.lines))

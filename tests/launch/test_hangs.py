@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch.sessions import kill, marked
+from tests.launch.sessions import Watched, marked
 
 SCRIPT = Path(__file__).with_name("hangs.py")
 SECONDS = 12.0
@@ -25,40 +21,8 @@ def location(mark: str) -> str:
     return marked(SCRIPT, rf"{mark}\b")
 
 
-class Run:
-    """The script, until nothing of it is left: what was said, and when."""
-
-    def __init__(self, folder: Path, what: str, strategy: str = "ddp", workers: int = 0, *more: str) -> None:
-        command = [sys.executable, str(SCRIPT), what, strategy, str(workers), *more]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            assert process.stdout is not None
-            try:
-                said = [(time.monotonic(), line.rstrip("\n")) for line in process.stdout]
-                self.code = process.wait(60)
-            finally:
-                kill(process.pid)
-        begun = max(float(line.split()[1]) for _, line in said if line.startswith("now "))
-        self.lines = [line for _, line in said]
-        self.found = [
-            (at - begun, line) for at, line in said if re.search("(lockstep|spawn'): ", line) and "rank" in line
-        ]
-
-    def says(self, *parts: str) -> float:
-        """Seconds until a line had all of these, in this order."""
-        for at, line in self.found:
-            if re.search(".*".join(map(re.escape, parts)), line):
-                return at
-        raise AssertionError("\n".join(self.lines))
+def play(folder: Path, what: str, strategy: str = "ddp", workers: int = 0, *more: str) -> Watched:
+    return Watched(SCRIPT, folder, what, strategy, str(workers), *more)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +37,7 @@ class Run:
 )
 def test_calls_that_do_not_match_end_the_run(tmp_path: Path, what: str, strategy: str) -> None:
     """On gloo they were silent garbage, an abort without a line, or half an hour's wait."""
-    run = Run(tmp_path, what, strategy)
+    run = play(tmp_path, what, strategy)
     first, second = (location(f"{what} {rank}") for rank in range(2))
     assert run.says("the ranks' calls do not match: rank 0", first, "; rank 1", second) < SECONDS
     assert run.code not in (0, None)
@@ -82,7 +46,7 @@ def test_calls_that_do_not_match_end_the_run(tmp_path: Path, what: str, strategy
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_a_stopped_rank_is_named(tmp_path: Path, strategy: str) -> None:
-    run = Run(tmp_path, "stopped", strategy)
+    run = play(tmp_path, "stopped", strategy)
     assert run.says("rank 1", "stopped") < SECONDS
     assert run.code not in (0, None)
 
@@ -90,7 +54,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "workers"), [("loader", 0), ("loader", 2), ("long", 0)])
 def test_a_rank_that_takes_its_time_is_told_and_let_be(tmp_path: Path, what: str, workers: int) -> None:
-    run = Run(tmp_path, what, "ddp", workers)
+    run = play(tmp_path, what, "ddp", workers)
     where = "data loader" if what == "loader" else "its own code"
     assert (
         run.says("rank 0 is in", where, location("loader" if what == "loader" else "long 0"), "; rank 1 waits")
@@ -102,6 +66,6 @@ def test_a_rank_that_takes_its_time_is_told_and_let_be(tmp_path: Path, what: str
 
 @pytest.mark.slow
 def test_a_wait_that_is_too_long_ends_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path, "long", "ddp", 0, "ended")
+    run = play(tmp_path, "long", "ddp", 0, "ended")
     assert run.says("rank 0 is in its own code", location("long 0"), "hang_kill=4 s are over") < SECONDS
     assert run.code not in (0, None)
