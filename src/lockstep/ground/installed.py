@@ -157,7 +157,7 @@ WAKEUP = Installation(
 )
 STREAMS = Installation(
     "sys.stdout and sys.stderr",
-    ("callbacks/progress/base.py",),
+    ("callbacks/progress/tqdm.py",),
     "what is printed stands above the bars",
     stays=False,
 )

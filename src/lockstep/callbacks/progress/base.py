@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
-from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -13,7 +11,6 @@ from torch import Tensor
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.installed import STREAMS
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT
@@ -60,14 +57,11 @@ class Meter:
         """Time that passes from now on is not this loop's (validation in the middle of an epoch)."""
         self._paused_at = monotonic()
 
-    def resume(self) -> float:
-        """Count time again; returns the seconds that were left out."""
-        if self._paused_at is None:
-            return 0.0
-        away = monotonic() - self._paused_at
-        self._started += away
-        self._paused_at = None
-        return away
+    def resume(self) -> None:
+        """Count time again."""
+        if self._paused_at is not None:
+            self._started += monotonic() - self._paused_at
+            self._paused_at = None
 
     @property
     def first(self) -> int:
@@ -123,106 +117,6 @@ def speed(rate: float) -> str:
     return f"{rate:.0f}it/s" if rate >= 100 else f"{rate:.2f}it/s"
 
 
-# -- what is printed beside bars -----------------------------------------------------------------------------
-
-
-class Screen:
-    """Keeps bars of tqdm and printed text apart.
-
-    While it is open, ``sys.stdout`` and ``sys.stderr``, where they are terminals, take whole lines, clear the
-    bars, write the lines, and draw the bars again below: ``print``, warnings and lockstep's own messages.
-
-    Args:
-        bars: gives the bars that are on the screen now.
-    """
-
-    def __init__(self, bars: Callable[[], list[Any]]) -> None:
-        self._bars = bars
-        self._streams: dict[str, _Above] = {}
-
-    def open(self) -> None:
-        """Stand in for the streams; does nothing if it does so already, or where stdout is no terminal."""
-        if self._streams or not is_terminal(sys.stdout):
-            return
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if is_terminal(stream):
-                self._streams[name] = _Above(stream, self)
-                setattr(sys, name, self._streams[name])
-        STREAMS.begins()
-
-    def close(self) -> None:
-        """Give the streams back."""
-        if self._streams:
-            STREAMS.ends()
-        for name, stand_in in self._streams.items():
-            stand_in.end()
-            if getattr(sys, name) is stand_in:  # else somebody has put another one over it, and it passes text on
-                setattr(sys, name, stand_in.stream)
-        self._streams = {}
-
-    def write(self, text: str, stream: TextIO) -> None:
-        """Write text above the bars.
-
-        Args:
-            text: whole lines.
-            stream: where to; a stand-in stands for the stream behind it.
-        """
-        stream = behind(stream)
-        bars = self._bars() if is_terminal(stream) or stream is behind(sys.stdout) else []
-        for bar in bars:
-            bar.clear()
-            bar.fp.flush()
-        stream.write(text)
-        stream.flush()
-        for bar in bars:
-            bar.refresh()
-
-
-class _Above:
-    """Stands in for a stream while bars are on the screen."""
-
-    def __init__(self, stream: TextIO, screen: Screen) -> None:
-        self.stream = stream
-        self._screen: Screen | None = screen
-        self._process = os.getpid()
-        self._line = ""
-
-    def write(self, text: str) -> int:
-        """Take text; what makes whole lines is shown."""
-        if self._screen is None or os.getpid() != self._process:  # a loader's worker has no bars
-            return int(self.stream.write(text))
-        # What moves the cursor draws a bar of its own. So may a newline alone, which takes it a line down.
-        if "\r" in text or "\x1b[A" in text or (text == "\n" and not self._line):
-            self.stream.write(text)
-            return len(text)
-        lines, newline, rest = (self._line + text).rpartition("\n")
-        self._line = rest
-        if newline:
-            self._screen.write(lines + newline, self.stream)
-        return len(text)
-
-    def end(self) -> None:
-        """From now on text is passed on as it comes."""
-        self._screen = None
-        if self._line:
-            self.stream.write(self._line)
-            self._line = ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-def behind(stream: TextIO) -> Any:
-    """The stream that a stand-in stands for; any other stream as it is."""
-    return stream.stream if isinstance(stream, _Above) else stream
-
-
-def is_terminal(stream: TextIO | None) -> bool:
-    # stdout is None under pythonw, and closed in some daemons
-    return stream is not None and not stream.closed and bool(stream.isatty())
-
-
 # -- the base class ------------------------------------------------------------------------------------------
 
 
@@ -240,15 +134,10 @@ class ProgressBar(Callback):
                     print(f"{100 * (batch_idx + 1) / self.total_train_batches:.0f} %", end="\\r")
     """
 
-    # on the class too, for subclasses that do not call `super().__init__()`
+    # on the class, for subclasses that do not call `super().__init__()`
     _trainer: Trainer | None = None
     _enabled = True
     _current_eval_dataloader_idx: int | None = None
-
-    def __init__(self) -> None:
-        self._trainer = None
-        self._enabled = True
-        self._current_eval_dataloader_idx = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remember the trainer; be quiet on all ranks but 0."""
@@ -362,18 +251,12 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Batches of the validation loader that is being read."""
-        return self._current(_passes(self.trainer))
+        """Batches of the loader that is being read."""
+        assert self._current_eval_dataloader_idx is not None, "asked for a loader's total outside its batches"
+        return _passes(self.trainer)[self._current_eval_dataloader_idx]
 
-    @property
-    def total_test_batches_current_dataloader(self) -> int | float:
-        """Batches of the test loader that is being read."""
-        return self._current(_passes(self.trainer))
-
-    @property
-    def total_predict_batches_current_dataloader(self) -> int | float:
-        """Batches of the prediction loader that is being read."""
-        return self._current(_passes(self.trainer))
+    total_test_batches_current_dataloader = total_val_batches_current_dataloader
+    total_predict_batches_current_dataloader = total_val_batches_current_dataloader
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
         """Whether this is another loader than at the last call."""
@@ -383,10 +266,6 @@ class ProgressBar(Callback):
     def reset_dataloader_idx_tracker(self) -> None:
         """No loader is being read any more."""
         self._current_eval_dataloader_idx = None
-
-    def _current(self, batches: list[int | float]) -> int | float:
-        assert self._current_eval_dataloader_idx is not None, "asked for a loader's total outside its batches"
-        return batches[self._current_eval_dataloader_idx]
 
 
 class PlainProgressBar(ProgressBar):
@@ -447,19 +326,26 @@ class PlainProgressBar(ProgressBar):
 
 
 class DrawnProgressBar(ProgressBar):
-    """Draws a bar of training, and one of the evaluation that runs now; a subclass says how.
+    """Draws a bar of training, and one of the evaluation that runs now; a subclass paints them.
 
     The time and speed of training leave validation out. Nothing is drawn between batches, so there is no thread.
 
     Args:
         refresh_rate: 0 draws nothing.
+        leave: keep the finished bar of each epoch on the screen.
         every: draw at every n-th batch only.
         interval: least number of seconds between two drawings.
+
+    Raises:
+        MisconfigurationException: ``refresh_rate`` is negative.
     """
 
-    def __init__(self, refresh_rate: float, every: int = 1, interval: float = 0.1) -> None:
+    def __init__(self, refresh_rate: float, leave: bool, every: int = 1, interval: float = 0.1) -> None:
         super().__init__()
+        if refresh_rate < 0:
+            raise MisconfigurationException(f"{type(self).__name__}(refresh_rate={refresh_rate}): at least 0.")
         self._refresh_rate = refresh_rate
+        self._leave = leave
         self._draws = False  # whether the bars that are there are drawn; decided where a loop starts
         self._train_meter = Meter(every, interval)
         self._eval_meter = Meter(every, interval)
@@ -473,19 +359,34 @@ class DrawnProgressBar(ProgressBar):
         super().disable()
         self._draws = False
 
-    # -- what a subclass draws -----------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process: settings; a bar that is being drawn stays here."""
+        return {**super().__getstate__(), **dict.fromkeys(self._drawn)}
+
+    @property
+    def refresh_rate(self) -> float:
+        """As it was given."""
+        return self._refresh_rate
+
+    # -- what a subclass paints: each bar is that of a meter, of training or of the evaluation that runs now
+
+    _drawn: tuple[str, ...] = ()
+    """Attributes that are None where no bar is on the screen."""
 
     def _begin_drawing(self) -> None:
         self._draws = self.is_enabled
 
-    def _draw_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _open(self, what: str) -> None:
+        """``train``, ``sanity_check``, ``validation``, ``test`` or ``predict`` begins, drawn or not."""
+
+    def _begin_bar(self, trainer: Trainer, meter: Meter, name: str) -> None:
         raise NotImplementedError
 
-    def _begin_loader(self, trainer: Trainer, name: str, total: int | float) -> None:
+    def _paint(self, meter: Meter, metrics: dict[str, Any] | None = None) -> None:
         raise NotImplementedError
 
-    def _draw_evaluation(self, done: int) -> None:
-        raise NotImplementedError
+    def _end_evaluation(self) -> None:
+        self.reset_dataloader_idx_tracker()
 
     def _close(self) -> None:
         """Leave the bars as they are, and give the terminal back."""
@@ -494,63 +395,59 @@ class DrawnProgressBar(ProgressBar):
     # -- training ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._train_meter.begin(math.inf)
+        self._open("train")
         self._begin_drawing()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the bar anew."""
+        if self._draws and self._leave and self._train_meter.done:
+            self._close()
+            self._open("train")
+        self._begin_drawing()
+        if self._draws:
+            self._train_meter.begin(self.total_train_batches)
+            self._begin_bar(trainer, self._train_meter, self.epoch_description)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        if self._draws and self._train_meter.due(batch_idx + 1):
-            self._draw_training(trainer, pl_module)
+        self._on_any_batch_end(trainer, pl_module, batch_idx)
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         if self._draws and self._train_meter.due(batch_idx + 1):
-            self._draw_training(trainer, pl_module)
+            self._paint(self._train_meter, self.get_metrics(trainer, pl_module))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._draws:  # what was logged at the end of the epoch
-            self._draw_training(trainer, pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
+            self._paint(self._train_meter, self.get_metrics(trainer, pl_module))
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open(_evaluation(trainer))
         self._begin_drawing()
+
+    on_test_start = on_predict_start = on_sanity_check_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self._train_meter.pause()
+            self._open(_evaluation(trainer))
             self._begin_drawing()
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin_drawing()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin_drawing()
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        is_sanity = trainer.sanity_checking
-        name = self.sanity_check_description if is_sanity else self.validation_description
-        self._look_at_loader(trainer, name, dataloader_idx)
-
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._look_at_loader(trainer, self.test_description, dataloader_idx)
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._look_at_loader(trainer, self.predict_description, dataloader_idx)
-
-    def _look_at_loader(self, trainer: Trainer, name: str, dataloader_idx: int) -> None:
         if self._draws and self.has_dataloader_changed(dataloader_idx):
-            totals = _passes(trainer)
+            totals, name = _passes(trainer), getattr(self, f"{_evaluation(trainer)}_description")
+            self._eval_meter.pause()  # a bar that stays on the screen keeps its time
+            self._eval_meter = Meter(self._eval_meter.every, self._eval_meter.interval)
+            self._eval_meter.begin(totals[dataloader_idx])
             of_several = f" DataLoader {dataloader_idx}" if len(totals) > 1 else ""
-            self._begin_loader(trainer, name + of_several, totals[dataloader_idx])
+            self._begin_bar(trainer, self._eval_meter, name + of_several)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_batch_end(
         self,
@@ -562,17 +459,41 @@ class DrawnProgressBar(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         if self._draws and self._eval_meter.due(batch_idx + 1):
-            self._draw_evaluation(batch_idx + 1)
+            self._paint(self._eval_meter)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation()
+
+    on_test_end = on_predict_end = on_sanity_check_end
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """In a fit, take the bar of validation away, and show its metrics beside that of training."""
+        if trainer.sanity_checking:
+            return
+        self._end_evaluation()
+        self._train_meter.resume()
+        if self._draws and trainer.state.fn == "fit":
+            self._paint(self._train_meter, self.get_metrics(trainer, pl_module))
+
     # -- the end -------------------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
+
+
+def _evaluation(trainer: Trainer) -> str:
+    """Which one runs."""
+    if trainer.sanity_checking:
+        return "sanity_check"
+    return {"test": "test", "predict": "predict"}.get(str(trainer.state.fn), "validation")
 
 
 def _passes(trainer: Trainer) -> list[int | float]:
@@ -585,6 +506,11 @@ def _passes(trainer: Trainer) -> list[int | float]:
     if trainer.sanity_checking:
         return [min(trainer.num_sanity_val_steps, each) for each in loop.num_batches]
     return loop.num_batches
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal; stdout is None under pythonw, and closed in some daemons."""
+    return stream is not None and not stream.closed and bool(stream.isatty())
 
 
 def in_notebook() -> bool:

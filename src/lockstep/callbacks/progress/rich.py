@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.progress.base import DrawnProgressBar, Meter, number
-from lockstep.ground.errors import MisconfigurationException, RankFailed, missing_extra
+from lockstep.ground.errors import RankFailed, missing_extra
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -60,56 +60,31 @@ class RichProgressBar(DrawnProgressBar):
         theme: RichProgressBarTheme | None = None,
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(refresh_rate, interval=1 / refresh_rate if refresh_rate > 0 else math.inf)
+        super().__init__(refresh_rate, leave, interval=1 / refresh_rate if refresh_rate > 0 else math.inf)
         if find_spec("rich") is None:
             raise missing_extra("rich", "rich", "RichProgressBar")
-        if refresh_rate < 0:
-            raise MisconfigurationException(
-                f"RichProgressBar(refresh_rate={refresh_rate}): drawings per second, 0 for none."
-            )
         self.theme = theme or RichProgressBarTheme()
-        self.progress: Any = None
-        self._leave = leave
         self._console_kwargs = console_kwargs or {}
-        self._train_task: Any = None
-        self._eval_task: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process: settings; a bar that is being drawn stays here."""
-        return {**super().__getstate__(), "progress": None, "_train_task": None, "_eval_task": None}
-
-    @property
-    def refresh_rate(self) -> float:
-        """Most drawings per second."""
-        return self._refresh_rate
-
-    def disable(self) -> None:
-        super().disable()
-        self._close()
-
-    # -- rich's own objects --------------------------------------------------------------------------------
-
-    @property
-    def train_progress_bar_id(self) -> Any:
+        self.progress: Any = None
+        self.train_progress_bar_id: Any = None
         """rich's id of the bar of training; None while there is none."""
-        return self._train_task
-
-    @property
-    def val_progress_bar_id(self) -> Any:
+        self.val_progress_bar_id: Any = None
         """rich's id of the bar of the evaluation that runs now; None outside of one."""
-        return self._eval_task
 
-    val_sanity_progress_bar_id = test_progress_bar_id = predict_progress_bar_id = val_progress_bar_id
+    _drawn = ("progress", "train_progress_bar_id", "val_progress_bar_id")
+    val_sanity_progress_bar_id = test_progress_bar_id = predict_progress_bar_id = property(
+        lambda self: self.val_progress_bar_id
+    )
 
     @property
     def train_progress_bar(self) -> Any:
         """rich's task of training: its description, total, what is completed."""
-        return self._task(self._train_task)
+        return self._task(self.train_progress_bar_id)
 
     @property
     def val_progress_bar(self) -> Any:
         """rich's task of the evaluation that runs now."""
-        return self._task(self._eval_task)
+        return self._task(self.val_progress_bar_id)
 
     val_sanity_check_bar = test_progress_bar = predict_progress_bar = val_progress_bar
 
@@ -117,6 +92,10 @@ class RichProgressBar(DrawnProgressBar):
         if self.progress is None or task_id is None:
             raise TypeError(f"{type(self).__name__}: there is no such bar now.")
         return next(task for task in self.progress.tasks if task.id == task_id)
+
+    def disable(self) -> None:
+        super().disable()
+        self._close()
 
     def refresh(self, hard: bool = False) -> None:
         """Draw now; ``hard`` is accepted for the signature."""
@@ -151,68 +130,51 @@ class RichProgressBar(DrawnProgressBar):
         shown = (f"{name}={number(value, self.theme.metrics_format)}" for name, value in metrics.items())
         return self.theme.metrics_text_delimiter.join(shown), self.theme.metrics
 
-    # -- training ------------------------------------------------------------------------------------------
+    # -- what is painted -----------------------------------------------------------------------------------
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the bar anew."""
-        if self.is_disabled:
-            return
-        if self._leave and self._train_task is not None:
+    def _begin_bar(self, trainer: Trainer, meter: Meter, name: str) -> None:
+        if self.progress is None:
+            from lockstep.callbacks.progress.rich_columns import Bars
+
+            self.progress = Bars(self.configure_columns(trainer), self._metrics_text, self._console_kwargs)
+            self.progress.start()
+        is_training = meter is self._train_meter
+        before = self.train_progress_bar_id if is_training else self.val_progress_bar_id
+        if before is not None and trainer.state.fn == "fit":  # of several loaders to test, all bars stay
+            self.progress.remove_task(before)
+        total = meter.total if math.isfinite(meter.total) else None
+        if is_training:  # as wide as "Validation", which comes and goes below
+            name = name.ljust(len(self.validation_description))
+            self.train_progress_bar_id = self.progress.add_task(name, total=total, meter=meter)
+        else:
+            self.val_progress_bar_id = self.progress.add_task(name, total=total, meter=meter)
+
+    def _paint(self, meter: Meter, metrics: dict[str, Any] | None = None) -> None:
+        task = self.train_progress_bar_id if meter is self._train_meter else self.val_progress_bar_id
+        if task is not None:  # a bar that is enabled in an epoch begins with the next one
+            if metrics is not None:
+                self.progress.metrics = metrics
+            self.progress.update(task, completed=meter.done, refresh=True)
+
+    def _end_evaluation(self) -> None:
+        super()._end_evaluation()
+        if self.trainer.state.fn != "fit":
             self._close()
-        self._begin_drawing()
-        self._start(trainer)
-        if self._train_task is not None:
-            self.progress.remove_task(self._train_task)
-        self._train_meter.begin(self.total_train_batches)
-        # as wide as "Validation", which comes and goes below
-        name = self.epoch_description.ljust(len(self.validation_description))
-        self._train_task = self._add(name, self._train_meter)
+        elif self.val_progress_bar_id is not None:
+            self.progress.remove_task(self.val_progress_bar_id)
+            self.val_progress_bar_id = None
 
-    def _draw_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._train_task is not None:  # a bar that is enabled in an epoch begins with the next one
-            self.progress.metrics = self.get_metrics(trainer, pl_module)
-            self.progress.update(self._train_task, completed=self._train_meter.done, refresh=True)
-
-    # -- evaluation ----------------------------------------------------------------------------------------
-
-    def _begin_loader(self, trainer: Trainer, name: str, total: int | float) -> None:
-        self._start(trainer)
-        if self._eval_task is not None and trainer.state.fn == "fit":
-            self.progress.remove_task(self._eval_task)
-        # a bar that stays on the screen keeps its time
-        self._eval_meter.pause()
-        self._eval_meter = Meter(interval=self._eval_meter.interval)
-        self._eval_meter.begin(total)
-        self._eval_task = self._add(name, self._eval_meter)
-
-    def _draw_evaluation(self, done: int) -> None:
-        if self._eval_task is not None:
-            self.progress.update(self._eval_task, completed=done, refresh=True)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In a fit, take the bar of validation away and show its metrics."""
+    def _close(self) -> None:
         self.reset_dataloader_idx_tracker()
-        if self.progress is None or trainer.state.fn != "fit":
-            self._close()
-            return
-        if self._eval_task is not None:
-            self.progress.remove_task(self._eval_task)
-            self._eval_task = None
-        self._train_meter.resume()
-        self._draw_training(trainer, pl_module)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
+        self._draws = False
+        if self.progress is not None:
+            self.progress.stop()
+        self.progress = self.train_progress_bar_id = self.val_progress_bar_id = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, RankFailed) and self.progress is not None:
             self.progress.leave()  # the traceback of that rank stands where the bars would be drawn a last time
         super().on_exception(trainer, pl_module, exception)
-
-    # -- the screen ----------------------------------------------------------------------------------------
 
     def print(self, *args: object, sep: str = " ", end: str = "\n", **kwargs: Any) -> None:
         """Print above the bars."""
@@ -222,21 +184,3 @@ class RichProgressBar(DrawnProgressBar):
             # text is printed as it is: no markup, no colours for numbers, no wrapping
             text = sep.join(map(str, args))
             self.progress.console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
-
-    def _start(self, trainer: Trainer) -> None:
-        if self.progress is None:
-            from lockstep.callbacks.progress.rich_columns import Bars
-
-            self.progress = Bars(self.configure_columns(trainer), self._metrics_text, self._console_kwargs)
-            self.progress.start()
-
-    def _close(self) -> None:
-        self.reset_dataloader_idx_tracker()
-        self._draws = False
-        if self.progress is not None:
-            self.progress.stop()
-        self.progress = self._train_task = self._eval_task = None
-
-    def _add(self, description: str, meter: Meter) -> Any:
-        total = meter.total if math.isfinite(meter.total) else None
-        return self.progress.add_task(description, total=total, meter=meter)

@@ -9,7 +9,7 @@ from lockstep.callbacks.progress.base import Meter, clock, speed
 from lockstep.ground.errors import missing_extra
 
 try:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
     from rich.control import Control
     from rich.live_render import LiveRender
     from rich.progress import Progress, ProgressColumn, Task
@@ -20,42 +20,46 @@ except ModuleNotFoundError:
     raise missing_extra("rich", "rich", "RichProgressBar's columns") from None
 
 
-class Batches(ProgressColumn):
-    """Batches done and in all."""
+class _Column(ProgressColumn):
+    """A column of one style; its tasks have a `Meter`."""
+
+    justify: JustifyMethod = "right"
 
     def __init__(self, style: str) -> None:
-        super().__init__(Column(no_wrap=True, justify="right"))
+        super().__init__(Column(no_wrap=True, justify=self.justify))
         self.style = style
 
     def render(self, task: Task) -> Text:
-        """``40/100``, with dashes for what is not known."""
+        """The cell of a bar."""
+        return Text(self.text(task, task.fields["meter"]), style=self.style)
+
+    def text(self, task: Task, meter: Meter) -> str:
+        """What stands in it."""
+        raise NotImplementedError
+
+
+class Batches(_Column):
+    """Batches done and in all: ``40/100``, with dashes for what is not known."""
+
+    def text(self, task: Task, meter: Meter) -> str:
         total = "--" if task.total is None else str(int(task.total))
-        return Text(f"{int(task.completed):>{len(total)}}/{total}", style=self.style)
+        return f"{int(task.completed):>{len(total)}}/{total}"
 
 
-class Times(ProgressColumn):
-    """Time spent and time left."""
+class Times(_Column):
+    """Time spent and time left: ``0:12<1:20``."""
 
-    def __init__(self, style: str) -> None:
-        super().__init__(Column(no_wrap=True))
-        self.style = style
+    justify: JustifyMethod = "left"
 
-    def render(self, task: Task) -> Text:
-        """``0:12<1:20``."""
-        meter: Meter = task.fields["meter"]
-        return Text(f"{clock(meter.seconds)}<{clock(meter.remaining)}", style=self.style)
+    def text(self, task: Task, meter: Meter) -> str:
+        return f"{clock(meter.seconds)}<{clock(meter.remaining)}"
 
 
-class Speed(ProgressColumn):
-    """Batches per second."""
+class Speed(_Column):
+    """Batches per second: ``81.3it/s``."""
 
-    def __init__(self, style: str) -> None:
-        super().__init__(Column(no_wrap=True, justify="right"))
-        self.style = style
-
-    def render(self, task: Task) -> Text:
-        """``81.3it/s``."""
-        return Text(speed(task.fields["meter"].rate), style=self.style)
+    def text(self, task: Task, meter: Meter) -> str:
+        return speed(meter.rate)
 
 
 class FromTop(LiveRender):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lockstep.callbacks.progress.base import DrawnProgressBar, Meter, Screen, behind, in_notebook, is_terminal, number
+from lockstep.callbacks.progress.base import DrawnProgressBar, Meter, in_notebook, is_terminal, number
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.installed import STREAMS
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
 
 
@@ -49,59 +51,30 @@ class TQDMProgressBar(DrawnProgressBar):
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        super().__init__(refresh_rate, every=refresh_rate)
-        for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
-            if value < 0:
-                raise MisconfigurationException(f"TQDMProgressBar({name}={value}): it must be at least 0.")
+        super().__init__(refresh_rate, leave, every=refresh_rate)
+        if process_position < 0:
+            raise MisconfigurationException(f"TQDMProgressBar(process_position={process_position}): at least 0.")
         self._process_position = process_position
-        self._leave = leave
-        self._train_bar: Any = None
-        self._eval_bar: Any = None
-        self._screen = Screen(self._shown)
+        self.train_progress_bar: Any = None
+        """tqdm's bar of training, None outside a fit; it may be replaced by another one."""
+        self.val_progress_bar: Any = None
+        """tqdm's bar of the evaluation that runs now, None outside of one; it may be replaced by another one."""
+        self._stand_ins: list[_Above] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process: settings; a bar that is being drawn stays here."""
-        return {**super().__getstate__(), "_train_bar": None, "_eval_bar": None, "_screen": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """There is no bar here yet."""
-        vars(self).update(state)
-        self._screen = Screen(self._shown)
-
-    @property
-    def refresh_rate(self) -> int:
-        """Batches from one drawing to the next, at least."""
-        return int(self._refresh_rate)
+    _drawn = ("train_progress_bar", "val_progress_bar", "_stand_ins")
+    test_progress_bar = predict_progress_bar = property(
+        lambda self: self.val_progress_bar, lambda self, bar: setattr(self, "val_progress_bar", bar)
+    )
 
     @property
     def process_position(self) -> int:
         """Pairs of lines left free above."""
         return self._process_position
 
-    @property
-    def train_progress_bar(self) -> Any:
-        """tqdm's bar of training, None outside a fit; it may be replaced by another one."""
-        return self._train_bar
-
-    @train_progress_bar.setter
-    def train_progress_bar(self, bar: tqdm[Any]) -> None:
-        self._train_bar = bar
-
-    @property
-    def val_progress_bar(self) -> Any:
-        """tqdm's bar of the evaluation that runs now, None outside of one; it may be replaced by another one."""
-        return self._eval_bar
-
-    @val_progress_bar.setter
-    def val_progress_bar(self, bar: tqdm[Any]) -> None:
-        self._eval_bar = bar
-
-    test_progress_bar = predict_progress_bar = val_progress_bar
-
     def disable(self) -> None:
         super().disable()
-        self._screen.close()
-        for bar in (self._eval_bar, self._train_bar):
+        self._give_back()
+        for bar in (self.val_progress_bar, self.train_progress_bar):
             if bar is not None:
                 bar.close()
 
@@ -135,114 +108,140 @@ class TQDMProgressBar(DrawnProgressBar):
             disable=self.is_disabled,
             leave=leave,
             dynamic_ncols=True,
-            file=behind(sys.stdout),
+            file=_behind(sys.stdout),
             smoothing=0,
             bar_format=self.BAR_FORMAT,
         )
 
-    # -- training ------------------------------------------------------------------------------------------
+    # -- what is painted -----------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._train_bar = self.init_train_tqdm()
-        super().on_train_start(trainer, pl_module)
+    def _open(self, what: str) -> None:
+        bar = getattr(self, f"init_{what.removesuffix('_check')}_tqdm")()
+        setattr(self, "train_progress_bar" if what == "train" else "val_progress_bar", bar)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the bar anew."""
-        if not self._draws:
-            return
-        if self._leave and self._train_meter.done:
-            self._train_bar.close()
-            self._train_bar = self.init_train_tqdm()
-        self._train_meter.begin(self.total_train_batches)
-        _begin(self._train_bar, self._train_meter, self.epoch_description)
+    def _bar(self, meter: Meter) -> Any:
+        return self.train_progress_bar if meter is self._train_meter else self.val_progress_bar
 
-    def _draw_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._train_bar.initial = self._train_meter.first
-        self._train_bar.n = self._train_meter.done
-        self._train_bar.set_postfix(self.get_metrics(trainer, pl_module))
+    def _begin_bar(self, trainer: Trainer, meter: Meter, name: str) -> None:
+        bar = self._bar(meter)
+        bar.reset(total=convert_inf(meter.total))
+        bar.total = convert_inf(meter.total)
+        bar.initial = 0
+        bar.set_description(name)
 
-    # -- evaluation ----------------------------------------------------------------------------------------
+    def _paint(self, meter: Meter, metrics: dict[str, Any] | None = None) -> None:
+        bar = self._bar(meter)
+        if bar is not None:
+            bar.initial, bar.n = meter.first, meter.done
+            if not bar.disable:  # training leaves validation out
+                bar.start_t = bar._time() - meter.seconds
+                bar.last_print_t = bar._time()  # not before the start, or tqdm takes the bar for one never drawn
+            if metrics is None:
+                bar.refresh()
+            else:
+                bar.set_postfix(metrics)
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._eval_bar = self.init_sanity_tqdm()
-        super().on_sanity_check_start(trainer, pl_module)
+    def _end_evaluation(self) -> None:
+        super()._end_evaluation()
+        if self.val_progress_bar is not None:
+            self.val_progress_bar.close()
+            self.val_progress_bar = None
+        if self.train_progress_bar is None:
+            self._give_back()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._eval_bar = self.init_validation_tqdm()
-        super().on_validation_start(trainer, pl_module)
+    def _close(self) -> None:
+        bar, self.train_progress_bar = self.train_progress_bar, None
+        self._end_evaluation()
+        if bar is not None:
+            bar.close()
+        self._draws = False
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._eval_bar = self.init_test_tqdm()
-        super().on_test_start(trainer, pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._eval_bar = self.init_predict_tqdm()
-        super().on_predict_start(trainer, pl_module)
-
-    def _begin_loader(self, trainer: Trainer, name: str, total: int | float) -> None:
-        self._eval_meter.begin(total)
-        _begin(self._eval_bar, self._eval_meter, name)
-
-    def _draw_evaluation(self, done: int) -> None:
-        self._eval_bar.n = done
-        self._eval_bar.refresh()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the bar of validation and show its metrics beside that of training."""
-        if trainer.sanity_checking:
-            return
-        self._close_evaluation()
-        if self._train_bar is not None and self._draws:
-            away = self._train_meter.resume()
-            self._train_bar.start_t += away
-            # not behind the start, or tqdm takes the bar for one that was never drawn
-            self._train_bar.last_print_t += away
-            self._draw_training(trainer, pl_module)
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close_evaluation()
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close_evaluation()
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close_evaluation()
-
-    # -- the end -------------------------------------------------------------------------------------------
+    # -- what is printed beside ----------------------------------------------------------------------------
 
     def print(self, *args: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, **kwargs: Any) -> None:
         """Print above the bars."""
         if self._shown():
-            self._screen.write(sep.join(map(str, args)) + end, sys.stdout if file is None else file)
+            _write_above(self._shown(), sep.join(map(str, args)) + end, sys.stdout if file is None else file)
         else:
             print(*args, sep=sep, end=end, file=file, **kwargs)
 
-    def _begin_drawing(self) -> None:
-        super()._begin_drawing()
-        if self._draws and not in_notebook():
-            self._screen.open()
-
     def _shown(self) -> list[Any]:
         """The bars on the screen."""
-        return [bar for bar in (self._train_bar, self._eval_bar) if bar is not None and not bar.disable]
+        return [bar for bar in (self.train_progress_bar, self.val_progress_bar) if bar is not None and not bar.disable]
 
-    def _close_evaluation(self) -> None:
-        self.reset_dataloader_idx_tracker()
-        if self._eval_bar is not None:
-            self._eval_bar.close()
-            self._eval_bar = None
-        if self._train_bar is None:
-            self._screen.close()
+    def _begin_drawing(self) -> None:
+        super()._begin_drawing()
+        if self._draws and not self._stand_ins and not in_notebook() and is_terminal(sys.stdout):
+            STREAMS.begins()
+            terminals = [name for name in ("stdout", "stderr") if is_terminal(getattr(sys, name))]
+            self._stand_ins = [_Above(name, self._shown) for name in terminals]
 
-    def _close(self) -> None:
-        if self._train_bar is not None:
-            bar, self._train_bar = self._train_bar, None
-            self._close_evaluation()
-            bar.close()
-        else:
-            self._close_evaluation()
-        self._draws = False
+    def _give_back(self) -> None:
+        stand_ins, self._stand_ins = self._stand_ins, None
+        if stand_ins:
+            STREAMS.ends()
+            for stand_in in stand_ins:
+                stand_in.end()
+
+
+class _Above:
+    """Stands in for a terminal's stream, such as ``sys.stdout``, while bars are on the screen.
+
+    It takes whole lines, clears the bars, writes the lines, and draws the bars again below: ``print``, warnings and
+    lockstep's own messages.
+
+    Args:
+        name: of the stream.
+        shown: gives the bars that are on the screen now; None from `end` on.
+    """
+
+    def __init__(self, name: str, shown: Callable[[], list[Any]]) -> None:
+        self.stream: TextIO = getattr(sys, name)
+        self._name, self._shown, self._process, self._line = name, shown, os.getpid(), ""
+        self._is_over = False
+        setattr(sys, name, self)
+
+    def write(self, text: str) -> int:
+        """Take text; what makes whole lines is shown."""
+        if self._is_over or os.getpid() != self._process:  # a loader's worker has no bars
+            return int(self.stream.write(text))
+        # What moves the cursor draws a bar of its own. So may a newline alone, which takes it a line down.
+        if "\r" in text or "\x1b[A" in text or (text == "\n" and not self._line):
+            self.stream.write(text)
+            return len(text)
+        lines, newline, self._line = (self._line + text).rpartition("\n")
+        if newline:
+            _write_above(self._shown(), lines + newline, self.stream)
+        return len(text)
+
+    def end(self) -> None:
+        """Give the stream back; who has kept this has text passed on as it comes."""
+        self._is_over = True
+        self.stream.write(self._line)
+        self._line = ""
+        if getattr(sys, self._name) is self:  # else somebody has put another one over it, and it passes text on
+            setattr(sys, self._name, self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def _behind(stream: TextIO) -> Any:
+    """The stream that a stand-in stands for; any other stream as it is."""
+    return stream.stream if isinstance(stream, _Above) else stream
+
+
+def _write_above(shown: Sequence[Any], text: str, stream: TextIO) -> None:
+    """Write whole lines above the bars; those stay as they are where the lines go to a file."""
+    stream = _behind(stream)
+    bars = shown if is_terminal(stream) or stream is _behind(sys.stdout) else ()
+    for bar in bars:
+        bar.clear()
+        bar.fp.flush()
+    stream.write(text)
+    stream.flush()
+    for bar in bars:
+        bar.refresh()
 
 
 # How a line is drawn, from all there is to say down to what has to be seen.
@@ -273,13 +272,6 @@ def _fit(bar: tqdm[Any], shown: dict[str, Any]) -> None:
 def convert_inf(x: int | float | None) -> int | float | None:
     """A total as tqdm has it: None where it is not known."""
     return x if x is not None and math.isfinite(x) else None
-
-
-def _begin(bar: tqdm[Any], meter: Meter, description: str) -> None:
-    bar.reset(total=convert_inf(meter.total))
-    bar.total = convert_inf(meter.total)
-    bar.initial = 0
-    bar.set_description(description)
 
 
 def _tqdm() -> Any:
