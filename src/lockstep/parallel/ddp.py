@@ -172,6 +172,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             if problem is not None:
                 raise MisconfigurationException(f"rank {self._distributed_rank}: {problem}")
             self.module = module
+            self.steps_together = False  # whether a rank waits in each step for the others: their states are shared out
             self.dim = dim
             self.device = next(p for n, p in module.named_parameters() if n not in self.parameters_to_ignore).device
             self.device_type = self.device.type
@@ -227,7 +228,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     # -- the reducer
 
     _make_reducer: Callable[..., Reducer] = Reducer
-    steps_together = False  # whether a rank waits in each step for the others, whose states are shared out
     _low: LowPrecision | None = None
     _holders: list[dict[str, Tensor | None]] | None = None
     broadcast_bucket_size = 250 * 2**20  # read by torch's libraries
