@@ -52,15 +52,18 @@ def test_an_option_of_sbatch_keeps_the_number_one(
     sbatch.write_text("#!/bin/sh\necho 7\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
-    (tmp_path / "train.py").touch()
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)  # a worker of xdist has none
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
     parser = HyperOptArgumentParser(strategy="grid_search")
     parser.opt_list("--layers", default=1, type=int, options=[1], tunable=True)
     cluster = SlurmCluster(parser.parse_args([]), log_path=str(tmp_path / "search"))
     cluster.add_slurm_cmd("nice", value)
     cluster.optimize_parallel_cluster_cpu(print, nb_trials=1, job_name="one")
-    (script,) = (tmp_path / "search").rglob("*.sh")
-    assert f"#SBATCH --nice={value}\n" in script.read_text()
+    (job,) = (tmp_path / "search").rglob("*.sh")
+    assert f"#SBATCH --nice={value}\n" in job.read_text()
 
 
 # -- streams that shard themselves ---------------------------------------------------------------------------
