@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.plan import ROOT
+
 Numbers = dict[str, Any]
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 ENOUGH = 0.9
@@ -133,9 +135,9 @@ def verdict(error: BaseException) -> dict[str, Any]:
 
 
 def last_words(error: BaseException) -> str:
-    """The last line that says something of an error, in at most 300 characters."""
+    """The first line of an error that says something, in at most 300 characters, with files as in the checkout."""
     lines = [line for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+    return lines[0].replace(f"{ROOT}/", "")[:300] if lines else type(error).__name__
 
 
 def expect(holds: bool, message: str, numbers: Numbers | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import devices, kernel_times, main, plan, report, surroundings
+from benchmarks.gpu import checks, devices, kernel_times, main, plan, report, surroundings
 from benchmarks.gpu.parts import suite
 
 
@@ -95,6 +95,12 @@ def test_parts_of_an_earlier_run_are_kept_and_told_of(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a run with device NVIDIA H100, and this one has another"):
         report.earlier_parts(tmp_path, now | {"device": "another"})
     assert report.earlier_parts(tmp_path / "none", now) == {}
+
+
+def test_what_an_error_says_names_files_as_in_the_checkout() -> None:
+    """A page of results had the folder of the machine on which they were made."""
+    said = checks.last_words(RuntimeError(f"rank 0 failed at {plan.ROOT}/benchmarks/gpu/scripts/ranks.py:87"))
+    assert said == "RuntimeError: rank 0 failed at benchmarks/gpu/scripts/ranks.py:87"
 
 
 def test_each_part_has_its_file() -> None:
