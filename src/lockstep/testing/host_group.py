@@ -50,44 +50,22 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-class HostWork(_Work):
-    """A collective of gloo's whose results go to the device when it is waited for.
+class GroupWork(_Work):
+    """A collective of a group that is written in Python; whoever derives from it says how it is waited for.
 
     Args:
-        work: gloo's.
-        copies: tensors of the device that get a result, each with the one on the host.
         result: what the collective gives.
-        divisor: of the results, where a mean is asked for, which gloo does not have.
     """
 
-    def __init__(self, work: Any, copies: list[tuple[Tensor, Tensor]], result: Any, divisor: int = 1) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__()
-        self._work, self._copies, self._result, self._divisor = work, copies, result, divisor
-        self._done = False
-
-    def wait(self, timeout: Any = None) -> bool:
-        if not self._done:
-            self._work.wait()
-            self._done = True
-            with torch.no_grad():
-                for out, copy in self._copies:
-                    out.copy_(copy.div_(self._divisor) if self._divisor > 1 else copy)
-        return True
+        self._result = result
 
     def synchronize(self) -> None:
         self.wait()
 
     def block_current_stream(self) -> None:
         self.wait()
-
-    def is_completed(self) -> bool:
-        return self._done or bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        return self._done
-
-    def exception(self) -> None:
-        return None
 
     def result(self) -> Any:
         return self._result
@@ -99,6 +77,40 @@ class HostWork(_Work):
         future: Any = torch.futures.Future(devices=sorted(devices, key=str))
         future.set_result(self._result)
         return future
+
+
+class HostWork(GroupWork):
+    """A collective of gloo's whose results go to the device when it is waited for.
+
+    Args:
+        work: gloo's.
+        copies: tensors of the device that get a result, each with the one on the host.
+        result: what the collective gives.
+        divisor: of the results, where a mean is asked for, which gloo does not have.
+    """
+
+    def __init__(self, work: Any, copies: list[tuple[Tensor, Tensor]], result: Any, divisor: int = 1) -> None:
+        super().__init__(result)
+        self._work, self._copies, self._divisor = work, copies, divisor
+        self._done = False
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self._done:
+            self._work.wait()
+            self._done = True
+            with torch.no_grad():
+                for out, copy in self._copies:
+                    out.copy_(copy.div_(self._divisor) if self._divisor > 1 else copy)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done or bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return self._done
+
+    def exception(self) -> None:
+        return None
 
 
 class HostGroup(_Group):
@@ -256,25 +268,18 @@ class HostGroup(_Group):
             gloo.abort()
 
 
-class _Works(_Work):
+class _Works(GroupWork):
     """Several collectives as one."""
 
     def __init__(self, works: list[Any], result: Any) -> None:
-        super().__init__()
-        self._works, self._result = works, result
+        super().__init__(result)
+        self._works = works
 
     def wait(self, timeout: Any = None) -> bool:
-        return all(each.wait() for each in self._works)
+        return all(each.wait() for each in self._works)  # each raises where it failed
 
     def is_completed(self) -> bool:
         return all(each.is_completed() for each in self._works)
-
-    def result(self) -> Any:
-        return self._result
-
-    def get_future(self) -> Any:
-        self.wait()
-        return self._works[-1].get_future().then(lambda _: self._result)
 
 
 def _takes_mean(opts: Any) -> bool:

@@ -18,24 +18,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
-from lockstep.testing.host_group import HostGroup, mapped, tensors
+from lockstep.testing.host_group import GroupWork, HostGroup, mapped, tensors
 from tests.accelerator.madeup.memory import on_host, on_it
 from tests.accelerator.madeup.queues import Lane, Mark, count_wait, current, lane_of
 from tests.accelerator.madeup.settings import BACKEND, NAME, settings
 
-_Work: Any = c10d.Work
 
-
-class QueuedWork(_Work):  # type: ignore[misc]
+class QueuedWork(GroupWork):
     """A collective that is on its way."""
 
     def __init__(self, result: Any, blocks: bool) -> None:
-        super().__init__()
+        super().__init__(result)
         self.done = threading.Event()
         self.error: BaseException | None = None
-        self._result, self._blocks = result, blocks
+        self._blocks = blocks
 
     def through(self) -> None:
         """Stop the calling thread until the collective is done; raises what failed in it."""
@@ -55,12 +52,6 @@ class QueuedWork(_Work):  # type: ignore[misc]
             lane_of(found[0].device.index if found else current.device).put(self.through)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return self.done.is_set()
 
@@ -69,9 +60,6 @@ class QueuedWork(_Work):  # type: ignore[misc]
 
     def exception(self) -> BaseException | None:
         return self.error
-
-    def result(self) -> Any:
-        return self._result
 
     def get_future(self) -> Any:
         """Done at once, as CUDA's: what uses the values is queued behind the collective."""
