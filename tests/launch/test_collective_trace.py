@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.supervise import collective_trace
+from lockstep.supervise import collective_trace, trace_memory
 from lockstep.supervise.collective_trace import (
     COLLECTIVES,
     MESSAGES,
@@ -139,8 +140,24 @@ def test_calls_that_fit_are_made(ranks: RankPool) -> None:
 # -- what is noted
 
 
-def _noted() -> list[tuple[Any, ...]]:
+@contextlib.contextmanager
+def _memory_of_its_own() -> Iterator[None]:
+    """A process of the pool has run other tests, whose words may have left no place."""
     take_down()
+    before, trace_memory._own = trace_memory._own, None
+    try:
+        yield
+    finally:
+        os.close(int(own().address.partition(":")[0].rpartition("/")[2]))
+        trace_memory._own = before
+
+
+def _noted() -> list[tuple[Any, ...]]:
+    with _memory_of_its_own():
+        return _notes_of_each_kind()
+
+
+def _notes_of_each_kind() -> list[tuple[Any, ...]]:
     from torch.distributed import irecv, isend  # before the gate is put up, as a module's own import
 
     install_trace()

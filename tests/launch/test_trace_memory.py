@@ -95,11 +95,22 @@ def test_only_the_newest_are_kept() -> None:
 def test_words_that_find_no_place_are_unknown() -> None:
     collectives = TraceMemory()
     reading = Reading(collectives.address)
-    for _ in range(WORDS // 1000 + 1):
-        last = collectives.word("location", "x" * 1000, 1, "f")
+    for line in range(WORDS // 1000 + 1):
+        last = collectives.word("location", "x" * 1000, line, "f")
     assert last == 0
+    assert collectives.word("location", "x" * 1000, 0, "f") == 1
     enter(collectives, 1, location=last)
     assert reading.newest()[0].location == ""
+
+
+def test_a_word_that_comes_again_takes_no_place() -> None:
+    """Each fit of a process wrote all of its words once more, until there was no place for what the last one did."""
+    collectives = TraceMemory()
+    reading = Reading(collectives.address)
+    for _ in range(WORDS // 1000 + 1):
+        last = collectives.word("location", "x" * 1000, 1, "f")
+    enter(collectives, 1, location=last)
+    assert reading.newest()[0].location == f"{'x' * 1000}:1"
 
 
 def test_a_rank_that_is_asked_says_where_it_is() -> None:

@@ -184,20 +184,22 @@ class TraceMemory:
         self._longs, self._times, shorts = view.cast("q"), view.cast("d"), view.cast("H")
         self._longs[0] = _MAGIC
         self._counts = dict.fromkeys(KINDS, 0)
+        self._numbers: dict[bytes, int] = {}  # no longer than the words: a later fit of the process has the same ones
         self._full: set[str] = set()
         self._lock = threading.RLock()  # a signal's handler may have a word, too
         self.enter, self.leave, self.complete, self.queue = _writers(self._memory, self._longs, self._times, shorts)
 
     def word(self, kind: str, *value: object) -> int:
-        """Give a word its number; 0 where there is no place for it.
+        """The number of a word, which is written down where it is new; 0 where there is no place for it.
 
         Args:
             kind: one of `KINDS`.
             value: what JSON knows.
         """
-        if kind in self._full:
-            return 0
         line = json.dumps([kind, *value]).encode() + b"\n"
+        known = self._numbers.get(line)
+        if known is not None or kind in self._full:
+            return known or 0
         with self._lock:  # whoever reads counts the lines
             length = self._longs[_LENGTH]
             # shapes may be without number: what else there is finds its place
@@ -207,8 +209,8 @@ class TraceMemory:
             begin = _SIZE - WORDS + length
             self._memory[begin : begin + len(line)] = line
             self._longs[_LENGTH] = length + len(line)
-            self._counts[kind] += 1
-            return self._counts[kind]
+            number = self._counts[kind] = self._numbers[line] = self._counts[kind] + 1
+            return number
 
     def say(self, phase: int, batch: int) -> None:
         """Note where this rank is: somebody asks."""
