@@ -43,7 +43,7 @@ def layout_of_torch(model: nn.Module, loss: Any, batch: Any) -> list[list[str]]:
 
 def ours_as_laid_out(model: nn.Module, plan: list[list[str]], shared_memory: bool) -> Any:
     """A step of our reducer with a given layout, and without marks at the buffers' ends."""
-    from lockstep.parallel.reducer import Reducer
+    from lockstep.engines.ddp.reducer import Reducer
 
     reducer = Reducer(model.named_parameters(), plan=plan, static_graph=True, shared_memory=shared_memory)
 

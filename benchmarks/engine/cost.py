@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.transport import AllReduce
+from lockstep.engines.ddp.bucket import Bucket
+from lockstep.engines.ddp.container import DistributedDataParallel
+from lockstep.engines.ddp.reducer import Reducer
+from lockstep.engines.ddp.transport import AllReduce
 
 from .pairs import Interval, interval, turns
 

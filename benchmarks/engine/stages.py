@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
+from lockstep.engines.pipeline.control import BlockCost, SplitControl, StageCost, StageLook
+from lockstep.engines.pipeline.measured_split import LATEST, MEASURED, ROW
+from lockstep.engines.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes, typical
 from lockstep.ground.row_exchange import RowExchange
-from lockstep.parallel.pipeline.control import BlockCost, SplitControl, StageCost, StageLook
-from lockstep.parallel.pipeline.measured_split import LATEST, MEASURED, ROW
-from lockstep.parallel.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes, typical
 from lockstep.strategies import BalancedStrategy
 
 from .language import BYTES, Block, Size

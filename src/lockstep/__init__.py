@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from lockstep import utilities as utilities
     from lockstep.callbacks.base import Callback as Callback
     from lockstep.datamodule import LightningDataModule as LightningDataModule
+    from lockstep.engines.ddp.container import DistributedDataParallel as DistributedDataParallel
+    from lockstep.engines.dp.replicas import DataParallel as DataParallel
     from lockstep.ground.seed import seed_everything as seed_everything
     from lockstep.hpc.cluster import SlurmCluster as SlurmCluster
     from lockstep.hpc.parser import HyperOptArgumentParser as HyperOptArgumentParser
     from lockstep.loop.fit import Result as Result
     from lockstep.module import LightningModule as LightningModule
-    from lockstep.parallel.data_parallel import DataParallel as DataParallel
-    from lockstep.parallel.ddp import DistributedDataParallel as DistributedDataParallel
     from lockstep.trainer import Trainer as Trainer
 
 # Imported when they are asked for: the commands of a search need no torch, whose import takes 2 s.
 _FILES = {
     "Callback": "callbacks.base",
-    "DataParallel": "parallel.data_parallel",
-    "DistributedDataParallel": "parallel.ddp",
+    "DataParallel": "engines.dp.replicas",
+    "DistributedDataParallel": "engines.ddp.container",
     "HyperOptArgumentParser": "hpc.parser",
     "LightningDataModule": "datamodule",
     "LightningModule": "module",

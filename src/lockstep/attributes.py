@@ -20,6 +20,7 @@ from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.config.run import RunConfig, set_flag
 from lockstep.data.combined import CombinedLoader
 from lockstep.datamodule import LightningDataModule
+from lockstep.engines.strategy import Strategy
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import Inner, no_inner_part
 from lockstep.ground.floats import floats
@@ -36,11 +37,10 @@ from lockstep.loop.optimizers import LightningOptimizer
 from lockstep.loop.progress import EPOCH_END
 from lockstep.loop.session import Session
 from lockstep.loop.state import collect, in_order
+from lockstep.memory.meter import MemoryUse
 from lockstep.module import LightningModule
-from lockstep.parallel.memory import MemoryUse
 from lockstep.precision.base import Precision
 from lockstep.profilers.base import Profiler
-from lockstep.strategies.base import Strategy
 
 T = TypeVar("T")
 

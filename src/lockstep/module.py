@@ -23,7 +23,7 @@ from lockstep.ground.rank import rank_zero_deprecation, rank_zero_warn, warn_onc
 from lockstep.ground.tree import tree_map
 from lockstep.ground.types import STEP_OUTPUT, LogOptions, LRSchedulerTypeUnion, OptimizerLRScheduler
 from lockstep.hooks import ModuleHooks
-from lockstep.parallel.recompute import STATE
+from lockstep.memory.recompute import STATE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -31,7 +31,6 @@ from lockstep.config.objects import (
     make_profiler,
     sort_plugins,
 )
-from lockstep.config.old_flags import old_flags_of, translate
 from lockstep.config.run import (
     config_of,
     defaults_of,
@@ -41,6 +40,8 @@ from lockstep.config.run import (
     synchronizes_batchnorm,
 )
 from lockstep.datamodule import LightningDataModule
+from lockstep.engines.strategy import Strategy
+from lockstep.engines.table import check_balances, drives_all_devices, make_strategy
 from lockstep.ground.copies import kept
 from lockstep.ground.device import Accelerator, creating, find_accelerator, warn_of_untried_torch
 from lockstep.ground.errors import MisconfigurationException
@@ -58,11 +59,10 @@ from lockstep.loop.loaders import Loaders
 from lockstep.loop.prediction import PredictionCheck
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
+from lockstep.names.old_flags import old_flags_of, translate
 from lockstep.planner.plan import Plan
 from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.table import check_balances, drives_all_devices, make_strategy
 
 
 class Trainer(Attributes):
@@ -75,7 +75,7 @@ class Trainer(Attributes):
             device that torch has, or an Accelerator.
         strategy: "auto" (one device: as it is; several: "ddp", in a notebook "ddp_notebook"), "ddp" (this script once
             per device), "ddp_spawn" and "ddp_notebook" (the call, in fresh processes), "ddp_fork" (the call, in copies
-            of this process), "dp" (one process for all devices), or a Strategy object; all: ``strategies/table.py``.
+            of this process), "dp" (one process for all devices), or a Strategy object; all: ``engines/table.py``.
         devices: how many (an int; on the CPU: processes), which (a list or "0,1"), -1 for all, or "auto".
         num_nodes: number of machines.
         precision: "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", or the number alone.
@@ -131,7 +131,7 @@ class Trainer(Attributes):
             waits where, and what the others do. None: nobody is told.
         hang_kill: the same, before the run is ended; one whose ranks provably went different ways ends at once. None:
             it goes on.
-        **others: flags of earlier years, translated with a warning (``config/old_flags.py``); others are refused.
+        **others: flags of earlier years, translated with a warning (``names/old_flags.py``); others are refused.
 
     Raises:
         MisconfigurationException: for a value or a combination that cannot work.

@@ -14,7 +14,7 @@ from lockstep.testing.pool import RankPool
 
 def _collector(there: bool) -> LogCollector:
     from lockstep.cluster.world import World
-    from lockstep.strategies.collectives import Collectives
+    from lockstep.engines.collectives import Collectives
 
     rank, device = dist.get_rank(), torch.device("madeup", dist.get_rank())
     ranks = Collectives()

@@ -17,10 +17,10 @@ import torch
 from lockstep.callbacks import model_checkpoint
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint, fill, name_pattern
 from lockstep.checkpoint.format import load, save
+from lockstep.engines.strategy import Strategy
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.types import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from lockstep.loggers.csv import CSVLogger
-from lockstep.strategies.base import Strategy
 
 MODULE: Any = SimpleNamespace(automatic_optimization=True)
 

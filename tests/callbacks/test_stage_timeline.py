@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from lockstep.callbacks import StageTimeline, stage_timeline
 from lockstep.callbacks.stage_timeline import COLUMNS, _Seen
+from lockstep.engines.pipeline.times import WindowOfStage
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.pipeline.times import WindowOfStage
 from lockstep.planner.timeline import BACKWARD, BETWEEN, FORWARD, Action, actions_of, held, play
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import RankPool

@@ -25,14 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep import LightningModule
 from lockstep.callbacks import ModelCheckpoint, WeightAveraging
 from lockstep.checkpoint import dcp, format, sharded, storage
+from lockstep.engines.sharded.fully_shard import optimizer_state
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.loop import state
-from lockstep.parallel.fully_shard import optimizer_state
 from lockstep.strategies import DDPStrategy, FSDPStrategy
 from lockstep.testing import RankPool
+from tests.engines.sharded.test_fsdp import Deep
 from tests.equivalence.models import rows
 from tests.loop.pieces import SaveAt, quiet
-from tests.strategies.test_fsdp import Deep
 
 pytestmark = pytest.mark.timeout(90)
 

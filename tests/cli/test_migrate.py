@@ -16,8 +16,8 @@ import pytest
 import lockstep
 from lockstep.cli.migrate import ROWS, migrated
 from lockstep.cli.run import main
-from lockstep.config.old_flags import OLD_FLAGS
 from lockstep.loop.hooks import EPOCH_ENDS, FORGOTTEN, OF_CALLBACKS
+from lockstep.names.old_flags import OLD_FLAGS
 from lockstep.names.table import Refused, table
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script

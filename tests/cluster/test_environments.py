@@ -20,8 +20,8 @@ from lockstep.cluster.environments import (
     environment_named,
 )
 from lockstep.config.devices import device_of, node_devices
+from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies.ddp import DDPStrategy
 from tests.loop.pieces import Slope, numbers, quiet
 
 ELASTIC = {

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from lockstep.cluster import nccl
 from lockstep.cluster.nccl import NcclVariables, built_for, check_nccl, mapped, obstacle
+from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.ground import device
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies.ddp import DDPStrategy
 from lockstep.trainer import Trainer
 
 ASKED = {"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2, "MIN_NCHANNELS": 8}

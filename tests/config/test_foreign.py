@@ -8,8 +8,8 @@ import pytest
 
 from lockstep import Callback, LightningDataModule, LightningModule
 from lockstep.callbacks import EarlyStopping
+from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies.base import SingleDeviceStrategy
 from tests.loop.pieces import Recorder, Slope, numbers, quiet
 
 

@@ -9,11 +9,11 @@ import torch
 
 from lockstep import Trainer
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint, ModelSummary, TQDMProgressBar
-from lockstep.config.old_flags import OLD_FLAGS, ROWS
+from lockstep.engines.ddp.strategy import DDPStrategy
+from lockstep.engines.dp.strategy import DataParallelStrategy
+from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies.base import SingleDeviceStrategy
-from lockstep.strategies.ddp import DDPStrategy
-from lockstep.strategies.dp import DataParallelStrategy
+from lockstep.names.old_flags import OLD_FLAGS, ROWS
 from tests.loop.pieces import QUIET, Slope, numbers
 
 BARE = {name: value for name, value in QUIET.items() if name != "accelerator"}

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from lockstep import LightningModule
-from lockstep.parallel.bucket import ALIGNMENT
-from lockstep.parallel.hooks import PostLocalSGDState, allreduce, post_local_sgd
+from lockstep.engines.ddp.bucket import ALIGNMENT
+from lockstep.engines.ddp.hooks import PostLocalSGDState, allreduce, post_local_sgd
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Idle, Normed, Plain, Sometimes, Weighted, rows
@@ -101,7 +101,7 @@ def test_ranks_are_one_process_everywhere(ranks: RankPool, engine: str, case: st
     assert report, report
 
 
-# Statistics of a part are its own, and a weight is the sum of the parts' (which tests/strategies/test_dp.py holds).
+# Statistics of a part are its own, and a weight is the sum of the parts': tests/engines/dp/test_strategy.py holds it.
 @pytest.mark.parametrize("case", [case for case in CASES if "BatchNorm" not in case and "weights" not in case])
 @pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_one_process_with_several_devices_is_one_with_one(devices: int, case: str) -> None:

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from lockstep import Callback, LightningModule, Trainer
+from lockstep.engines.ddp.hooks import allreduce
 from lockstep.loggers import Logger
-from lockstep.parallel.hooks import allreduce
 from lockstep.strategies import DDPStrategy, FSDPStrategy
 
 ENGINES: dict[str, dict[str, Any]] = {

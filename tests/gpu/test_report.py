@@ -197,19 +197,19 @@ def test_rows_of_the_readme() -> None:
 
 def test_failures_of_the_suite_by_file(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text(
-        '<testsuites><testsuite><testcase classname="tests.parallel.test_gpu" name="a"/>'
-        '<testcase classname="tests.parallel.test_gpu" name="b"><failure message="no card&#10;x"/></testcase>'
+        '<testsuites><testsuite><testcase classname="tests.engines.ddp.test_gpu" name="a"/>'
+        '<testcase classname="tests.engines.ddp.test_gpu" name="b"><failure message="no card&#10;x"/></testcase>'
         '<testcase classname="tests.test_module" name="c"><skipped/></testcase></testsuite></testsuites>'
     )
     by_file = suite.by_file(tmp_path / "tests.xml")
-    assert by_file["tests/parallel/test_gpu"] == (1, 1, 0, ["b: no card"])
+    assert by_file["tests/engines/ddp/test_gpu"] == (1, 1, 0, ["b: no card"])
     assert by_file["tests/test_module"] == (0, 0, 1, [])
     assert suite.by_file(tmp_path / "none.xml") == {}
 
 
 def test_files_with_marked_tests_are_found() -> None:
     files = suite.marked()
-    assert "tests/parallel/test_gpu.py" in files
+    assert "tests/engines/ddp/test_gpu.py" in files
     assert "tests/gpu/test_report.py" not in files
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from lockstep.engines import collectives
+from lockstep.engines.collectives import gather_on_zero
 from lockstep.ground import comm, pickled
 from lockstep.ground.pickled import packed, unpacked
-from lockstep.strategies import collectives
-from lockstep.strategies.collectives import gather_on_zero
 from lockstep.testing.pool import RankPool
 
 

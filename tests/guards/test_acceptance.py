@@ -100,11 +100,11 @@ def test_acceptance_tests_and_their_tools_use_public_names() -> None:
         ("from lockstep import Trainer\nTrainer.fit", []),
         ("import lockstep as L\nL.callbacks.Timer", []),
         ("from lockstep.strategies import DDPStrategy", []),
-        ("from lockstep.strategies.ranks import RankedStrategy", []),  # a page gives it
+        ("from lockstep.engines.ranks import RankedStrategy", []),  # a page gives it
         ("from lockstep.utilities.exceptions import MisconfigurationException", []),
         ("from lockstep.plugins.io import CheckpointIO", []),  # Lightning's
         ("from lockstep.testing.pool import RankPool", []),
-        ("from lockstep.strategies.ddp import DDPStrategy", ["lockstep.strategies.ddp.DDPStrategy"]),
+        ("from lockstep.engines.ddp.strategy import DDPStrategy", ["lockstep.engines.ddp.strategy.DDPStrategy"]),
         ("import lockstep.loop.fit", ["lockstep.loop.fit"]),
         ("from lockstep.loop import fit\nfit.FitLoop", ["lockstep.loop.fit.FitLoop"]),
         ("patch('lockstep.loop.fit.FitLoop')", ["lockstep.loop.fit.FitLoop"]),

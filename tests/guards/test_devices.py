@@ -18,11 +18,11 @@ CUDAS_ALONE = {
     "ground/throughput.py": "the operations a second of NVIDIA's GPUs, by name",
     "launch/environment.py": "CUDA's environment variables",
     "module.py": "LightningModule.on_gpu, which says whether it is on CUDA, as Lightning's does",
-    "parallel/native_batch_norm.py": "torch's own kernels for batch norm over ranks",
+    "engines/ddp/native_batch_norm.py": "torch's own kernels for batch norm over ranks",
     "precision/formats.py": "float8",
     "profilers/pytorch.py": "NVTX and the profiler's CUDA activity",
-    "strategies/deepspeed_config.py": "DeepSpeed's overlap_comm",
-    "strategies/ranks.py": "NCCL",
+    "engines/deepspeed/config.py": "DeepSpeed's overlap_comm",
+    "engines/ranks.py": "NCCL",
 }
 """File -> what is in it that only CUDA has."""
 

@@ -93,7 +93,7 @@ def test_each_part_of_the_list_is_used_where_it_says(part: Part) -> None:
 
 
 def test_a_feature_whose_part_is_not_there_is_refused_by_name_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = Part("torch.nn.Module._of_another_release", "parallel/", "a test", torch_parts.FSDP)
+    gone = Part("torch.nn.Module._of_another_release", "engines/", "a test", torch_parts.FSDP)
     monkeypatch.setattr(torch_parts, "PARTS", (*PARTS, gone))
     missing.cache_clear()
     try:

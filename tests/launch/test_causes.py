@@ -140,8 +140,8 @@ def test_an_exception_that_a_script_caught_is_the_cause_of_what_others_lose() ->
 
 
 def stack(*functions: str) -> Stack:
-    files = {"all_reduce": f"{TORCH}distributed/distributed_c10d.py", "finish": f"{LOCKSTEP}parallel/reducer.py"}
-    files["barrier"] = f"{LOCKSTEP}strategies/collectives.py"
+    files = {"all_reduce": f"{TORCH}distributed/distributed_c10d.py", "finish": f"{LOCKSTEP}engines/ddp/reducer.py"}
+    files["barrier"] = f"{LOCKSTEP}engines/collectives.py"
     return Stack(tuple(Frame(files.get(name, f"{name}.py"), 7, name) for name in functions))
 
 

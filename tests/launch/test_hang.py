@@ -30,8 +30,8 @@ from lockstep.supervise.trace_memory import Note, shared
 NOW = 100.0
 REDUCING = Stack(
     (
-        Frame(f"{LOCKSTEP}parallel/shared_memory.py", 1, "wait"),
-        Frame(f"{LOCKSTEP}parallel/reducer.py", 2, "finish"),
+        Frame(f"{LOCKSTEP}engines/ddp/shared_memory.py", 1, "wait"),
+        Frame(f"{LOCKSTEP}engines/ddp/reducer.py", 2, "finish"),
         Frame(f"{LOCKSTEP}loop/fit.py", 3, "epoch"),
         Frame("/me/fit.py", 7, "<module>"),
     )

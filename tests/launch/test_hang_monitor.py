@@ -17,7 +17,7 @@ from lockstep.supervise.monitor import MOST, HangMonitor
 from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
 from lockstep.supervise.trace_memory import WHOLE, TraceMemory
 
-REDUCING = Stack((Frame(f"{LOCKSTEP}parallel/reducer.py", 2, "finish"), Frame("/me/fit.py", 7, "<module>")))
+REDUCING = Stack((Frame(f"{LOCKSTEP}engines/ddp/reducer.py", 2, "finish"), Frame("/me/fit.py", 7, "<module>")))
 WORKING = Stack((Frame("/me/train.py", 31, "training_step"), Frame("/me/fit.py", 7, "<module>")))
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")

@@ -17,7 +17,7 @@ from lockstep.supervise.status import Mailbox, leave_note
 IN_BARRIER = Stack(
     (
         Frame(f"{TORCH}distributed/distributed_c10d.py", 1, "barrier"),
-        Frame(f"{LOCKSTEP}strategies/collectives.py", 2, "barrier"),
+        Frame(f"{LOCKSTEP}engines/collectives.py", 2, "barrier"),
     )
 )
 WORKING = Stack((Frame("train.py", 3, "training_step"),))

@@ -82,7 +82,7 @@ def test_marks_are_read_from_where_functions_are_written() -> None:
     assert {"saving a checkpoint", "comparing the loaders of the ranks", "reducing gradients in backward"} <= words
     written = sum(path.read_text().count("@does(") + path.read_text().count("@waits(") for path in known)
     assert sum(map(len, known.values())) <= written
-    assert known[Path(LOCKSTEP, "parallel/reducer.py")]["finish"].waits
+    assert known[Path(LOCKSTEP, "engines/ddp/reducer.py")]["finish"].waits
     assert marks_in("no such file") == {}
     assert does("words")(os.stat) is waits()(os.stat) is os.stat  # no frame and no time
 

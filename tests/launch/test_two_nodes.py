@@ -22,7 +22,7 @@ from lockstep.supervise.trace_memory import Note
 
 FIT = Frame("/me/fit.py", 7, "<module>")
 REDUCING = Stack(
-    (Frame(f"{LOCKSTEP}parallel/reducer.py", 2, "finish"), Frame("/me/train.py", 31, "training_step"), FIT)
+    (Frame(f"{LOCKSTEP}engines/ddp/reducer.py", 2, "finish"), Frame("/me/train.py", 31, "training_step"), FIT)
 )
 IN_BARRIER = Stack(
     (Frame(f"{TORCH}distributed/distributed_c10d.py", 9, "barrier"), Frame("/me/train.py", 40, "go"), FIT)

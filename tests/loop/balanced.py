@@ -29,7 +29,7 @@ def made_up_clock() -> Iterator[Clock]:
     clock = Clock()
     with (
         patch("lockstep.loop.balance.perf_counter", clock),
-        patch("lockstep.parallel.pipeline.times.perf_counter", clock),
+        patch("lockstep.engines.pipeline.times.perf_counter", clock),
     ):
         yield clock
 

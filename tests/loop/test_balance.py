@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
+from lockstep.engines.ddp.hooks import PostLocalSGDState, post_local_sgd
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.hooks import PostLocalSGDState, post_local_sgd
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.guards.test_step_cost import CALLS, ENGINE, Looks, calls_a_step, over_budget
@@ -125,7 +125,7 @@ def with_memory(free: int) -> tuple[float, ...]:
     with (
         made_up_clock() as clock,
         patch("lockstep.loop.balance.free_memory", lambda device, ranks: free if rank == 0 else 2**40),
-        patch("lockstep.parallel.memory.Activations.total", property(lambda self: 8 * bytes_of_activations)),
+        patch("lockstep.memory.meter.Activations.total", property(lambda self: 8 * bytes_of_activations)),
     ):
         trainer = on_ranks(max_epochs=1, balance=True, callbacks=[Takes(clock, slow_rank(1))])
         trainer.fit(Slope(), numbers(400, 8))

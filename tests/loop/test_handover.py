@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lockstep import LightningModule, Trainer
 from lockstep.cluster.world import World
+from lockstep.engines.collectives import Collectives
 from lockstep.loop import spawn_results
-from lockstep.strategies.collectives import Collectives
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 

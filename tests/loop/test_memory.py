@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep import LightningModule
+from lockstep.engines.ddp.hooks import PowerSGDState, power_sgd
+from lockstep.engines.ddp.owned_optimizer import owners_of
 from lockstep.ground.device import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.memory import OutOfMemory
-from lockstep.parallel.hooks import PowerSGDState, power_sgd
-from lockstep.parallel.memory import Activations, MemoryUse, readable
-from lockstep.parallel.owned_optimizer import owners_of
+from lockstep.memory.meter import Activations, MemoryUse, readable
 from lockstep.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from lockstep.testing import RankPool
 from tests.equivalence.models import rows

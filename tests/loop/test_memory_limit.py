@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.checkpoint import dcp  # noqa: F401  # the same
-from lockstep.parallel import sharded_init
+from lockstep.engines.sharded import sharded_init
 from lockstep.strategies import FSDPStrategy
 
 WIDTH, BLOCKS = 1250, 160

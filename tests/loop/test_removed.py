@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from lockstep import Callback
+from lockstep.engines.ddp.strategy import DDPStrategy
+from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.hooks import OF_PRECISIONS, OF_STRATEGIES
 from lockstep.precision.base import Precision
-from lockstep.strategies.base import SingleDeviceStrategy
-from lockstep.strategies.ddp import DDPStrategy
 from tests.loop.pieces import Slope, numbers, quiet
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
-from lockstep.parallel.hooks import PostLocalSGDState, post_local_sgd
+from lockstep.engines.ddp.hooks import PostLocalSGDState, post_local_sgd
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from lockstep.engines.ddp.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 CPU = torch.device("cpu")
 

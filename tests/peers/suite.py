@@ -118,7 +118,7 @@ def candidate(name: str) -> type:
         from torch.nn.parallel.distributed import DistributedDataParallel as theirs
 
         return theirs
-    from lockstep.parallel.ddp import DistributedDataParallel as ours
+    from lockstep.engines.ddp.container import DistributedDataParallel as ours
 
     if name in ("averages nothing", "leaves"):
         return _planted(ours, name)

@@ -16,6 +16,7 @@ from torch import nn
 from lockstep import Trainer
 from lockstep.cli import plan as plan_command
 from lockstep.cli.run import main
+from lockstep.engines.planned import strategy_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop import choice
 from lockstep.planner import hardware
@@ -23,7 +24,6 @@ from lockstep.planner.cost import Candidate, predict
 from lockstep.planner.hardware import Hardware, described
 from lockstep.planner.plan import Plan, SavedPlan, candidates, make_plan
 from lockstep.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
-from lockstep.strategies.planned import strategy_of
 from lockstep.testing import BoringModel, RankPool
 from tests.loop.pieces import quiet
 from tests.planner.made_up import GB, transformer

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.parallel.hooks.compress import allreduce
+from lockstep.engines.ddp.hooks.compress import allreduce
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import RankPool, check_equivalence

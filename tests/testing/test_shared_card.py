@@ -30,7 +30,7 @@ def test_ranks_share_the_card_and_speak_by_way_of_the_host() -> None:
 
 
 def test_a_backend_that_is_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.strategies.ranks._check_nccl", lambda device: None)
+    monkeypatch.setattr("lockstep.engines.ranks._check_nccl", lambda device: None)
     strategy = DDPStrategy(process_group_backend="nccl")
     Trainer(accelerator=SharedCard(), devices=2, strategy=strategy, **QUIET)
     assert strategy.process_group_backend == "nccl"

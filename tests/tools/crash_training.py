@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lockstep import Callback, LightningModule, Trainer, seed_everything
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
-from lockstep.parallel.hooks import PostLocalSGDState, PowerSGDState, post_local_sgd, power_sgd
+from lockstep.engines.ddp.hooks import PostLocalSGDState, PowerSGDState, post_local_sgd, power_sgd
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, Strategy
 from tests.tools.crash import Kill, KillAt, report
 

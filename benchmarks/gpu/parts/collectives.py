@@ -69,9 +69,9 @@ def gradients(net: nn.Module) -> list[Tensor]:
 
 def averaged(device: str, hook: str | None, tolerance: float) -> Numbers:
     """The largest difference of averaged gradients from those of one process, over some steps."""
-    from lockstep.parallel import hooks
-    from lockstep.parallel.reducer import Reducer
-    from lockstep.parallel.transport import AllReduce
+    from lockstep.engines.ddp import hooks
+    from lockstep.engines.ddp.reducer import Reducer
+    from lockstep.engines.ddp.transport import AllReduce
 
     net, plain = network(device), network(device)
     reducer = Reducer(net.named_parameters(), bucket_cap_mb=0.01, transport=AllReduce(None))

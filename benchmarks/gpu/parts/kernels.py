@@ -54,7 +54,7 @@ class TorchsSynchronized(nn.BatchNorm2d):
 
 def ours(channels: int) -> nn.Module:
     """lockstep's, which takes the way of several ranks also with one."""
-    from lockstep.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+    from lockstep.engines.ddp.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
     layer = convert_sync_batchnorm(nn.BatchNorm2d(channels))
     assert isinstance(layer, SyncBatchNorm)
@@ -89,7 +89,7 @@ def normed(part: Part, dtype: torch.dtype) -> Numbers:
 
 def offloaded(part: Part) -> Numbers:
     """An update with states on the host, beside the time that their bytes need for the way."""
-    from lockstep.parallel.offload import OffloadedStates
+    from lockstep.memory.offload import OffloadedStates
 
     width, layers = (16, 2) if part.small else (2048, 16)
     device = torch.device(part.device)

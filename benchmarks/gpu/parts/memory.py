@@ -65,8 +65,8 @@ def held_once(part: Part) -> Numbers:
 
 def updates(part: Part, averaged: bool) -> dict[Any, Any]:
     """MiB at the peak of the first and the fifth update."""
-    from lockstep.parallel.reducer import Reducer
-    from lockstep.parallel.transport import AllReduce
+    from lockstep.engines.ddp.reducer import Reducer
+    from lockstep.engines.ddp.transport import AllReduce
 
     width, layers = (16, 4) if part.small else (2048, 16)
     clear(part.device)

@@ -81,7 +81,7 @@ class Module(lockstep.LightningModule):
 if way in ("lockstep", "torch"):
     by_hand(lockstep.DistributedDataParallel if way == "lockstep" else nn.parallel.DistributedDataParallel)
 else:
-    from lockstep.strategies.ddp import DDPStrategy
+    from lockstep.engines.ddp.strategy import DDPStrategy
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     strategy = DDPStrategy(ddp_comm_hook=hook) if way == "hook" else "ddp"

@@ -11,8 +11,8 @@ from itertools import chain
 from typing import IO, TYPE_CHECKING, Any
 
 from lockstep.callbacks.base import Callback
+from lockstep.engines.pipeline.times import NAMES, StageTimes, WindowOfStage
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.pipeline.times import NAMES, StageTimes, WindowOfStage
 
 if TYPE_CHECKING:
     from lockstep.module import LightningModule

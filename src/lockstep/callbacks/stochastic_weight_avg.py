@@ -12,12 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import swa_utils
 
 from lockstep.callbacks.base import Callback
+from lockstep.engines.ddp.sync_batchnorm import SyncBatchNorm
 from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import refuse_lazy
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import LRSchedulerConfig
-from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from lockstep.module import LightningModule

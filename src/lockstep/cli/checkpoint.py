@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import deepspeed, format, sharded, storage
+from lockstep.checkpoint import format, sharded, storage
+from lockstep.engines.deepspeed import folder as deepspeed_folder
 from lockstep.ground.comm import as_bytes
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 
@@ -150,7 +151,7 @@ def _lines(path: str, found: dict[str, Any], everything: bool) -> Iterator[str]:
 def _kind(path: str) -> str:
     if not sharded.is_sharded(path):
         return f"one file, {_size(storage.size(path))}"
-    of = " of DeepSpeed's" if deepspeed.is_engines(path) else ""
+    of = " of DeepSpeed's" if deepspeed_folder.is_engines(path) else ""
     sizes = storage.sizes(path)
     return f"folder of {len(sizes)} files{of}, {_size(sum(sizes.values()))}"
 
@@ -180,7 +181,7 @@ def _convert(source: str, target: str, kind: str | None, pickled: bool) -> int:
     if "state_dict" not in found:
         raise MisconfigurationException(f"lockstep checkpoint convert: {source!r} has no 'state_dict'")
     if kind is None:
-        kind = "file" if sharded.is_sharded(source) and not deepspeed.is_engines(source) else "parts"
+        kind = "file" if sharded.is_sharded(source) and not deepspeed_folder.is_engines(source) else "parts"
     if target.endswith(WEIGHTS):
         # tied weights share memory, which safetensors refuses
         tensors = {n: v.detach().clone().contiguous() for n, v in found["state_dict"].items() if isinstance(v, Tensor)}
@@ -191,7 +192,7 @@ def _convert(source: str, target: str, kind: str | None, pickled: bool) -> int:
         format.save(found, target)
     elif kind == "deepspeed":
         about = {key: found.get(key) for key in ("epoch", "global_step")}
-        sharded.write_by(lambda folder: deepspeed.write(found, folder), about, target)
+        sharded.write_by(lambda folder: deepspeed_folder.write(found, folder), about, target)
     else:
         parts = sharded.split(found)
         sharded.write(parts, sharded.plan(parts, 0), target)

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from lockstep.config.old_flags import OLD_FLAGS, TOGETHER, Today, Translation, meaning, old_flags_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.names.finder import LIGHTNINGS, ROOT, TEST_TUBE
+from lockstep.names.old_flags import OLD_FLAGS, TOGETHER, Today, Translation, meaning, old_flags_of
 from lockstep.trainer import FLAGS
 
 # -- files -----------------------------------------------------------------------------------------------------

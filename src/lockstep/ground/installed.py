@@ -112,12 +112,12 @@ EXCEPTHOOK = Installation(
 )
 OPTIMIZER_HOOK = Installation(
     "torch's hook before each optimizer step",
-    ("parallel/backward_watcher.py",),
+    ("engines/ddp/backward_watcher.py",),
     "tells a container that waits for a backward; a hook for each container could go in torch's loop over the hooks",
 )
 MODULE_HOOKS = Installation(
     "torch's hooks on parameters, buffers and submodules that are registered",
-    ("parallel/late_parameters.py",),
+    ("engines/ddp/late_parameters.py",),
     "tell of what comes late; a hook for each model could go in torch's loop over the hooks",
 )
 PLANNED_PARAMETERS = Installation(
@@ -163,19 +163,19 @@ STREAMS = Installation(
 )
 DEEPSPEED_BUILDS = Installation(
     "DeepSpeed's OpBuilder.jit_load",
-    ("parallel/deepspeed/package.py",),
+    ("engines/deepspeed/package.py",),
     "a build is told, and does not wait for one that was killed",
     stays=False,
 )
 DEEPSPEED_WARNINGS = Installation(
     "warnings.filters",
-    ("parallel/deepspeed/package.py",),
+    ("engines/deepspeed/package.py",),
     "torch tells at each collective of DeepSpeed's that the function will have another name",
     stays=False,
 )
 DEEPSPEED_LINEAR = Installation(
     "torch.nn.functional.linear",
-    ("parallel/deepspeed/partition.py",),
+    ("engines/deepspeed/partition.py",),
     "in forwards and backwards of stage 3, a linear layer keeps no view of a parameter that would hold its memory",
     stays=False,
 )
@@ -202,9 +202,11 @@ EXIT_THREADS = Installation(
     "atexit: wait for torch's threads", ("ground/fork.py",), "one that wants the interpreter while it goes aborts it"
 )
 EXIT_ORDERED = Installation(
-    "atexit: end the threads of ordered messages", ("parallel/hooks/hook_transport.py",), "the same, from the import on"
+    "atexit: end the threads of ordered messages",
+    ("engines/ddp/hooks/hook_transport.py",),
+    "the same, from the import on",
 )
-EXIT_GROUP = Installation("atexit: leave the process group", ("strategies/ranks.py",), "the group stays behind a fit")
+EXIT_GROUP = Installation("atexit: leave the process group", ("engines/ranks.py",), "the group stays behind a fit")
 EXIT_WORKERS = Installation(
     "atexit: kill loader workers", ("data/workers.py",), "workers that persist live as long as their loader"
 )
@@ -236,10 +238,10 @@ GLOBALS = {
     "supervise/collective_trace.py": {"_trace": "the same", "_replaced": "what stood in torch's place"},
     "launch/script.py": {"_sides": "this process' side of its supervisor"},
     "launch/attempts.py": {"_entered": "the attempt that this process belongs to"},
-    "parallel/backward_watcher.py": {"waiting_for_steps": "containers, as long as they live"},
-    "parallel/late_parameters.py": {"_watching": "models, as long as they are trained"},
-    "parallel/deepspeed/package.py": {"_known_group": "whose process group DeepSpeed has joined"},
-    "parallel/hooks/hook_transport.py": {"_queues": "threads of process groups, as long as these live"},
+    "engines/ddp/backward_watcher.py": {"waiting_for_steps": "containers, as long as they live"},
+    "engines/ddp/late_parameters.py": {"_watching": "models, as long as they are trained"},
+    "engines/deepspeed/package.py": {"_known_group": "whose process group DeepSpeed has joined"},
+    "engines/ddp/hooks/hook_transport.py": {"_queues": "threads of process groups, as long as these live"},
     "loop/spawn_results.py": {"_parents": "the Trainer that this process was copied from"},
     "hpc/parser.py": {"_running": "the trial of a study that this process is"},
     "callbacks/progress/tqdm.py": {"_class": "tqdm, once it is imported"},

@@ -61,20 +61,20 @@ PARTS: tuple[Part, ...] = (
     # imported with the package
     Part(
         "torch.utils._pytree",
-        "data/combined.py data/stream.py loop/choice.py loop/weighing.py parallel/sharded_init.py",
+        "data/combined.py data/stream.py loop/choice.py loop/weighing.py engines/sharded/sharded_init.py",
         "the tensors of a nested batch, and the batch again",
         EVERYTHING,
     ),
     Part(
         "torch.nn.modules.batchnorm._BatchNorm",
-        "callbacks/finetuning.py callbacks/stochastic_weight_avg.py loop/balance.py parallel/sync_batchnorm.py "
-        "strategies/balanced.py",
+        "callbacks/finetuning.py callbacks/stochastic_weight_avg.py loop/balance.py engines/ddp/sync_batchnorm.py "
+        "engines/pipeline/strategy.py",
         "which layers have statistics of batches",
         EVERYTHING,
     ),
     Part(
         "torch.nn.modules.batchnorm._NormBase",
-        "ground/parameters.py parallel/fully_shard.py",
+        "ground/parameters.py engines/sharded/fully_shard.py",
         "as above, instance norms included",
         EVERYTHING,
     ),
@@ -92,7 +92,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch.nn.Module._non_persistent_buffers_set",
-        "loop/window_start.py parallel/pipeline/moves.py",
+        "loop/window_start.py engines/pipeline/moves.py",
         "buffers that no state_dict has",
         EVERYTHING,
     ),
@@ -110,22 +110,22 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch.UntypedStorage._cdata",
-        "checkpoint/io.py ground/host_memory.py parallel/ planner/trace.py",
+        "checkpoint/io.py ground/host_memory.py engines/ planner/trace.py",
         "which tensors share memory",
         EVERYTHING,
     ),
     Part(
         "torch._foreach_mul_",
-        "callbacks/ parallel/bucket.py precision/base.py strategies/base.py",
+        "callbacks/ engines/ddp/bucket.py precision/base.py engines/strategy.py",
         "scaling",
         EVERYTHING,
     ),
     Part("torch._foreach_mul", "callbacks/weight_averaging.py", "averages of weights", EVERYTHING),
     Part("torch._foreach_add_", "callbacks/weight_averaging.py", "averages of weights", EVERYTHING),
     Part("torch._foreach_norm", "loop/nan_watch.py", "norms of gradients", EVERYTHING),
-    Part("torch._foreach_copy_", "loop/window_start.py parallel/bucket.py", "copies of many tensors", EVERYTHING),
-    Part("torch._foreach_zero_", "parallel/bucket.py", "the places of absent gradients", EVERYTHING),
-    Part("torch._foreach_neg_", "parallel/bucket.py", "the places of absent gradients", EVERYTHING),
+    Part("torch._foreach_copy_", "loop/window_start.py engines/ddp/bucket.py", "copies of many tensors", EVERYTHING),
+    Part("torch._foreach_zero_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),
+    Part("torch._foreach_neg_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),
     Part(
         "torch.utils.data._utils.worker.WorkerInfo",
         "data/stream.py",
@@ -145,145 +145,180 @@ PARTS: tuple[Part, ...] = (
         EVERYTHING,
     ),
     # the DistributedDataParallel engine
-    Part("torch._C._current_graph_task_id", "parallel/", "whether a backward runs, and which", DDP),
+    Part("torch._C._current_graph_task_id", "engines/", "whether a backward runs, and which", DDP),
     Part(
-        "torch._C._will_engine_execute_node", "parallel/backward_watcher.py", "parameters that a backward reaches", DDP
+        "torch._C._will_engine_execute_node",
+        "engines/ddp/backward_watcher.py",
+        "parameters that a backward reaches",
+        DDP,
     ),
     Part(
         "torch._C._storage_Use_Count",
-        "ground/host_memory.py parallel/bucket.py",
+        "ground/host_memory.py engines/ddp/bucket.py",
         "whether memory is used elsewhere",
         EVERYTHING,
     ),
-    Part("torch._C._are_functorch_transforms_active", "parallel/ddp.py", "a forward within torch.func", DDP),
-    Part("torch._C.Future", "parallel/hooks/hook_transport.py", "what a communication hook returns", DDP),
-    Part("torch.Tensor._is_view", "parallel/hooks/powersgd.py", "whether a state would hold a whole bucket", DDP),
-    Part("torch.autograd.variable.Variable._execution_engine", "parallel/", "a callback at a backward's end", DDP),
+    Part("torch._C._are_functorch_transforms_active", "engines/ddp/container.py", "a forward within torch.func", DDP),
+    Part("torch._C.Future", "engines/ddp/hooks/hook_transport.py", "what a communication hook returns", DDP),
+    Part("torch.Tensor._is_view", "engines/ddp/hooks/powersgd.py", "whether a state would hold a whole bucket", DDP),
+    Part("torch.autograd.variable.Variable._execution_engine", "engines/", "a callback at a backward's end", DDP),
     Part(
-        "torch.autograd._unsafe_preserve_version_counter", "parallel/consistency.py", "buffers as rank 0 has them", DDP
+        "torch.autograd._unsafe_preserve_version_counter",
+        "engines/ddp/consistency.py",
+        "buffers as rank 0 has them",
+        DDP,
     ),
-    Part("torch.autograd.profiler._is_profiler_enabled", "parallel/ddp.py", "names of phases in a profile", DDP),
-    Part("torch.nn.parallel.distributed._MixedPrecision", "parallel/mixed_precision.py", "an argument of torch's", DDP),
-    Part("torch.nn.parallel.distributed._BufferCommHook", "parallel/torch_names.py", "an argument of torch's", DDP),
+    Part(
+        "torch.autograd.profiler._is_profiler_enabled", "engines/ddp/container.py", "names of phases in a profile", DDP
+    ),
+    Part(
+        "torch.nn.parallel.distributed._MixedPrecision", "engines/ddp/mixed_precision.py", "an argument of torch's", DDP
+    ),
+    Part("torch.nn.parallel.distributed._BufferCommHook", "engines/ddp/torch_names.py", "an argument of torch's", DDP),
     Part(
         "torch.nn.parallel.distributed._BufferCommHookLocation",
-        "parallel/ddp.py parallel/torch_names.py",
+        "engines/ddp/container.py engines/ddp/torch_names.py",
         "an argument of torch's",
         DDP,
     ),
-    Part("torch.distributed.algorithms.join._JoinConfig", "parallel/uneven.py", "torch's Join", DDP),
-    Part("torch.distributed.ProcessGroup._get_backend", "parallel/", "what carries a device's tensors", DDP),
-    Part("torch.distributed.distributed_c10d._get_default_store", "parallel/", "messages beside a collective", DDP),
+    Part("torch.distributed.algorithms.join._JoinConfig", "engines/ddp/join.py", "torch's Join", DDP),
+    Part("torch.distributed.ProcessGroup._get_backend", "engines/", "what carries a device's tensors", DDP),
+    Part("torch.distributed.distributed_c10d._get_default_store", "engines/", "messages beside a collective", DDP),
     Part(
         "torch.distributed.distributed_c10d._abort_process_group",
-        "strategies/ranks.py",
+        "engines/ranks.py",
         "to leave a group whose collectives wait for a lost rank",
         "nothing: a rank that fails leaves later",
     ),
     # what torch's class takes, and few ask for: read late, with a way out of its own
     Part(
         "torch.distributed.algorithms._optimizer_overlap._as_overlapped_optim",
-        "parallel/torch_names.py",
+        "engines/ddp/torch_names.py",
         "an optimizer that steps in the backward",
         "DistributedDataParallel._register_fused_optim",
     ),
     Part(
         "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform",
-        "parallel/consistency.py",
+        "engines/ddp/consistency.py",
         "a module that is tensor-parallel within replicas",
         "DistributedDataParallel(device_mesh=...)",
     ),
     Part(
         "torch.distributed.DeviceMesh._get_root_mesh",
-        "parallel/consistency.py",
+        "engines/ddp/consistency.py",
         "as above",
         "DistributedDataParallel(device_mesh=...)",
     ),
     # shards by fully_shard
-    Part(f"{_FSDP}._fully_shard.FSDPModule._get_fsdp_state", "parallel/", "what torch keeps of a module", FSDP),
+    Part(f"{_FSDP}._fully_shard.FSDPModule._get_fsdp_state", "engines/", "what torch keeps of a module", FSDP),
     Part(
         f"{_STATE}._fsdp_param_groups|{_STATE}._fsdp_param_group",
-        "parallel/fsdp_groups.py",
+        "engines/sharded/fsdp_groups.py",
         "parameters that are gathered together",
         FSDP,
     ),
-    Part(f"{_STATE}._lazy_init", "parallel/fully_shard.py", "torch's setting up, before a hook calls a layer", FSDP),
-    Part(f"{_STATE}._mp_policy", "parallel/fully_shard.py", "the dtype of a module's inputs", FSDP),
-    Part(f"{_STATE}._register_pre_backward_hook", "parallel/fully_shard.py", "a backward within manual steps", FSDP),
-    Part(f"{_STATE}._pre_forward", "parallel/gathered_calls.py", "a layer that is called in a hook", FSDP),
-    Part(f"{_STATE}._post_forward", "parallel/gathered_calls.py", "as above", FSDP),
-    Part(f"{_GROUP}._to_sharded", "parallel/fully_shard.py", "free what is whole", FSDP),
-    Part(f"{_GROUP}.post_backward", "parallel/fsdp_groups.py", "gradients of parameters that a rank did not use", FSDP),
-    Part(f"{_PARAM}._unsharded_param", "parallel/", "the whole parameter, for its gradient's hooks", FSDP),
-    Part(f"{_PARAM}._module_info", "parallel/", "the layers that a parameter belongs to", FSDP),
-    Part("torch.distributed.tensor.DTensor._local_tensor", "parallel/ planner/trace.py", "a shard", FSDP),
+    Part(
+        f"{_STATE}._lazy_init",
+        "engines/sharded/fully_shard.py",
+        "torch's setting up, before a hook calls a layer",
+        FSDP,
+    ),
+    Part(f"{_STATE}._mp_policy", "engines/sharded/fully_shard.py", "the dtype of a module's inputs", FSDP),
+    Part(
+        f"{_STATE}._register_pre_backward_hook",
+        "engines/sharded/fully_shard.py",
+        "a backward within manual steps",
+        FSDP,
+    ),
+    Part(f"{_STATE}._pre_forward", "engines/sharded/gathered_calls.py", "a layer that is called in a hook", FSDP),
+    Part(f"{_STATE}._post_forward", "engines/sharded/gathered_calls.py", "as above", FSDP),
+    Part(f"{_GROUP}._to_sharded", "engines/sharded/fully_shard.py", "free what is whole", FSDP),
+    Part(
+        f"{_GROUP}.post_backward",
+        "engines/sharded/fsdp_groups.py",
+        "gradients of parameters that a rank did not use",
+        FSDP,
+    ),
+    Part(f"{_PARAM}._unsharded_param", "engines/", "the whole parameter, for its gradient's hooks", FSDP),
+    Part(f"{_PARAM}._module_info", "engines/", "the layers that a parameter belongs to", FSDP),
+    Part("torch.distributed.tensor.DTensor._local_tensor", "engines/ planner/trace.py", "a shard", FSDP),
     Part(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        "parallel/fully_shard.py",
+        "engines/sharded/fully_shard.py",
         "where a shard lies in the whole",
         FSDP,
     ),
-    Part("torch.distributed.tensor._dtensor_spec.DTensorSpec", "parallel/fully_shard.py", "shards of states", FSDP),
-    Part("torch.distributed.tensor._dtensor_spec.TensorMeta", "parallel/fully_shard.py", "as above", FSDP),
-    # weights that are drawn a layer at a time
-    Part("torch.utils._python_dispatch.TorchDispatchMode", "parallel/ planner/trace.py", "each operation", INIT),
-    Part("torch.utils._python_dispatch._disable_current_modes", "parallel/sharded_init.py", "to be out of it", INIT),
-    Part("torch._C.DisableTorchFunction", "parallel/sharded_init.py", "as above", INIT),
     Part(
-        "torch._ops.OpOverload._schema", "parallel/sharded_init.py planner/trace.py", "what an operation changes", INIT
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec", "engines/sharded/fully_shard.py", "shards of states", FSDP
+    ),
+    Part("torch.distributed.tensor._dtensor_spec.TensorMeta", "engines/sharded/fully_shard.py", "as above", FSDP),
+    # weights that are drawn a layer at a time
+    Part("torch.utils._python_dispatch.TorchDispatchMode", "engines/ planner/trace.py", "each operation", INIT),
+    Part(
+        "torch.utils._python_dispatch._disable_current_modes",
+        "engines/sharded/sharded_init.py",
+        "to be out of it",
+        INIT,
+    ),
+    Part("torch._C.DisableTorchFunction", "engines/sharded/sharded_init.py", "as above", INIT),
+    Part(
+        "torch._ops.OpOverload._schema",
+        "engines/sharded/sharded_init.py planner/trace.py",
+        "what an operation changes",
+        INIT,
     ),
     # pipelines
     Part(
         f"{_SCHEDULES}.PipelineScheduleMulti._prepare_schedule_with_comms"
         f"|{_SCHEDULES}._PipelineScheduleRuntime._prepare_schedule_with_comms",
-        "parallel/pipeline/stages.py",
+        "engines/pipeline/stages.py",
         "who sends what, with the last stage on the first rank",
         PIPELINES,
     ),
     Part(
         "torch.Tensor._post_accumulate_grad_hooks",
-        "parallel/pipeline/split_check.py",
+        "engines/pipeline/split_check.py",
         "whether somebody waits for a gradient",
         PIPELINES,
     ),
     Part(
         f"{_SCHEDULES}._PipelineScheduleRuntime",
-        "parallel/pipeline/stages.py",
+        "engines/pipeline/stages.py",
         "all stages of one process",
         ONE_PROCESS,
     ),
-    Part(f"{_SCHEDULES}._Action", "parallel/pipeline/stages.py", "as above", ONE_PROCESS),
-    Part(f"{_SCHEDULES}._ComputationType", "parallel/pipeline/stages.py", "as above", ONE_PROCESS),
+    Part(f"{_SCHEDULES}._Action", "engines/pipeline/stages.py", "as above", ONE_PROCESS),
+    Part(f"{_SCHEDULES}._ComputationType", "engines/pipeline/stages.py", "as above", ONE_PROCESS),
     Part(
         f"{_STAGE}.PipelineStage._warmup_forward_vote",
-        "parallel/pipeline/stages.py",
+        "engines/pipeline/stages.py",
         "a message between stages of several devices, before the first step",
         "nothing: earlier releases send none",
         since="2.12",
     ),
     Part(
         f"{_STAGE}.PipelineStage._get_init_p2p_neighbors_ops",
-        "parallel/pipeline/stages.py",
+        "engines/pipeline/stages.py",
         "a message between ranks that one process has nobody for",
         "nothing: it is replaced where torch has it",
     ),
     Part(
         f"{_STAGE}.PipelineStage._get_grad_send_meta",
-        "parallel/pipeline/stages.py",
+        "engines/pipeline/stages.py",
         "whether a stage without a gradient sends zeros by itself",
         "nothing: it is made to",
         since="2.13",
     ),
     Part(
         f"{_SCHEDULES}._PipelineSchedule._initialize_pipeline_distributed_state",
-        "parallel/pipeline/stages.py",
+        "engines/pipeline/stages.py",
         "stages of several devices",
         "nothing: earlier releases do not look",
         since="2.15",
     ),
     Part(
         f"{_STAGE}.PipelineStage._user_meta",
-        "parallel/pipeline/stages.py",
+        "engines/pipeline/stages.py",
         "whether a frozen stage waits for a gradient",
         "nothing: before, it does",
         since="2.12",
@@ -302,27 +337,25 @@ PARTS: tuple[Part, ...] = (
     Part("torch.autograd.graph.Node._sequence_nr", "planner/trace.py", "as above", PLAN),
     Part("torch._ops.OpOverload._overloadpacket", "planner/trace.py", "the name of an operation", PLAN),
     # memory
-    Part(
-        f"{_HOOKS}._top_saved_tensors_default_hooks", "parallel/memory.py", "hooks of saved tensors beside ours", MEMORY
-    ),
-    Part(f"{_HOOKS}._pop_saved_tensors_default_hooks", "parallel/memory.py", "as above", MEMORY),
-    Part(f"{_HOOKS}._push_saved_tensors_default_hooks", "parallel/memory.py", "as above", MEMORY),
+    Part(f"{_HOOKS}._top_saved_tensors_default_hooks", "memory/meter.py", "hooks of saved tensors beside ours", MEMORY),
+    Part(f"{_HOOKS}._pop_saved_tensors_default_hooks", "memory/meter.py", "as above", MEMORY),
+    Part(f"{_HOOKS}._push_saved_tensors_default_hooks", "memory/meter.py", "as above", MEMORY),
     Part(
         "torch.UntypedStorage._new_with_weak_ptr",
-        "parallel/memory.py parallel/sharded_init.py",
+        "memory/meter.py engines/sharded/sharded_init.py",
         "memory that is still there",
         MEMORY,
     ),
     Part(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "parallel/recompute.py",
+        "memory/recompute.py",
         "layers that torch's own wrapper recomputes",
         "nothing: such layers are not there without it",
     ),
     # precision
     Part(
         "torch.amp.GradScaler._per_optimizer_states",
-        "parallel/fully_shard.py precision/base.py",
+        "engines/sharded/fully_shard.py precision/base.py",
         "an overflow that only one rank has seen",
         SCALER,
     ),
@@ -335,13 +368,23 @@ PARTS: tuple[Part, ...] = (
     # compiled modules
     Part(
         "torch._dynamo",
-        "loop/compiled.py loop/spawn_results.py parallel/ddp.py",
+        "loop/compiled.py loop/spawn_results.py engines/ddp/container.py",
         "whether anything is compiled",
         COMPILE,
     ),
     Part("torch._dynamo.eval_frame.OptimizedModule", "loop/compiled.py", "the module that was compiled", COMPILE),
-    Part("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "loop/compiled.py parallel/ddp.py", "as above", COMPILE),
-    Part("torch.nn.Module._compiled_call_impl", "ground/compiled.py parallel/ddp.py", "module.compile()", COMPILE),
+    Part(
+        "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
+        "loop/compiled.py engines/ddp/container.py",
+        "as above",
+        COMPILE,
+    ),
+    Part(
+        "torch.nn.Module._compiled_call_impl",
+        "ground/compiled.py engines/ddp/container.py",
+        "module.compile()",
+        COMPILE,
+    ),
     # supervision
     Part(
         "torch.distributed._functional_collectives", "supervise/collective_trace.py", "collectives of DTensors", TRACE
@@ -364,9 +407,12 @@ PARTS: tuple[Part, ...] = (
     Part("torch.distributed.distributed_c10d._check_op", "supervise/collective_trace.py", "batched messages", TRACE),
     Part("torch.cuda._is_in_bad_fork", "ground/device.py", "CUDA used before ranks are forked", "its message"),
     Part(
-        "torch.distributed.rpc._is_current_rpc_agent_set", "parallel/backward_watcher.py", "distributed autograd", "rpc"
+        "torch.distributed.rpc._is_current_rpc_agent_set",
+        "engines/ddp/backward_watcher.py",
+        "distributed autograd",
+        "rpc",
     ),
-    Part("torch.distributed.autograd._current_context", "parallel/backward_watcher.py", "as above", "rpc"),
+    Part("torch.distributed.autograd._current_context", "engines/ddp/backward_watcher.py", "as above", "rpc"),
     # testing
     Part("torch.distributed.distributed_c10d._set_pg_timeout", "testing/pool.py", "a call's limit", TESTING),
     Part("torch._C._distributed_c10d._set_thread_isolation_mode", "testing/pool.py", "groups of rank threads", TESTING),

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.callbacks.base import Callback
 from lockstep.data.cut import apportion
 from lockstep.data.shares import Move, ShareControl
+from lockstep.engines.table import check_balances
 from lockstep.ground.device import has_timed_events, memory_held, memory_peak
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.free_memory import free_memory
@@ -23,7 +24,6 @@ from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed, Window
 from lockstep.loop.session import Session
 from lockstep.loop.step_times import DeviceTimes, StepTimes, Windows
-from lockstep.strategies.table import check_balances
 
 PERIOD = 8
 """Windows from one look at the ranks' times to the next."""

@@ -21,7 +21,7 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.launch.environment import cores
 from lockstep.loop.hooks import Transfer
-from lockstep.parallel.memory import readable
+from lockstep.memory.meter import readable
 from lockstep.planner.plan import Goal, Plan, make_plan
 from lockstep.precision.formats import make_precision
 
@@ -176,7 +176,7 @@ def reconsider(session: Session) -> None:
     candidate = strategy.broadcast(_chosen(trainer) if world.is_zero else None)
     if candidate is None:
         return
-    from lockstep.strategies.planned import strategy_of
+    from lockstep.engines.planned import strategy_of
 
     made = strategy_of(candidate, "spawn" if strategy.launcher == "spawn" else "popen")
     made.sync_batchnorm, made.checkpoint_io = strategy.sync_batchnorm, strategy.checkpoint_io

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
+from lockstep.engines.optimizer_states import states_to_cpu
+from lockstep.engines.strategy import Strategy
 from lockstep.ground.free_memory import empty_cache
 from lockstep.ground.types import TrainerStatus
 from lockstep.loop.session import Session
-from lockstep.parallel.optimizer_states import states_to_cpu
-from lockstep.strategies.base import Strategy
 
 
 def leave_device(session: Session) -> None:

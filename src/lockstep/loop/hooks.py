@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.base import Callback
 from lockstep.datamodule import LightningDataModule
+from lockstep.engines.strategy import Strategy
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.overrides import innermost
 from lockstep.ground.rank import rank_zero_deprecation, warn_once
@@ -20,7 +21,6 @@ from lockstep.ground.types import TrainerFn
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.logging import LogCollector
 from lockstep.module import LightningModule
-from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from lockstep.trainer import Trainer

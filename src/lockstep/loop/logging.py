@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.engines.strategy import Strategy
 from lockstep.ground.comm import Combine
 from lockstep.ground.device import plus, widest
 from lockstep.ground.errors import MisconfigurationException
@@ -30,8 +31,7 @@ from lockstep.loop.logged_rows import (
     shown_value,
 )
 from lockstep.loop.metrics import StatesByLoader, is_metric
-from lockstep.parallel.recompute import STATE
-from lockstep.strategies.base import Strategy
+from lockstep.memory.recompute import STATE
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lockstep.engines.sharded.fully_shard import find_blocks
 from lockstep.ground.compiled import has_compiled
 from lockstep.ground.device import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.usable import held_by_others
 from lockstep.loop.session import Session
-from lockstep.parallel.fully_shard import find_blocks
-from lockstep.parallel.memory import Activations, MemoryUse, parts_of, readable
+from lockstep.memory.meter import Activations, MemoryUse, parts_of, readable
 
 ASKED = (
     (re.compile(r"you tried to allocate (\d+) bytes"), 1),

@@ -16,7 +16,7 @@ from lockstep.ground.errors import MisconfigurationException
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-    from lockstep.strategies.base import Strategy
+    from lockstep.engines.strategy import Strategy
 
 # of a metric and the metrics inside it: (metric, states, updates, last result, last forward's result)
 Snapshot = list[tuple["Metric", dict[str, Any], int, Any, Any]]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from lockstep.engines.pipeline.weights import stands_in
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.loop.logging import Entry
 from lockstep.loop.session import Session
-from lockstep.parallel.pipeline.weights import stands_in
 
 OF_TRAINING = ("training_step", "on_train_batch_end", "on_before_backward")
 

@@ -31,8 +31,8 @@ from lockstep.loop.metrics import is_metric, put_back, snapshot
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+    from lockstep.engines.strategy import Strategy
     from lockstep.loop.session import Session
-    from lockstep.strategies.base import Strategy
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 OF_TORCH = frozenset(vars(nn.Module()))  # _parameters, _buffers, hooks, ...

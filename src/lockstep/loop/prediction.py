@@ -12,7 +12,7 @@ from lockstep.ground.parameters import plain_name
 from lockstep.ground.rank import rank_zero_info
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.hooks import is_overridden
-from lockstep.parallel.memory import readable
+from lockstep.memory.meter import readable
 from lockstep.planner.plan import SavedPlan
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.datamodule import LightningDataModule
+from lockstep.engines.strategy import Strategy
 from lockstep.ground.types import TrainerStatus
 from lockstep.loop.feed import EvaluationFeed, Feed
 from lockstep.loop.hooks import NAMES, Hooks, Transfer, is_overridden, owner_of
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
-from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from lockstep.trainer import Trainer

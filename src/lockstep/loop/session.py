@@ -16,6 +16,7 @@ from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.config.devices import apply_to_process
 from lockstep.config.run import RunConfig
 from lockstep.datamodule import LightningDataModule
+from lockstep.engines.strategy import Strategy
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.copies import kept
 from lockstep.ground.floats import floats
@@ -31,10 +32,9 @@ from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.progress import Elastic, Progress
 from lockstep.loop.window_start import WindowStart
+from lockstep.memory.meter import Activations, MemoryUse
 from lockstep.module import LightningModule
-from lockstep.parallel.memory import Activations, MemoryUse
 from lockstep.profilers.base import Profiler
-from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from lockstep.trainer import Trainer  # for hooks of the user's alone: nothing in loop/ reads it

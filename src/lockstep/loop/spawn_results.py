@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from lockstep.engines.sharded.fully_shard import ENTRY, gathered
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.types import RunningStage, TrainerState
 from lockstep.launch.spawn import pack
@@ -20,7 +21,6 @@ from lockstep.loop.fit import FitLoop
 from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.progress import Progress
 from lockstep.loop.session import Session
-from lockstep.parallel.fully_shard import ENTRY, gathered
 
 Loop = FitLoop | EvaluationLoop
 

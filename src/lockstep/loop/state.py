@@ -20,6 +20,7 @@ from lockstep.checkpoint.format import first_line
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
+from lockstep.engines.engine import EngineState
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.hyperparameters import plain_hyperparameters
 from lockstep.ground.parameters import takes_names_as_they_are, whole_shape
@@ -32,7 +33,6 @@ from lockstep.loop.saved_ranks import SavedRanks, at_window_start
 from lockstep.loop.session import Session
 from lockstep.loop.window_start import metric_state, put_buffers
 from lockstep.module import LightningModule, check_weights
-from lockstep.strategies.engine import EngineState
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

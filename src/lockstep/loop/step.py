@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.engines.engine import MicroBatch
 from lockstep.ground.closures import demands_closure, takes_closure
 from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
@@ -28,7 +29,6 @@ from lockstep.loop.signatures import takes_idx
 from lockstep.loop.step_watch import StepWatch
 from lockstep.loop.weighing import Share, share_of, weighed_by_part
 from lockstep.module import LightningModule
-from lockstep.strategies.engine import MicroBatch
 
 Played = tuple[tuple[int, ...], Any, int, float, float]  # (ranks without samples, batch, batch_idx, weight, share)
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")

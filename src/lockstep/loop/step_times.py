@@ -14,10 +14,10 @@ import torch
 from torch.compiler import is_compiling
 
 from lockstep.data.source import Source
+from lockstep.engines.strategy import Strategy
 from lockstep.ground.device import current_stream, has_streams, timed_event
 from lockstep.ground.window_times import WindowTimes
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.strategies.base import Strategy
 from lockstep.supervise.collective_trace import wrapped
 
 DATA, FORWARD, BACKWARD, WAITING, PAUSE = range(5)

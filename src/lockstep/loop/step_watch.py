@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.engines.strategy import Strategy
 from lockstep.ground import comm
 from lockstep.ground.rank import warn_once
 from lockstep.loop.session import Session
-from lockstep.strategies.base import Strategy
 
 UNSEEN = (
     "{kind}: `automatic_optimization = False`, and in this epoch no optimizer was stepped that `configure_optimizers` "

@@ -5,6 +5,7 @@ One finder stands before Python's own. Asked for a module below ``lockstep`` it 
 - the file of lockstep that has this path, if there is one. Files in `COMPLETED` answer besides for the names that
   Lightning has there and lockstep has elsewhere;
 - else, for a module of the table (`lockstep.names.table`), a module whose names are fetched when they are first used;
+- for a path that an earlier release of lockstep had, the module that has moved;
 - or an ImportError that says why the module is refused, and what to do. A refused name is no attribute of its module
   (``hasattr`` is False), and the statement that imports it gets the ImportError.
 
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.ground.annotations import evaluate
 from lockstep.ground.errors import asked_by, refused_class
 from lockstep.ground.installed import ALIASES
-from lockstep.names.table import Refused, Row, Rows, refusal, table
+from lockstep.names.table import Refused, Row, Rows, moved, refusal, table
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
@@ -49,7 +50,7 @@ _COMPLETED = {
     "cli": ("",),
     "loggers": ("", "base", "mlflow"),
     "profilers": ("", "pytorch"),
-    "strategies": ("", "deepspeed"),
+    "strategies": ("",),
     "trainer": ("",),
     "tuner": ("",),
     "utilities": ("", "exceptions", "memory", "model_summary", "parsing", "rank_zero", "types"),
@@ -122,15 +123,34 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
     first, _, rest = name.partition(".")
     if first == "pytorch":
         return ModuleSpec(fullname, _SameModule(f"{ROOT}.{rest}".rstrip(".")))
+    if first == "parallel" and rest:  # before Python's own: a file has one module, whatever path it is asked for by
+        return _moved(fullname, name)
     spec = PathFinder.find_spec(fullname, path)
     if spec is not None and spec.origin is not None:  # without origin: a folder that holds no __init__
         return _completing(spec) if name in COMPLETED else spec
+    elsewhere = _moved(fullname, name)
+    if elsewhere is not None:
+        return elsewhere
     rows = table()["pytorch"].get(name)
     reason = rows if isinstance(rows, Refused) else refusal(*name.rpartition(".")[::2])
     if reason is not None:
         # without its name: `from lockstep import fabric` would drop an error that says which module is missing
         raise ModuleNotFoundError(f"{fullname}: {reason}")
     return None if rows is None else ModuleSpec(fullname, _Names(), origin="lockstep.names", is_package=True)
+
+
+def _moved(fullname: str, name: str) -> ModuleSpec | None:
+    """The spec of a module by a path of earlier releases of lockstep; the modules below it have moved with it."""
+    homes = moved()
+    before, rest = name, ""
+    while before and before not in homes:
+        before, _, last = before.rpartition(".")
+        rest = f".{last}{rest}"
+    if not before or (rest and not homes[before]):
+        return None
+    if not homes[before]:  # a folder that is gone
+        return ModuleSpec(fullname, _Names(), origin="lockstep.names", is_package=True)
+    return ModuleSpec(fullname, _SameModule(f"{ROOT}.{homes[before]}{rest}"))
 
 
 def _of_lightning(fullname: str, version: str) -> ModuleSpec:

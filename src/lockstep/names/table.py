@@ -3,6 +3,7 @@
 ``table.json`` holds the rows. It is read when a name is asked for that no file of lockstep has, and not before. Its
 sections are
 
+- ``moved``: modules that an earlier release of lockstep had elsewhere, with their paths of today; "" for a folder;
 - ``reasons``: sentences, by the names that rows refer to them with;
 - ``today``: modules below ``lightning.pytorch`` 2.6, which are modules below ``lockstep``;
 - ``earlier``: the same for 2019 to 2022, of what Lightning 2.6 does not have any more;
@@ -26,6 +27,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping
+from typing import Any
 
 
 class Refused(str):
@@ -41,11 +43,23 @@ FILE = os.path.join(os.path.dirname(__file__), "table.json")
 
 
 @functools.cache
-def table() -> dict[str, Modules]:
-    """The sections, read once; ``pytorch`` is those of today and of earlier years together."""
+def _read() -> dict[str, Any]:
     with open(FILE, encoding="utf-8") as file:
-        found = json.load(file)
-    reasons = found.pop("reasons")
+        found: dict[str, Any] = json.load(file)
+    return found
+
+
+def moved() -> dict[str, str]:
+    """Where modules of earlier releases of lockstep are today, by the paths that they had."""
+    found: dict[str, str] = _read()["moved"]
+    return found
+
+
+@functools.cache
+def table() -> dict[str, Modules]:
+    """The sections of rows, read once; ``pytorch`` is those of today and of earlier years together."""
+    found = {name: section for name, section in _read().items() if name not in ("reasons", "moved")}
+    reasons = _read()["reasons"]
     today = _modules(found["today"], reasons, {})
     sections = {name: _modules(section, reasons, today) for name, section in found.items()}
     pytorch = sections["pytorch"] = dict(today)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lockstep.parallel.averaging import PIECE
-from lockstep.parallel.bucket import ALIGNMENT, ParameterInfo, Plan, in_order_of_arrival, plan_buckets
-from lockstep.parallel.owned_optimizer import owners_of
+from lockstep.engines.ddp.averaging import PIECE
+from lockstep.engines.ddp.bucket import ALIGNMENT, ParameterInfo, Plan, in_order_of_arrival, plan_buckets
+from lockstep.engines.ddp.owned_optimizer import owners_of
 from lockstep.planner.engines import EngineCost
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.partition import Block, Device, DoesNotFit, Split, Stage, partition

@@ -105,8 +105,8 @@ def _fsdp(net: Net, again: bool = True) -> Step:
 
 
 def _sharded(net: Net) -> Step:
-    from lockstep.parallel.owned_optimizer import OwnedOptimizers
-    from lockstep.parallel.reducer import Reducer
+    from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
+    from lockstep.engines.ddp.reducer import Reducer
 
     optimizer, x = _adam(net), torch.ones(1, net.width)
     OwnedOptimizers([optimizer])

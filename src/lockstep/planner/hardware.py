@@ -275,7 +275,7 @@ def probe(rank: int, folder: str) -> None:
         rank: 0 or 1.
         folder: where they meet.
     """
-    from lockstep.parallel.ddp import DistributedDataParallel
+    from lockstep.engines.ddp.container import DistributedDataParallel
 
     cpu = torch.device("cpu")
     torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_type_hints
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.memory import readable
+from lockstep.memory.meter import readable
 
 if TYPE_CHECKING:  # else imported where a plan is made: each Trainer names this file, and few make a plan
     from lockstep.planner.cost import Candidate, Prediction

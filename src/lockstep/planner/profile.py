@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.engines.sharded.fully_shard import find_blocks
 from lockstep.ground.device import current_device, has_timed_events, synchronize, timed_event
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.torch_parts import PLAN, refuse_without
 from lockstep.ground.tree import tensors_in
-from lockstep.parallel.fully_shard import find_blocks
-from lockstep.parallel.recompute import recompute
+from lockstep.memory.recompute import recompute
 from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, Step, StepTrace, Work, fake, trace_step
 
 # -- blocks ------------------------------------------------------------------------------------------------------

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING, Any
 from lockstep.names.finder import late
 
 if TYPE_CHECKING:
-    from lockstep.strategies.balanced import BalancedStrategy as BalancedStrategy
-    from lockstep.strategies.base import SingleDeviceStrategy as SingleDeviceStrategy
-    from lockstep.strategies.base import Strategy as Strategy
-    from lockstep.strategies.ddp import DDPStrategy as DDPStrategy
-    from lockstep.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
-    from lockstep.strategies.fsdp import FSDPStrategy as FSDPStrategy
-    from lockstep.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
+    from lockstep.engines.ddp.strategy import DDPStrategy as DDPStrategy
+    from lockstep.engines.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
+    from lockstep.engines.pipeline.strategy import BalancedStrategy as BalancedStrategy
+    from lockstep.engines.sharded.fsdp import FSDPStrategy as FSDPStrategy
+    from lockstep.engines.sharded.model_parallel import ModelParallelStrategy as ModelParallelStrategy
+    from lockstep.engines.strategy import SingleDeviceStrategy as SingleDeviceStrategy
+    from lockstep.engines.strategy import Strategy as Strategy
 
 # Imported when they are asked for, as all names of a face.
 _FILES = {
-    "BalancedStrategy": "balanced",
-    "DDPStrategy": "ddp",
-    "DeepSpeedStrategy": "deepspeed",
-    "FSDPStrategy": "fsdp",
-    "ModelParallelStrategy": "model_parallel",
-    "SingleDeviceStrategy": "base",
-    "Strategy": "base",
+    "BalancedStrategy": ".engines.pipeline.strategy",
+    "DDPStrategy": ".engines.ddp.strategy",
+    "DeepSpeedStrategy": ".engines.deepspeed.strategy",
+    "FSDPStrategy": ".engines.sharded.fsdp",
+    "ModelParallelStrategy": ".engines.sharded.model_parallel",
+    "SingleDeviceStrategy": ".engines.strategy",
+    "Strategy": ".engines.strategy",
 }
 
 __all__ = sorted(_FILES)

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
 from lockstep.cluster.environments import ClusterEnvironment
+from lockstep.engines.strategy import Strategy
 from lockstep.ground.parameters import plain_name
 from lockstep.ground.seed import isolate_rng
 from lockstep.module import LightningModule
-from lockstep.strategies.base import Strategy
 from lockstep.testing.devices import chosen_accelerator
 from lockstep.trainer import Trainer
 

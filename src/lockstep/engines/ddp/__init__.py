@@ -1,0 +1,1 @@
+"""Data parallel over ranks: buckets, the reducer, DistributedDataParallel, communication hooks."""

@@ -1,0 +1,306 @@
+"""Notices parameters and buffers that come into a model after it was set up, and refuses them on several ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.nn.modules import module as registration
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.engines.ddp.bucket import Bucket
+from lockstep.engines.ddp.consistency import check_alike
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.installed import MODULE_HOOKS
+from lockstep.ground.parameters import plain_name
+
+# -- what comes ----------------------------------------------------------------------------------------------
+
+
+class LateParameters:
+    """Notices parameters and buffers that come into ``module`` from now on; costs nothing in a forward.
+
+    Torch tells of each registration. What goes around it (``ModuleList.insert``) is not noticed.
+
+    Args:
+        module: the model.
+        ignored: names that may come.
+
+    Attributes:
+        found: name of the first parameter that came, below the submodule that got it; None while none has.
+        buffer, norm: the same of buffers, but for the masks of torch's pruning, and of BatchNorm layers.
+        changed: whether submodules have come.
+        noticed: whether anything has come; whoever has dealt with it sets it to False.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
+        self._ignored = frozenset(ignored)
+        self.found: str | None = None
+        self.buffer: str | None = None
+        self.norm: str | None = None
+        self.changed = False
+        self.noticed = False
+        self._names = weakref.WeakKeyDictionary({part: name for name, part in module.named_modules()})
+        # weakly: the id of one that is gone may be that of a late one
+        known = {parameter: name for name, parameter in module.named_parameters() if name not in self._ignored}
+        self._known = WeakIdKeyDictionary(known)
+        _hear()
+        _watching.add(self)
+
+    def close(self) -> None:
+        _watching.discard(self)
+
+    def renew(self, module: nn.Module) -> None:
+        """From now on take for late what is not in ``module`` now."""
+        self._names.update({part: name for name, part in module.named_modules()})
+        self._known.update({parameter: name for name, parameter in module.named_parameters()})
+        self.found = self.buffer = self.norm = None
+        self.noticed = False
+
+    def _parameter_comes(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
+        if parameter is not None and parameter not in self._known and module in self._names:
+            self._note(f"{self._names[module]}.{name}".lstrip("."))
+
+    def _buffer_comes(self, module: nn.Module, name: str) -> None:
+        if module in self._names and f"{name.removesuffix('_mask')}_orig" not in module._parameters:
+            self.noticed = True
+            self.buffer = self.buffer or f"{self._names[module]}.{name}".lstrip(".")
+
+    def _module_comes(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
+        if part is None or module not in self._names:
+            return
+        self.changed = self.noticed = True
+        for inner, submodule in part.named_modules(prefix=f"{self._names[module]}.{name}".lstrip(".")):
+            if submodule not in self._names:
+                self._names[submodule] = inner
+                buffers = (f"{inner}.{name}" for name, _ in submodule.named_buffers(recurse=False))
+                self.buffer = self.buffer or next(buffers, None)
+                self.norm = self.norm or (inner if isinstance(submodule, _BatchNorm) else None)
+        for inner, parameter in part.named_parameters():
+            if parameter not in self._known:
+                self._note(f"{self._names[part]}.{inner}")
+
+    def _note(self, name: str) -> None:
+        if name in self._ignored:
+            return
+        self.noticed = True
+        if not self.found:
+            self.found = name
+
+
+def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -> str | None:
+    """Whose gradient would not be averaged, if anybody's: a sentence without its beginning, the rank.
+
+    Args:
+        frozen: parameters that were so when the model was wrapped.
+        late: those since then; None where nobody minds.
+    """
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            return (
+                f"parameter {name!r} was frozen when the model was wrapped and requires a gradient now: wrap the model "
+                "with the parameter unfrozen (requires_grad may be switched off, and on again, afterwards), or wrap it "
+                "again now"
+            )
+    if late is not None and late.found is not None:
+        return (
+            f"parameter {late.found!r} was added to the model after it was wrapped, and its gradient would not be "
+            "averaged: add it before, or wrap model.module again"
+        )
+    return None
+
+
+def find_cast(buckets: Iterable[Bucket]) -> str | None:
+    """Which parameter no longer fits into its bucket, if any: a sentence without its beginning, the rank."""
+    for bucket in buckets:
+        for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=False):
+            before, now = [(t.dtype, tuple(t.shape), t.device) for t in (view, parameter)]
+            if now != before:
+                return (
+                    f"parameter {name!r} has become {now[0]} of shape {now[1]} on {now[2]} since the model was "
+                    f"wrapped, and was {before[0]} of shape {before[1]} on {before[2]}: cast or move the container, "
+                    "which follows, and not the module in it"
+                )
+    return None
+
+
+def beside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
+    """What ``optimizers`` train and ``module`` does not have (parameters in a plain list), by its place there."""
+    seen = {id(parameter) for parameter in module.parameters()}
+    found: dict[str, Tensor] = {}
+    for number, optimizer in enumerate(optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(_without_waiting(group["params"])):
+                trained = isinstance(parameter, Parameter) or parameter.requires_grad
+                if trained and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found[f"optimizers[{number}].param_groups[{place}]['params'][{index}]"] = parameter
+    return found
+
+
+def _without_waiting(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
+    """The list's own iterator: one of a sharded optimizer would wait for what is under way."""
+    return list.__iter__(parameters) if isinstance(parameters, list) else iter(parameters)
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:
+    for group in optimizer.param_groups:
+        yield from _without_waiting(group["params"])
+
+
+_watching: weakref.WeakSet[LateParameters] = weakref.WeakSet()
+
+
+def _hear() -> None:
+    """Once: be told by torch, from now on until the process ends.
+
+    A hook for each model would have to go with it: in the middle of torch's loop over the hooks, it may be, which the
+    garbage collector does not ask about.
+    """
+    MODULE_HOOKS.install(_put_hooks)
+
+
+def _put_hooks() -> Callable[[], object]:
+    put = [
+        registration.register_module_parameter_registration_hook(_tell_parameter),
+        registration.register_module_buffer_registration_hook(_tell_buffer),
+        registration.register_module_module_registration_hook(_tell_module),
+    ]
+
+    def undo() -> None:
+        for each in put:
+            each.remove()
+
+    return undo
+
+
+def _tell_parameter(module: nn.Module, name: str, parameter: Parameter | None) -> None:
+    for late in list(_watching):
+        late._parameter_comes(module, name, parameter)
+
+
+def _tell_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
+    # `self.count = self.count + 1` registers a buffer in each step, in the place of the one before
+    if buffer is None or module._buffers.get(name) is not None:
+        return
+    for late in list(_watching):
+        late._buffer_comes(module, name)
+
+
+def _tell_module(module: nn.Module, name: str, part: nn.Module | None) -> None:
+    for late in list(_watching):
+        late._module_comes(module, name, part)
+
+
+# -- refused ---------------------------------------------------------------------------------------------------
+
+
+def refuse(rank: int, kind: str, name: str) -> NoReturn:
+    """Refuse ``name``, of the ``kind`` "parameter", "buffer" or "normalization layer".
+
+    Raises:
+        MisconfigurationException: always.
+    """
+    raise MisconfigurationException(
+        f"rank {rank}: {kind} {name!r} came after set-up, and the ranks would not keep it alike: make it in "
+        "`__init__`, `configure_model` or `configure_optimizers` (what is of use only later may be frozen till then), "
+        "or train in one process"
+    )
+
+
+class LateRefusal:
+    """Refuses what comes into the module or its optimizers from now on, before a step would be wrong.
+
+    A parameter is refused that requires a gradient or that an optimizer has: a new head, one of ``weight_norm``, one
+    that ``load_state_dict(assign=True)`` has put in the place of another, a tensor of ``add_param_group``. What is
+    frozen and in no optimizer may come. So may the masks of ``torch.nn.utils.prune``, of all buffers alone.
+
+    Args:
+        module: of the run.
+        rank: of this process.
+    """
+
+    def __init__(self, module: nn.Module, rank: int) -> None:
+        self._module, self._rank = module, rank
+        self._optimizers: Sequence[Optimizer] = ()
+        self._watch = LateParameters(module)
+        self._known = WeakIdKeyDictionary(dict.fromkeys((*module.parameters(), *module.buffers()), True))
+        self._sizes: list[tuple[Optimizer, int, int, int]] = []
+
+    def new(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+        """What module and optimizers have got so far, by name; from now on it is known."""
+        self._optimizers = optimizers
+        named = {**self._parameters(), **dict(self._module.named_buffers())}
+        late = {name: tensor for name, tensor in named.items() if tensor not in self._known}
+        self._known.update(dict.fromkeys(late.values(), True))
+        self._watch.renew(self._module)
+        self._count()
+        return late
+
+    def check(self, frozen: Sequence[Tensor] = ()) -> None:
+        """Before each forward and backward: a call, some attributes and the length of a list or two.
+
+        Where groups of an optimizer have changed, or some of the ``frozen`` require gradients now, the ranks compare
+        what they train: a rank that is alone with it waits there.
+
+        Raises:
+            MisconfigurationException: for what has come.
+        """
+        changed = bool(frozen) and any(parameter.requires_grad for parameter in frozen)
+        for optimizer, count, first, last in self._sizes:  # whether it has got a group, or its first or last one more
+            groups = optimizer.param_groups
+            if len(groups) != count or len(groups[0]["params"]) != first or len(groups[-1]["params"]) != last:
+                changed = True
+        if changed or self._watch.noticed:
+            self._refuse()
+        if changed:
+            self.compare()
+
+    def look(self, optimizers: Sequence[Optimizer]) -> None:
+        """Where there is time, between epochs and where others have taken the place of the optimizers. Collective.
+
+        Raises:
+            MisconfigurationException: for what has come, or where ranks step other parameters.
+        """
+        self._optimizers = optimizers
+        self._refuse()
+        self.compare()
+
+    def compare(self) -> None:
+        """Make sure that the ranks step the same parameters. Collective."""
+        names = {id(parameter): name for name, parameter in self._parameters().items()}
+        lines = [name for name, parameter in self._parameters().items() if parameter.requires_grad]
+        for optimizer in self._optimizers:
+            stepped = ", ".join(names.get(id(parameter), "another") for parameter in _parameters_of(optimizer))
+            lines.append(f"{type(optimizer).__name__} of {stepped}")
+        check_alike("What is trained", lines)
+        self._count()
+
+    def _refuse(self) -> None:
+        stepped = {id(parameter) for optimizer in self._optimizers for parameter in _parameters_of(optimizer)}
+        for name, parameter in self._parameters().items():
+            if parameter not in self._known and (parameter.requires_grad or id(parameter) in stepped):
+                refuse(self._rank, "parameter", name)
+        for kind, found in (("buffer", self._watch.buffer), ("normalization layer", self._watch.norm)):
+            if found is not None:
+                refuse(self._rank, kind, found)
+        self._watch.noticed = False
+
+    def _parameters(self) -> dict[str, Tensor]:
+        own = {plain_name(name): parameter for name, parameter in self._module.named_parameters()}
+        return {**own, **beside(self._module, self._optimizers)}
+
+    def _count(self) -> None:
+        self._sizes = [
+            (optimizer, len(groups), len(groups[0]["params"]), len(groups[-1]["params"]))
+            for optimizer, groups in ((optimizer, optimizer.param_groups) for optimizer in self._optimizers)
+            if groups
+        ]
+
+    def close(self) -> None:
+        self._watch.close()

@@ -1,0 +1,694 @@
+"""The reducer: averages gradients over ranks, in buckets, while backward still runs.
+
+Attached to parameters, not to a module: whoever runs the backward says when it begins and when it has ended.
+
+    reducer = Reducer(model.named_parameters())
+    for batch in batches:
+        loss = model(batch)
+        optimizer.zero_grad()
+        reducer.prepare()
+        loss.backward()
+        reducer.finish()
+        optimizer.step()
+
+Words: a *bucket* is a flat buffer in which some gradients lie one after another; a parameter's ``.grad`` is a
+*view* of it. *Used flags* say which parameters got a gradient; they travel at the buffer's end, or,
+where that cannot be (a communication hook sees the buffer, sparse gradients have none), in one small message a
+round. A *round* is one reduction of all buckets; a `lockstep.engines.ddp.transport.Transport` makes it.
+
+A gradient's path: autograd leaves it in ``.grad`` (the first one as it is; further ones are added to the view that is
+there by then) and calls the parameter's hook, which counts (`Reducer._make_hook`); the hook of a bucket's last
+parameter launches the bucket (`Reducer._launch`), into which all its gradients are copied together
+(`lockstep.engines.ddp.bucket.Bucket.collect`); the transport scales it, and sums it over the ranks: by an all-reduce
+(`lockstep.engines.ddp.transport.AllReduce`), in memory that the ranks of a host share
+(`lockstep.engines.ddp.shared_memory.SharedReduction`), or by a communication hook
+(`lockstep.engines.ddp.hooks.hook_transport.HookTransport`); `Reducer.finish` waits, and gives each parameter its mean
+(`lockstep.engines.ddp.bucket.Bucket.give_back`).
+
+Bits: two ranks get those of torch's ``DistributedDataParallel``, and of one process that accumulates two
+halves. For that, -0.0 stands for a gradient that a rank lacks, which leaves every summand as it is (0.0 would turn
+-0.0 into 0.0), and gradients are multiplied by 1 / world size before they are summed. With three and more ranks gloo
+sums in an order that moves with the bucket layout, so the layout (`Reducer.plan`) is part of a checkpoint; in
+shared memory ranks are summed in their order, whatever the layout.
+
+Learning: the first backwards show whether backwards nest (until then no bucket travels before its backward has
+ended), and the first round in which order gradients come: buckets are laid out anew by it, as rank 0 saw it.
+With ``static_graph`` they show what every later backward does, so that one autograd hook a bucket is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from operator import ne
+from threading import RLock
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import Parameter
+
+from lockstep.engines.ddp.bucket import (
+    Bucket,
+    Plan,
+    SparseBucket,
+    distinct,
+    fit_plan,
+    in_order_of_arrival,
+    infos_of,
+    lay_out_anew,
+    plan_buckets,
+)
+from lockstep.engines.ddp.shared_memory import SharedReduction
+from lockstep.engines.ddp.transport import AllReduce, RoundGroup, SkipUnused, Transport, UsedParameters
+from lockstep.ground import comm
+from lockstep.ground.rank import does, waits
+
+MIB = 2**20
+
+NESTED = (
+    "a parameter of {names} got another gradient after its bucket was reduced: this backward ran others inside, unlike "
+    "the first ones (checkpoint(use_reentrant=True)?); use_reentrant=False does not"
+)
+
+
+class Reducer:
+    """Averages the gradients of ``named_parameters`` over the ranks of a group.
+
+    Before a backward `prepare`, after it `finish`: then every rank has the same gradients, those of the mean
+    of the ranks' losses. A parameter that no rank used has ``.grad`` None, one that any rank used has its
+    averaged gradient on all of them: unused parameters need no flag, and a rank whose loss touches no
+    parameter at all holds up nobody. Shared parameters, gradient checkpointing of both kinds, several
+    backwards and ``zero_grad`` of both kinds are fine. With one rank and no hook, parameters are left alone.
+
+    Every rank must construct it, and call `finish` equally often with `sync` on. A parameter that is thawed
+    later (``requires_grad`` set) is taken in at the next `prepare`.
+
+    Args:
+        named_parameters: names and parameters in order of registration, the same on every rank
+            (`lockstep.engines.ddp.container.check_same_module` makes sure of it). Those without ``requires_grad``
+            wait.
+        process_group: the ranks; ``None`` is the default group, or this process alone if there is none.
+        bucket_cap_mb: size of a bucket in MiB.
+        first_bucket_mb: size in MiB of the bucket that is reduced last.
+        gradient_as_bucket_view: let ``.grad`` be a view of the bucket. If False, gradients are tensors of
+            their own, copied in and out, at the price of a copy and of the memory.
+        plan: bucket layout of an earlier run (`plan`), to get its bits with three and more ranks. It is kept
+            until a parameter thaws; without it the layout follows the order in which the first gradients come.
+        static_graph: every backward gives gradients to the same parameters, equally often, in the same order:
+            after the first ones this costs one autograd hook a bucket, and no used flags travel.
+        sparse: names of parameters whose gradients are sparse.
+        shared_memory: on one host, let CPU tensors be summed in memory that the ranks share, not over TCP.
+        skip_unused: leave out the buckets that no rank uses in the first round of a layout.
+        transport: what carries the buckets, in place of all-reduces.
+
+    Attributes:
+        sync: whether the next `finish` reduces. False accumulates: what this rank adds up stays here until a
+            round. Set it before `prepare` to have the reduction overlap the backward.
+        zero_weight: for one backward, drop what it makes (an empty share of a batch); what was accumulated counts.
+        divisor: what sums over the ranks are divided by: the world size, unless somebody sets it.
+        on_unprepared_grad: called when a gradient comes in a backward that was not prepared; it may `prepare` then.
+        frozen: parameters that wait, as they require no gradients.
+        lock: held by what happens inside a backward: autograd has a thread for each of a module's GPUs.
+        round_group: the group of the last round; False: its gradients stayed where they were.
+        rounds: completed rounds.
+        collectives: reductions of buckets and of used flags so far.
+        bytes: bytes that this rank handed to them (to a hook: the uncompressed ones).
+
+    Raises:
+        ValueError: for parameters of a lazy module that has not seen a batch, or a plan of another model.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        process_group: comm.Group = None,
+        *,
+        bucket_cap_mb: float = 25,
+        first_bucket_mb: float = 1,
+        gradient_as_bucket_view: bool = True,
+        plan: Plan | None = None,
+        static_graph: bool = False,
+        sparse: Collection[str] = (),
+        shared_memory: bool = True,
+        skip_unused: bool = False,
+        transport: Transport | None = None,
+    ) -> None:
+        if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb}, first_bucket_mb={first_bucket_mb}: sizes above 0")
+        self.sync = True
+        self.zero_weight = False
+        self.on_unprepared_grad: Callable[[], None] | None = None
+        self.rounds = 0
+        self.collectives = 0
+        self.bytes = 0
+        self._group = process_group
+        self._world = comm.world_size(process_group)
+        self.divisor: float = self._world
+        self._idle = self._world == 1 and transport is None
+        self._views = gradient_as_bucket_view
+        self._static = static_graph
+        self._caps = [min(first_bucket_mb, bucket_cap_mb) * MIB, bucket_cap_mb * MIB]
+        self._parameters = distinct(named_parameters)
+        self.lock = lock_of(self._parameters.values())
+        self._sparse = frozenset(sparse)
+        self._wanted = plan
+        self._buckets: list[Bucket] = []
+        self._next = 0  # buckets are launched in order, alike on every rank; this one comes next
+        self._prepared = False  # between `prepare` and `finish`
+        self._started = False  # a backward has been prepared before
+        self._early = False  # in this backward, buckets are launched as they are complete
+        self._scale = 1.0
+        self._hooks: list[Any] = []
+        self._hidden: list[tuple[Parameter, Tensor | None]] = []
+        # What the first backwards teach.
+        self._nested = False  # a backward ran others inside
+        self._learned = False  # whether backwards nest is known for each bucket
+        self._overlap = False  # buckets may be launched before the backward has ended
+        self._layout_settled = plan is not None  # else the buckets are laid out anew after the first round
+        self._arrived: dict[str, int] = {}  # gradients of each parameter in this backward, in order of the last one
+        self._tasks: set[int] = set()  # the graph tasks from which they came
+        self._untouched: set[str] = set()  # parameters that no backward has reached in this layout
+        self._probes: list[Any] = []  # autograd hooks that record this
+        self._recorded: StaticGraph | None = None
+        self._group_of_round: RoundGroup = lambda: process_group
+        self.round_group: comm.Group | Literal[False] = process_group
+        self._transport = transport or self._choose_transport(shared_memory)
+        if skip_unused and not self._idle:
+            self._transport = SkipUnused(self._transport, process_group)
+        self._build()
+
+    def _choose_transport(self, shared_memory: bool) -> Transport:
+        on_cpu = all(p.device.type == "cpu" for p in self._parameters.values())
+        if shared_memory and on_cpu and self._world > 1:
+            shared = SharedReduction.open(self._group)
+            if shared is not None:
+                return shared
+        return AllReduce(self._group)
+
+    def register_comm_hook(
+        self, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
+    ) -> None:
+        """Let ``hook`` reduce the buckets, before the first `prepare`, alike on every rank.
+
+        Args:
+            state: the hook's first argument.
+            hook: ``(state, bucket) -> Future``; the bucket is a `lockstep.engines.ddp.bucket.GradBucket`, whose
+                gradients are not divided by anything; the future holds what takes the buffer's place.
+            round_group: asked once a round for the group over which it is agreed who used which parameters: None is
+                the reducer's group, False leaves it to each rank (steps that reduce nothing).
+
+        Raises:
+            RuntimeError: if there is a hook, or a backward was prepared.
+        """
+        if not self._transport.divides:
+            raise RuntimeError("register_comm_hook: there is a hook already; a reducer takes one, and only once")
+        if self._started:
+            raise RuntimeError("register_comm_hook: register the hook before the first backward")
+        # with all hooks behind it: most runs have none
+        from lockstep.engines.ddp.hooks.hook_transport import HookTransport
+
+        self._transport.close()
+        self._idle = False
+        if round_group is not None:
+            self._group_of_round = round_group
+        self._transport = HookTransport(self._group, state, hook, lambda: self._buckets, lambda: self.round_group)
+        self._build()
+
+    # -- layout
+
+    def plan(self) -> Plan:
+        """The bucket layout, by parameter names: part of a checkpoint."""
+        return [list(bucket) for bucket in self._plan]
+
+    def memory(self) -> list[Tensor]:
+        """The buckets' buffers on this rank."""
+        return [bucket.flat for bucket in self._buckets]
+
+    def replan(self, plan: Plan | None) -> None:
+        """Take another layout, the same on every rank, between a `finish` and the next `prepare`.
+
+        Gradients that were accumulated are kept.
+        """
+        assert not self._prepared, "replan between prepare and finish"
+        self._wanted = plan
+        self._layout_settled = plan is not None
+        self._build()
+
+    def _build(self) -> None:
+        """Lay out the buckets for the parameters that require gradients now, or did so before."""
+        # switched off for a while, as in a GAN
+        placed = {id(parameter) for bucket in self._buckets for parameter in bucket.parameters}
+        awake = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
+        self.frozen = [p for name, p in self._parameters.items() if name not in awake]
+        infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
+        if self._wanted is None:
+            self._plan = plan_buckets(infos, self._caps)
+        else:
+            dense = [[name for name in bucket if name not in self._sparse] for bucket in self._wanted]
+            self._plan = fit_plan(dense, infos, self._caps, frozen=self._parameters)
+        self._plan += [[name] for name in awake if name in self._sparse]
+        if self._idle:
+            return
+        self._remove_hooks()
+        self._fill_buckets(awake)
+        self._recorded = None
+        self._overlap, self._learned = False, self._nested
+        self._untouched = {name for bucket in self._plan for name in bucket}
+        self._add_hooks()
+
+    def _fill_buckets(self, awake: dict[str, Parameter]) -> None:
+        """Make the buckets of the plan, with memory from the transport."""
+        for _ in range(2):
+            self._inline = self._transport.inline_used and not self._sparse and not self._static
+            made: list[Bucket] = []
+            for index, names in enumerate(self._plan):
+                kind = SparseBucket if names[0] in self._sparse else Bucket
+                parameters = [awake[name] for name in names]
+                made.append(kind(index, names, parameters, self._inline, self._transport.alignment))
+            buffers = self._transport.buffers([bucket.size for bucket in made])
+            if buffers is not None:
+                break
+            self._transport.close()
+            self._transport = AllReduce(self._group)
+        assert buffers is not None
+        before, self._buckets = self._buckets, made
+        lay_out_anew(before, made, buffers)
+        for bucket in made:
+            bucket.waiting.clear()  # outside of prepare and finish each gradient completes: see `_complete`
+
+    def _add_hooks(self) -> None:
+        listen = PassingHook if self._static else Parameter.register_post_accumulate_grad_hook
+        for bucket in self._buckets:
+            for index, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True)):
+                asleep = not parameter.requires_grad  # switched off for a while: torch takes no hook then
+                parameter.requires_grad_(True)
+                if self._is_learning():
+                    self._probes.append(listen(parameter, partial(self._probe, name)))
+                self._hooks.append(listen(parameter, under_lock(self.lock, self._make_hook(bucket, index))))
+                parameter.requires_grad_(not asleep)
+
+    def detach(self) -> None:
+        """Remove the autograd hooks. Gradients stay as they are; they are no longer reduced."""
+        self._remove_hooks()
+        self._transport.close()
+        self._buckets = []
+        self._idle = True
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._drop_probes()
+
+    # -- a round
+
+    def prepare(self) -> None:
+        """Just before a backward: let its gradients fall into the buckets.
+
+        Raises:
+            RuntimeError: if the last backward did not reach `finish`.
+        """
+        if self._idle:
+            if self.zero_weight:
+                self._hide(self._parameters.values())
+            return
+        if self._next:
+            raise RuntimeError(
+                "the last backward ended before its gradients were reduced (did it raise?): ranks no longer "
+                "agree on what comes next; start again from a checkpoint"
+            )
+        if self.frozen and any(parameter.requires_grad for parameter in self.frozen):
+            # in buckets of their own behind the others, until a round shows when their gradients come; alike in a run
+            # that got its layout from a checkpoint
+            self._wanted, self._layout_settled = self._plan, False
+            self._build()
+        self._prepared = self._started = self._started or come_last(self._hooks)
+        self._arrived.clear()
+        early = self._early = self.sync and self._overlap
+        self._scale = 1 / self.divisor if self._transport.divides else 1.0
+        record = self._recorded
+        for bucket in self._buckets:
+            bucket.arm(self._views, early and record is None)
+            if early and record is None:
+                bucket.skip_frozen()
+        if record is not None:
+            record.arm(early)
+        if self.zero_weight:
+            for bucket in self._buckets:
+                bucket.hide()
+
+    @waits("reducing gradients in backward")
+    def finish(self) -> None:
+        """After a backward: reduce what is not yet reduced, and wait. With `sync` off, only tidy up."""
+        if self._idle:
+            if self.zero_weight:
+                self._show()
+            self.rounds += self.sync
+            return
+        assert self._prepared, "finish without prepare"
+        self._early = False
+        if self._probes:
+            self._conclude()
+        anywhere: list[Sequence[Any] | None] = [None] * len(self._buckets)
+        settled = False
+        early = self._buckets[: self._next] if self.sync else self._buckets
+        if self.sync:
+            for bucket in self._buckets[self._next :]:
+                self._launch(bucket)
+            anywhere, settled = self._wait()
+            self._next = 0
+            self.rounds += 1
+        if self._recorded is not None and not self.zero_weight:
+            for bucket in early:  # the others were just looked at
+                self._recorded.check(bucket)
+        for bucket, used in zip(self._buckets, anywhere, strict=True):
+            bucket.show()
+            bucket.give_back(self._views, used)
+            bucket.waiting.clear()
+        self._prepared = False
+        if settled:
+            self._record_graph(anywhere)
+        elif self.sync and not self._layout_settled:
+            self._remake()
+        self.zero_weight = False
+
+    def _wait(self) -> tuple[list[Sequence[Any] | None], bool]:
+        """Wait for all buckets: who got a gradient on any rank, and whether all ranks can start a record."""
+        message = None
+        group = self.round_group if self._recorded is None and not self._inline else False
+        if group is not False:
+            self._transport.flush()
+            willing = self._static and not self.zero_weight and bool(self._arrived)
+            message = UsedParameters(self._buckets, willing, group, self._arrived, self._buckets[0].device)
+            self.collectives += message.work is not None
+            self.bytes += message.nbytes
+        for bucket in self._buckets:
+            self._transport.wait(bucket)
+            bucket.work = None
+        if message is not None:
+            return message.wait()
+        if self._recorded is not None:
+            return list(self._recorded.anywhere), False
+        if self._inline:
+            return [bucket.used_anywhere() for bucket in self._buckets], False
+        return [bytes(bucket.used) for bucket in self._buckets], False
+
+    def missing(self) -> list[str]:
+        """The parameters whose gradients the last backward left unreduced, by name; none after a `finish`."""
+        if not self._prepared:
+            return []
+        return [name for bucket in self._buckets[self._next :] for name in bucket.names]
+
+    def _hide(self, parameters: Iterable[Parameter]) -> None:
+        self._hidden = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+
+    def _show(self) -> None:
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden = []
+        self.zero_weight = False
+
+    # -- inside the backward
+
+    def _make_hook(self, bucket: Bucket, index: int) -> Callable[[Parameter], None]:
+        waiting, complete = bucket.waiting, self._complete
+
+        def accumulated(parameter: Tensor) -> None:
+            if not parameter.requires_grad:  # frozen since its forward: torch calls its hooks, and leaves no gradient
+                return
+            if bucket.kept is not None:
+                parameter.grad = None  # zero_weight: not kept longer than it takes
+            waiting.discard(index)
+            if not waiting:
+                complete(bucket)
+
+        return accumulated
+
+    def _complete(self, bucket: Bucket) -> None:
+        if not self._prepared:
+            if self.on_unprepared_grad is not None:
+                self.on_unprepared_grad()
+            return
+        if bucket.work is not None:
+            raise RuntimeError(NESTED.format(names=bucket.names))
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._launch(self._buckets[self._next])
+
+    def _launch(self, bucket: Bucket) -> None:
+        if bucket.index == 0:  # asked before the hook is called, which counts its rounds
+            self.round_group = self._group_of_round()
+        record = None if self.zero_weight else self._recorded
+        scale = bucket.collect(self._views, self._scale)
+        if record is not None:
+            record.launched(bucket, self._early)
+        self._next = bucket.index + 1
+        self.collectives += 1
+        self.bytes += bucket.nbytes
+        bucket.work = True  # until the transport puts its own there
+        self._transport.start(bucket, scale)
+
+    # -- learning. A re-entrant checkpoint runs a backward inside the backward, and a parameter that several of
+    #    them use gets a gradient from each: its bucket is complete only when the outermost has ended.
+
+    def _is_learning(self) -> bool:
+        return not (self._learned and self._layout_settled) or self._static
+
+    def _probe(self, name: str, parameter: Tensor) -> None:
+        self._tasks.add(torch._C._current_graph_task_id())
+        if parameter.requires_grad:  # else frozen since its forward: see `_make_hook`
+            self._arrived[name] = self._arrived.pop(name, 0) + 1
+
+    @does("reducing gradients in backward")
+    def _conclude(self) -> None:
+        """Buckets may be launched early once each was seen in a backward and none had others inside."""
+        self._nested = self._nested or len(self._tasks) > 1
+        self._tasks.clear()
+        self._untouched.difference_update(self._arrived)
+        self._learned = self._nested or not any(self._untouched.issuperset(names) for names in self._plan)
+        self._overlap = self._learned and not self._nested
+        if not self._is_learning():
+            self._drop_probes()
+
+    def _drop_probes(self) -> None:
+        for probe in self._probes:
+            probe.remove()
+        self._probes = []
+
+    def _remake(self) -> None:
+        """After a round: lay the buckets out in the order in which gradients came on rank 0."""
+        order = comm.broadcast_object(list(self._arrived), 0, self._group)
+        present = {name for bucket in self._plan for name in bucket} - self._sparse
+        infos = infos_of((name, p) for name, p in self._parameters.items() if name in present)
+        plan = plan_buckets(in_order_of_arrival(infos, order), self._caps)
+        plan += [bucket for bucket in self._plan if bucket[0] in self._sparse]
+        self._wanted, self._layout_settled = plan, True
+        if plan != self._plan:
+            self._plan = plan
+            self._remove_hooks()
+            self._fill_buckets(self._parameters)
+            self._add_hooks()
+        elif not self._is_learning():
+            self._drop_probes()
+
+    def _record_graph(self, anywhere: Sequence[Sequence[Any] | None]) -> None:
+        """From now on, hold every backward to what this one did."""
+        # without gradients of earlier backwards in the window: a parameter that was frozen since then, or whose place
+        # another took, has one in this round only
+        used = {
+            name: flag == UsedParameters.ARRIVED
+            for bucket, found in zip(self._buckets, anywhere, strict=True)
+            for name, flag in zip(bucket.names, found or (), strict=True)
+        }
+        if not self._layout_settled:
+            self._remake()
+        self._remove_hooks()
+        by_bucket = [[used[name] for name in bucket.names] for bucket in self._buckets]
+        self._recorded = StaticGraph(self._buckets, self._arrived, by_bucket, self._complete, self._views, self.lock)
+        self._hooks = self._recorded.hooks
+        self._overlap = True
+
+
+# -- static graphs -------------------------------------------------------------------------------------------
+
+
+BROKEN = (
+    "Your training graph has changed in this iteration: static_graph=True, and parameter {name!r} {what}. Every "
+    "backward has to give gradients to the same parameters in the same order; take static_graph=False where that does "
+    "not hold"
+)
+EARLY, LACKING = "had no gradient yet when its bucket was complete at first", "got no gradient, which it did at first"
+
+Lock: TypeAlias = "AbstractContextManager[Any]"
+
+
+def lock_of(parameters: Iterable[Tensor]) -> Lock:
+    """What the hooks of ``parameters`` hold while they run, so that buckets are launched one by one and in order.
+
+    A module on several GPUs has a thread of autograd for each of them. With one device there is nothing to hold.
+    """
+    return RLock() if len({parameter.device for parameter in parameters}) > 1 else nullcontext()
+
+
+def under_lock(lock: Lock, hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``hook`` as it is to be called: it holds ``lock``, where that is one to hold."""
+    if isinstance(lock, nullcontext):
+        return hook
+
+    def alone(parameter: Tensor) -> None:
+        with lock:
+            hook(parameter)
+
+    return alone
+
+
+class PassingHook:
+    """Calls ``hook(parameter)`` whenever a gradient has been added to a parameter, until it is removed.
+
+    A tensor whose last ``register_post_accumulate_grad_hook`` was removed goes on asking for hooks, 0.25 us each time.
+    This one is at the node of the graph that adds the gradient, which dies when nobody holds it any more.
+    """
+
+    def __init__(self, parameter: Parameter, hook: Callable[[Any], None]) -> None:
+        self._node: Any = get_gradient_edge(parameter).node
+        self._handle = self._node.register_hook(lambda inputs, outputs: hook(parameter))
+
+    def remove(self) -> None:
+        self._handle.remove()
+        self._node = None
+
+
+def come_last(hooks: Iterable[Any]) -> bool:
+    """Let ``hooks`` run after what others have hooked to the parameters since, and may change gradients; gives True."""
+    for hook in hooks:
+        if not isinstance(hook, PassingHook):  # which runs after them in any case
+            registered = hook.hooks_dict_ref()
+            registered[hook.id] = registered.pop(hook.id)
+    return True
+
+
+class StaticGraph:
+    """Which parameters get gradients, and after which one each bucket is complete.
+
+    One autograd hook a bucket, at the parameter whose gradient came last, takes the place of one a parameter.
+    Whether the others have come is seen by the counts of changes that tensors keep. The last bucket, which has no
+    backward left to overlap, is looked at once, when the backward has ended; each other one twice.
+
+    Args:
+        buckets: of the layout that is used from now on.
+        arrived: name -> how many gradients it got in the recorded backward, in the order of the last ones.
+        anywhere: for each bucket, who got a gradient in the recorded backward on any rank.
+        complete: called with a bucket when its gradients are there.
+        views: whether gradients are views of the buckets.
+        lock: as of `lock_of`.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        arrived: Mapping[str, int],
+        anywhere: Sequence[Sequence[Any]],
+        complete: Callable[[Bucket], None],
+        views: bool,
+        lock: Lock,
+    ) -> None:
+        self.anywhere = anywhere
+        self.hooks: list[Any] = []
+        self._buckets = buckets
+        self._complete = complete
+        self._views = views
+        self._expected = [bytes(name in arrived for name in bucket.names) for bucket in buckets]
+        moments = {name: moment for moment, name in enumerate(arrived)}
+        self._closing: list[str | None] = []
+        self._times: list[int] = []
+        self._left = [0] * len(buckets)
+        self._before: list[list[Any] | None] = [None for _ in buckets]  # None: no gradients
+        self._at_launch: list[list[Any] | None] = [None] * len(buckets)
+        for bucket in buckets:
+            came = [name for name in bucket.names if name in moments]
+            closing = max(came, key=moments.__getitem__) if came else None
+            self._closing.append(closing)
+            self._times.append(arrived[closing] if closing is not None else 0)
+            if closing is not None:
+                parameter = bucket.parameters[bucket.names.index(closing)]
+                hook = under_lock(lock, self._make_hook(bucket))
+                asleep = not parameter.requires_grad  # frozen since the backward: torch takes no hook then
+                parameter.requires_grad_(True)
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter.requires_grad_(not asleep)
+
+    def _make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        left, index, waiting, complete = self._left, bucket.index, bucket.waiting, self._complete
+
+        def accumulated(parameter: Tensor) -> None:
+            left[index] -= 1
+            if left[index] == 0 and 0 in waiting:
+                waiting.clear()
+                complete(bucket)
+            elif left[index] < 0 and not waiting:  # outside of a prepared backward
+                complete(bucket)
+
+        return accumulated
+
+    def arm(self, early: bool) -> None:
+        """Before a backward, when the buckets are armed."""
+        self._left[:] = self._times
+        for index, bucket in enumerate(self._buckets):
+            self._at_launch[index] = None
+            self._before[index] = None if bucket.fresh else self._states(bucket)
+            if early and bucket is not self._buckets[-1]:
+                bucket.waiting.clear()
+                if self._closing[index] is not None:
+                    bucket.waiting.add(0)
+
+    def launched(self, bucket: Bucket, early: bool) -> None:
+        """When a bucket travels, ``early`` or after the backward: all of its gradients have been brought there.
+
+        Raises:
+            RuntimeError: if the backward has not given gradients to those to which the recorded one gave some.
+        """
+        self._compare(bucket, EARLY if early else LACKING)
+        self._at_launch[bucket.index] = self._places(bucket)
+
+    def check(self, bucket: Bucket) -> None:
+        """After the backward.
+
+        Raises:
+            RuntimeError: if it was not what was recorded.
+        """
+        launched = self._at_launch[bucket.index]
+        if launched is None:
+            bucket.used[:] = bytes([parameter.grad is not None for parameter in bucket.parameters])
+            self._compare(bucket, LACKING)
+            return
+        now = self._places(bucket)
+        if now != launched:
+            late = next(i for i, (a, b) in enumerate(zip(now, launched, strict=True)) if a != b)
+            raise RuntimeError(
+                BROKEN.format(name=bucket.names[late], what="got another gradient after its bucket was reduced")
+            )
+
+    def _compare(self, bucket: Bucket, lacking: str) -> None:
+        expected, before = self._expected[bucket.index], self._before[bucket.index]
+        came = bytes(bucket.used) if before is None else bytes(map(ne, self._states(bucket), before))
+        if came != expected:
+            index = next(i for i, (a, b) in enumerate(zip(came, expected, strict=True)) if a != b)
+            what = "got a gradient, which it did not at first" if came[index] else lacking
+            raise RuntimeError(BROKEN.format(name=bucket.names[index], what=what))
+
+    def _states(self, bucket: Bucket) -> list[Any]:
+        """What changes when a gradient comes: its tensor, and the number of that one's changes."""
+        return [_state(parameter) for parameter in bucket.parameters]
+
+    def _places(self, bucket: Bucket) -> list[Any]:
+        """The same behind a launch, when gradients are where they stay."""
+        return [v._version for v in bucket.views] if self._views and bucket.views else self._states(bucket)
+
+
+def _state(parameter: Tensor) -> tuple[int, int] | None:
+    grad = parameter.grad
+    return None if grad is None else (id(grad), grad._version)

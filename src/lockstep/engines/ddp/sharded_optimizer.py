@@ -1,0 +1,77 @@
+"""``DDPStrategy(shard_optimizer=True)``: what does not go together with it, and the states of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from lockstep.engines.collectives import gather_on_zero
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import log
+
+if TYPE_CHECKING:
+    from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
+
+START = "DDPStrategy(shard_optimizer=True)"
+
+
+def check_options(parts: bool, offload_optimizer: bool) -> None:
+    """Refuse arguments of the strategy that do not go together with owners.
+
+    Args:
+        parts: whether a communication hook lets the ranks part for a while.
+        offload_optimizer: the argument of this name.
+
+    Raises:
+        MisconfigurationException: with the argument and the way out.
+    """
+    if parts:
+        raise MisconfigurationException(
+            f"{START} with local steps (post-local SGD, model_averaging_period, outer_optimizer): ranks go their own "
+            "ways there, and here each has the values of a parameter from its owner: use one of them."
+        )
+    if offload_optimizer:
+        raise MisconfigurationException(
+            f"{START} with offload_optimizer=True: each rank's states stay on its device: use one of them, or "
+            'strategy="fsdp_cpu_offload".'
+        )
+
+
+def check_shareable(optimizers: list[Optimizer], sparse: list[str]) -> None:
+    """Refuse what ranks cannot share out.
+
+    Args:
+        optimizers: of the run.
+        sparse: names of parameters with sparse gradients.
+
+    Raises:
+        MisconfigurationException: with the parameter or the optimizer's class, and the way out.
+    """
+    from lockstep.engines.ddp.owned_optimizer import check_parameter_wise
+
+    if sparse:
+        raise MisconfigurationException(
+            f"{START}: the gradients of {', '.join(sparse)} are sparse: build the layers with sparse=False, or leave "
+            "shard_optimizer off."
+        )
+    try:
+        check_parameter_wise(optimizers)
+    except ValueError as error:
+        raise MisconfigurationException(f"{START}: {error}.") from None
+
+
+def whole_states(
+    owned: OwnedOptimizers, optimizers: list[Optimizer], alone: bool
+) -> list[dict[str, Any] | None] | None:
+    """The ordinary states, on rank 0; the others take part. None for a rank alone, which has but a part."""
+    from lockstep.engines.ddp.owned_optimizer import union
+
+    if not alone:
+        parts = [gather_on_zero(owned.part_of(optimizer)) for optimizer in optimizers]
+        return [union(part) if part else {} for part in parts]
+    log.warning(
+        "A checkpoint from one rank alone holds the weights and no optimizer states, of which every rank has a "
+        "part (shard_optimizer=True): a fit can begin with these weights, and cannot go on from there."
+    )
+    return None

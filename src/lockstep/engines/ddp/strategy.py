@@ -1,0 +1,560 @@
+"""Data parallel over processes: every rank holds the module, gradients are averaged while backward runs."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.checkpoint.io import CheckpointIO, snapshot
+from lockstep.engines.buffers import SynchronizedNorms, WindowBuffers
+from lockstep.engines.ddp.bucket import infos_of, plan_buckets
+from lockstep.engines.ddp.consistency import (
+    DesyncCheck,
+    broadcast_module_state,
+    check_alike,
+    check_same_module,
+    described,
+    sparse_names,
+    sync_buffers,
+)
+from lockstep.engines.ddp.late_parameters import LateRefusal
+from lockstep.engines.ddp.reducer import MIB, Reducer
+from lockstep.engines.ddp.sharded_optimizer import check_options, check_shareable, whole_states
+from lockstep.engines.engine import EngineState
+from lockstep.engines.ranks import (
+    HALF_AN_HOUR,
+    NO_EFFECT,
+    RankedStrategy,
+    check_others,
+    check_switches,
+    checked_cap,
+    checked_caps,
+)
+from lockstep.engines.sharded.fully_shard import Policy
+from lockstep.ground import comm
+from lockstep.ground.copies import kept
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import does
+from lockstep.ground.tree import tensors_in
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.memory.recompute import Layers, Save
+from lockstep.module import LightningModule
+
+if TYPE_CHECKING:
+    from lockstep.engines.ddp.comm_hooks import CommunicationHook, LocalSteps
+    from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
+
+GAP = (
+    "Where BatchNorm is synchronized (sync_batchnorm=True), all ranks go through it together, and rank {rank} has no "
+    "samples of loader {loader} in a micro-batch of which others have some: give loaders side by side equal numbers "
+    'of samples and batch sizes, or drop_last=True, or use CombinedLoader(mode="min_size") with such.'
+)
+NO_LOSS = (
+    "`training_step` returned None on rank {rank}. Where BatchNorm is synchronized (sync_batchnorm=True), "
+    "all ranks go back through it together, and the others would wait for this one. Return a loss on each, if only "
+    "`0.0 * loss`."
+)
+
+
+class DDPStrategy(RankedStrategy):
+    """One process per device, over lockstep's own reducer, which is attached to the module's parameters.
+
+    The arguments are those of Lightning's strategy and of torch's ``DistributedDataParallel``, each by its name; one
+    that has no place here is refused with the reason. See `docs/ddp-options.md`.
+
+    Args:
+        accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
+        cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
+        ddp_comm_hook: how gradients travel: ``hook(state, bucket) -> Future``, lockstep's
+            (`lockstep.engines.ddp.hooks`) or torch's. On the CPU, too.
+        ddp_comm_state: the hook's first argument. What it remembers is saved and resumed.
+        ddp_comm_wrapper: applied to the hook (``fp16_compress_wrapper``).
+        model_averaging_period: under post-local SGD, the steps from one average of the parameters to the next, the
+            first of them after the first local step. Or a mapping of such to numbers of ranks.
+        outer_optimizer: let an outer optimizer step from average to average (local SGD, DiLoCo): a dict of arguments
+            of `lockstep.engines.ddp.averaging.OuterOptimizer`, ``{}`` for DiLoCo's.
+        process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
+        timeout: how long a collective waits for the other ranks; None: 30 minutes.
+        start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,
+            in copies of this process, which start at once and share its memory).
+        nccl: NCCL's variables, with or without ``NCCL_``, set before the group is made where neither the shell nor
+            the cluster has set them: ``{"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2}``.
+        shared_memory: where all ranks are on one host, sum CPU gradients in memory that they share, not over TCP.
+        bucket_cap_mb: size of a gradient bucket, in MiB; None: 25.
+        bucket_cap_mb_list: sizes of the first buckets one by one, that of the parameters registered first in front; the
+            last holds for all others. Such a layout is kept; otherwise it follows the gradients of the first step.
+        broadcast_buffers: take rank 0's buffers (BatchNorm statistics, say) before the forward of each window.
+        forward_sync_buffers: its name in torch 2.13.
+        init_sync: compare the ranks' modules and take rank 0's weights and buffers at the start. Without it, the
+            caller answers for their being alike.
+        gradient_as_bucket_view: let ``.grad`` be views of the buckets, which saves a copy of the gradients.
+        static_graph: every step gives gradients to the same parameters in the same order: fewer autograd hooks.
+        check_reduction: after each reduction, compare checksums of the gradients over the ranks, and name the first
+            parameter in which they differ. It costs a message a step.
+        find_unused_parameters: accepted; unused parameters need no flag here.
+        shard_optimizer: share out the optimizers' work and states: each parameter has one owner, which alone updates it
+            (ZeRO stage 1).
+        offload_optimizer: keep the optimizers' states on the CPU; a part of them at a time is on the device, while
+            the optimizer steps.
+        activation_checkpointing: compute activations again in the backward, in place of keeping them: True (of the
+            repeated blocks), or classes of layers.
+        activation_checkpointing_policy: the same by classes or a policy function.
+        activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
+            policy function of ``torch.utils.checkpoint``.
+        **others: further arguments of torch's class: taken where they have no effect here, refused with the reason
+            where they would.
+
+    Raises:
+        MisconfigurationException: for an argument that has no place here, or that nobody knows.
+    """
+
+    balances = True
+
+    def __init__(
+        self,
+        accelerator: object = None,
+        parallel_devices: object = None,
+        cluster_environment: object = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: object = None,
+        ddp_comm_state: object = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | Mapping[int, int] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = HALF_AN_HOUR,
+        start_method: str = "popen",
+        *,
+        outer_optimizer: Mapping[str, Any] | None = None,
+        nccl: Mapping[str, Any] | None = None,
+        shared_memory: bool = True,
+        bucket_cap_mb: float | None = 25,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        broadcast_buffers: bool | None = None,
+        forward_sync_buffers: bool | None = None,
+        init_sync: bool = True,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        check_reduction: bool = False,
+        find_unused_parameters: bool = False,
+        shard_optimizer: bool = False,
+        activation_checkpointing: Layers | Literal[False] | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        activation_checkpointing_save: Save = None,
+        offload_optimizer: bool = False,
+        **others: Any,
+    ) -> None:
+        known = inspect.signature(DDPStrategy).parameters
+        others = {"accelerator": accelerator, "parallel_devices": parallel_devices, **others}
+        check_others("DDPStrategy", others, known, NO_EFFECT)
+        check_switches(
+            shared_memory=shared_memory,
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
+            init_sync=init_sync,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            check_reduction=check_reduction,
+            shard_optimizer=shard_optimizer,
+        )
+        super().__init__(
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+            start_method,
+            nccl,
+        )
+        self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        self._offload_optimizer(offload_optimizer)
+        self._shared_memory = shared_memory
+        self._caps = [cap * MIB for cap in checked_caps("bucket_cap_mb_list", bucket_cap_mb_list, 25)]
+        self._bucket_cap_mb = max(self._caps) / MIB if self._caps else checked_cap("bucket_cap_mb", bucket_cap_mb, 25)
+        self._broadcast_buffers = next((b for b in (forward_sync_buffers, broadcast_buffers) if b is not None), True)
+        self._init_sync = init_sync
+        self._views = gradient_as_bucket_view
+        self._static_graph = static_graph
+        self._check_reduction = check_reduction
+        self._checks: DesyncCheck | None = None
+        self._shard_optimizer = shard_optimizer
+        self._hook = _communication_hook(
+            ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period, outer_optimizer
+        )
+        if shard_optimizer:
+            check_options(self._hook is not None and self._hook.is_local, offload_optimizer)
+        self._local: LocalSteps | None = None  # of this fit, where its hook takes such
+        self._owned: OwnedOptimizers | None = None
+        self._reducer: Reducer | None = None
+        self._late: LateRefusal | None = None
+        self._plan: Any = None
+        self._buffers: WindowBuffers | None = None
+        self._zero_weight = False
+        self._norms: SynchronizedNorms | None = None
+        self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
+
+    @does("taking rank 0's weights")
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        """As on one process, then rank 0's weights and buffers everywhere."""
+        if module is not self.module:
+            self._plan = None  # of an earlier fit's module
+        super().setup_module(module, own_backward)
+        self._local = None
+        if self._init_sync:
+            check_same_module(module, None)
+            broadcast_module_state(module, None)
+        self._watch_buffers()
+        if self._late is not None:
+            self._late.close()
+        self._late = LateRefusal(module, self.world.rank) if self.world.size > 1 else None
+
+    def _watch_buffers(self) -> None:
+        some = self._broadcast_buffers and self.world.size > 1 and any(True for _ in self.module.buffers())
+        self._buffers = WindowBuffers(self.module) if some else None
+
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """Attach the reducer to the parameters, and synchronize BatchNorm where asked to."""
+        if self._reducer is not None:  # of optimizers that are replaced before the first step
+            self._let_go(self._reducer)
+        super().setup_optimizers(optimizers, configs)
+        if self._late is not None:
+            self._take_values(self._late.new(optimizers))
+        self._watch_buffers()
+        self._synchronize_norms()
+        named = self.named_parameters()
+        self._checks = DesyncCheck(None, self.module) if self._check_reduction and self.world.size > 1 else None
+        if self._checks is not None:
+            self._checks.renew(named.items())
+        if self._caps and self._plan is None:
+            awake = [(name, p) for name, p in named.items() if p.requires_grad]
+            self._plan = plan_buckets(infos_of(awake), self._caps)
+        sparse = sorted(sparse_names(self.module))
+        if self._shard_optimizer:
+            self._share_optimizers(sparse)
+        self._reducer = Reducer(
+            named.items(),  # frozen ones too, for which it finds out when they are unfrozen
+            bucket_cap_mb=self._bucket_cap_mb,
+            gradient_as_bucket_view=self._views,
+            plan=self._plan,
+            static_graph=self._static_graph,
+            sparse=sparse,
+            shared_memory=self._shared_memory and self._hook is None,
+        )
+        if self._hook is not None:
+            self._attach_hook(self._hook, self._reducer)
+
+    def _take_values(self, late: dict[str, Tensor]) -> None:
+        """Take rank 0's values of what has come since the module was set up, in `configure_optimizers` say."""
+        check_alike(type(self.module).__name__, [described("late", name, tensor) for name, tensor in late.items()])
+        if self._init_sync:
+            comm.broadcast_tensors([tensor.detach() for tensor in late.values()])
+
+    @property
+    def undoes_steps(self) -> bool:
+        """Whether nothing but values is changed by steps: hooks keep errors, and shared states are in parts."""
+        return self.world.size == 1 or (self._hook is None and not self._shard_optimizer)
+
+    def change_optimizers(self) -> None:
+        """Refuse new optimizers with parameters that are not reduced."""
+        if self._shard_optimizer and self.world.size > 1:
+            raise MisconfigurationException(
+                f"{type(self).__name__}(shard_optimizer=True): other optimizers were put in the place of those of "
+                "`configure_optimizers` in the middle of a fit, and the ranks have shared out the states of those. "
+                "Change their param_groups instead, or leave shard_optimizer out."
+            )
+        super().change_optimizers()
+        if self._late is not None:
+            self._late.look(self.optimizers)
+
+    def _share_optimizers(self, sparse: list[str]) -> None:
+        """Give each parameter an owner, which alone has the states of the optimizers for it."""
+        from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
+
+        check_shareable(self.optimizers, sparse)
+        self._owned = OwnedOptimizers(self.optimizers)
+
+    def _attach_hook(self, hook: CommunicationHook, reducer: Reducer) -> None:
+        take_buffers = partial(sync_buffers, self.module, None) if self._buffers is not None else None
+        scaler, node = self.precision.scaler, self.world.node_rank
+        self._local = hook.attach(reducer, self.module, self.optimizers, node, scaler=scaler, take_buffers=take_buffers)
+
+    def _synchronize_norms(self) -> None:
+        if self.world.size == 1:
+            return
+        default, group = self._norms_group or (None, None)
+        known = group if default is dist.group.WORLD else None
+        norms = SynchronizedNorms(self.module, self.sync_batchnorm, known, self._timeout, self.replicas)
+        self._norms_group = dist.group.WORLD, norms.group
+        if norms.layers:
+            self._norms = norms
+            self._buffers = self._buffers if self._own_buffers() else None
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Reductions of buckets and used flags in this fit so far, and their bytes, without what a hook sends."""
+        return (0, 0) if self._reducer is None else (self._reducer.collectives, self._reducer.bytes)
+
+    def waits_in(self) -> list[tuple[object, str]]:
+        """In the reducer, which may sum gradients in memory that ranks share."""
+        return [] if self._reducer is None else [(self._reducer, "_wait")]
+
+    def teardown(self) -> None:
+        """Detach the reducer from the parameters; the optimizers can still be saved, all ranks together."""
+        super().teardown()
+        if self._norms is not None:
+            self._norms.put_back()
+            self._norms = None
+        if self._reducer is not None:
+            self._let_go(self._reducer)
+        if self._late is not None:
+            self._late.close()
+            self._late = None
+        if self._hook is not None:
+            self._hook.detach()
+
+    def _let_go(self, reducer: Reducer) -> None:
+        self._plan = reducer.plan()
+        reducer.detach()
+        self._reducer = None
+
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        """As on one process, with rank 0's buffers taken before the first training forward of a window."""
+        if self._late is not None and torch.is_grad_enabled():
+            self._late.check()
+        if self._buffers is not None and torch.is_grad_enabled():
+            self._take_buffers()
+        if self.context is None:
+            return fn(*args)
+        with self.context():
+            return fn(*args)
+
+    def _take_buffers(self) -> None:
+        """Take rank 0's buffers at a window's first training forward."""
+        buffers = self._buffers
+        if buffers is not None:
+            if buffers.due:
+                buffers.align()
+            buffers.differ = not self._is_apart()
+
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
+        """Backward with the buckets reduced as they fill, while it still runs."""
+        reducer = self._reducer
+        assert reducer is not None
+        reducer.sync, reducer.zero_weight = self.sync_gradients, self._zero_weight
+        if self.sync_gradients:
+            if self._late is not None:
+                self._late.check(reducer.frozen)
+            if self._local is not None:
+                self._local.round()
+        reducer.prepare()
+        if self._own_backward is not None:
+            self._own_backward(loss, *args, **kwargs)
+        else:
+            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        reducer.finish()
+        if self._checks is not None:
+            self._compare_gradients(self._checks)
+        self.rounds = reducer.rounds
+        if self._buffers is not None:
+            self._buffers.due = self.sync_gradients and not self._is_apart()
+
+    def skip(self, absent: bool = False) -> None:
+        """Reduce what this rank accumulated before in the window."""
+        assert self._reducer is not None
+        if self._norms is not None and not absent:
+            raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
+        if self.sync_gradients:
+            self._reducer.sync, self._reducer.zero_weight = True, absent
+            if self._late is not None:
+                self._late.check(self._reducer.frozen)
+            if self._local is not None:
+                self._local.round()
+            self._reducer.prepare()
+            self._reducer.finish()
+            if self._checks is not None:
+                self._compare_gradients(self._checks)
+            self.rounds = self._reducer.rounds
+            if self._buffers is not None:
+                self._buffers.due = not self._is_apart()
+
+    def check_gap(self, rank: int, loader: int) -> None:
+        """Refuse it where layers are synchronized: the other ranks would wait there for a part that this one lacks."""
+        if self._norms is not None:
+            raise MisconfigurationException(GAP.format(rank=rank, loader=loader))
+
+    @contextmanager
+    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """Let synchronized layers meet without these ranks."""
+        with contextlib.nullcontext() if self._norms is None else self._norms.leaving_out(absent):
+            if self.world.rank in absent and torch.is_grad_enabled():
+                self._take_buffers()
+            yield
+
+    def _compare_gradients(self, checks: DesyncCheck) -> None:
+        if self.sync_gradients and not self._is_apart():
+            checks.remember()
+            checks.compare("backward", [])
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
+        """Update the parameters of one optimizer; under local steps, average over the ranks where it is time."""
+        result = super().step(optimizer, closure, **options)
+        if self._local is not None:
+            self._local.step()
+        return result
+
+    # -- ranks whose weights differ for a while
+
+    @property
+    def local_steps(self) -> LocalSteps | None:  # type: ignore[override]
+        """Those of this fit."""
+        return self._local
+
+    def _is_apart(self) -> bool:
+        return self._local is not None and self._local.differ
+
+    @contextmanager
+    def one_model(self) -> Iterator[None]:
+        """Rank 0's buffers on all; where local steps have let the weights part, their mean until this ends."""
+        local = self._local
+        if local is None or not local.differ or local.apart.shown:
+            with self._buffers.shown() if self._buffers is not None else contextlib.nullcontext():
+                yield
+            return
+        local.apart.show_mean()
+        try:
+            yield
+        finally:
+            local.apart.show_own()
+
+    def end_training(self) -> None:
+        """Leave every rank with rank 0's buffers, and the mean where weights have parted; each's own can be saved."""
+        if self._local is not None and self._local.differ:
+            self._local.apart.show_mean()
+        elif self._buffers is not None:
+            self._buffers.align()
+
+    def epoch_begins(self) -> None:
+        """Refuse parameters that have come without torch's telling."""
+        if self._late is not None:
+            self._late.look(self.optimizers)
+
+    @contextmanager
+    def whole_gradients(self) -> Iterator[None]:
+        """Inside, ``.grad`` is the whole gradient; what is done to it counts. Collective."""
+        if self.absent:
+            self.check_present("strategy.whole_gradients()")
+        yield
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """The same, with the reducer's buckets, and what a hook remembers."""
+        held = super().held()
+        held["buckets"] = [] if self._reducer is None else self._reducer.memory()
+        held["hook_state"] = [] if self._hook is None else list(tensors_in(self._hook.state, 8))
+        return held
+
+    def saves_memory_by(self) -> frozenset[str]:
+        """The same, with sharded optimizers."""
+        return super().saves_memory_by() | (frozenset(["sharded optimizer"]) if self._shard_optimizer else frozenset())
+
+    def held_gradients(self) -> dict[str, Any]:
+        """What backwards have left, and this rank's buffers where they are its own until the window's end."""
+        own = {} if self._buffers is None or self._is_apart() else self._buffers.held()
+        return {**super().held_gradients(), "buffers": snapshot(own)}
+
+    def hold_gradients(self, saved: dict[str, Any]) -> None:
+        """Put back what `held_gradients` gave."""
+        super().hold_gradients(saved)
+        if self._buffers is not None:
+            self._buffers.hold(saved.get("buffers", {}))
+
+    @contextmanager
+    def zero_weight(self) -> Iterator[list[Tensor]]:
+        """Let the reducer drop this rank's fresh gradients, and synchronized layers its samples.
+
+        Statistics of synchronized layers are not this rank's alone: all ranks change them alike.
+        """
+        self._set_zero_weight(True)
+        try:
+            yield self._own_buffers()
+        finally:
+            self._set_zero_weight(False)
+
+    def _set_zero_weight(self, on: bool) -> None:
+        self._zero_weight = on
+        if self._norms is not None:
+            self._norms.set_zero_weight(on)
+
+    def _own_buffers(self) -> list[Tensor]:
+        """The buffers that a forward changes by this rank's samples alone."""
+        return list(self.module.buffers()) if self._norms is None else self._norms.others_buffers(self.module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a group belongs to its process, and so does what works with it
+        return kept(self, "_norms", "_norms_group", "_local", "_late", "_owned", "_reducer")
+
+    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
+        """The module, of the ranks' mean where weights have parted; optimizers; what the ranks need besides.
+
+        That is the bucket plan, on which sums over three and more ranks depend, the averages' count and outer
+        optimizer; what the communication hook remembers on each rank, and under local steps its own weights.
+        """
+        with contextlib.nullcontext() if alone or not self._is_apart() else self.one_model():
+            state = self._saved(alone, weights_only)
+            if self._is_apart() and not alone:  # these weights go when the context ends
+                module = state.module or {}
+                state.module = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in module.items()}
+        if weights_only:
+            return state
+        plan = self._plan if self._reducer is None else self._reducer.plan()
+        state.own = {**(state.own or {}), **({} if plan is None else {"plan": plan})}
+        if self._local is not None:
+            state.own["local steps"] = self._local.state_dict()
+        state.by_rank = [] if self._hook is None else self._hook.rank_states(self._local, alone)
+        return state
+
+    def _saved(self, alone: bool, weights_only: bool) -> EngineState:
+        if self._owned is None or self.world.size == 1 or weights_only:
+            return super().save(alone, weights_only)
+        states = whole_states(self._owned, self.optimizers, alone)
+        return EngineState(self.module.state_dict(), states, self._other_parameters())
+
+    def load(self, state: EngineState) -> None:
+        """Lay the buckets out as the checkpointed run had them; take this rank's part of what ranks have alone."""
+        super().load(state)
+        if state.own is None:
+            return
+        self._plan = state.own.get("plan")
+        if self._reducer is not None and self._plan is not None:
+            self._reducer.replan(self._plan)
+        if self._local is not None and "local steps" in state.own:
+            self._local.load_state_dict(state.own["local steps"])
+        if self._hook is not None:
+            self._hook.load_rank_states(self._local, state.by_rank, self.root_device)
+
+
+# Loaded where it is asked for: most runs need none, and importing lockstep is to be quick.
+
+
+def _communication_hook(
+    hook: Callable[..., Any] | None,
+    state: object,
+    wrapper: Callable[..., Any] | None,
+    period: int | Mapping[int, int] | None,
+    outer: Mapping[str, Any] | None,
+) -> CommunicationHook | None:
+    if all(given is None for given in (hook, state, wrapper, period, outer)):
+        return None
+    from lockstep.engines.ddp.comm_hooks import CommunicationHook
+
+    made = CommunicationHook(hook, state, wrapper, period, outer)
+    return made if made.is_there else None

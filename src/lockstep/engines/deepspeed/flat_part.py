@@ -1,0 +1,137 @@
+"""A tensor of which this rank has a run of the flattened elements, for torch's distributed checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.engines.deepspeed.partition import span
+from lockstep.ground import comm
+
+
+class FlatPart(Tensor):
+    """Stands for a whole tensor, with its shape and dtype; this rank has some of its elements.
+
+    It is no tensor to compute with: `whole` gives one.
+
+    Args:
+        shape: of the whole.
+        start: the first of this rank's elements, in the flattened tensor.
+        values: one-dimensional; may be empty.
+        even: on all ranks these are the elements of `lockstep.engines.deepspeed.partition.span`.
+
+    Example:
+        >>> part = FlatPart(torch.Size((2, 3)), 2, torch.tensor([2.0, 3.0]))
+        >>> part.shape, part.to_local()
+        (torch.Size([2, 3]), tensor([2., 3.]))
+        >>> part.boxes()
+        [((0, 2), (1, 1), 0), ((1, 0), (1, 1), 1)]
+    """
+
+    start: int
+    even: bool
+    _run: Tensor
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, start: int, values: Tensor, even: bool = False) -> FlatPart:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: FlatPart = make(cls, shape, dtype=values.dtype, device=values.device)
+        made.start, made.even, made._run = start, even, values.detach()
+        return made
+
+    @classmethod
+    def of_span(cls, shape: torch.Size, dtype: torch.dtype, values: Tensor | None = None) -> FlatPart:
+        """This rank's even share of the elements, which may have padding behind them; None: without values yet."""
+        start, size = span(shape.numel(), comm.rank(), comm.world_size())
+        return cls(shape, start, torch.empty(size, dtype=dtype) if values is None else values[:size], even=True)
+
+    def to_local(self) -> Tensor:
+        """This rank's elements, in their memory."""
+        return self._run
+
+    def whole(self, device: torch.device) -> Tensor:
+        """The tensor with the elements of all ranks, on a device on which they can talk. Collective."""
+        made = torch.zeros(self.shape.numel(), dtype=self.dtype, device=device)
+        made[self.start : self.start + self._run.numel()] = self._run.to(device)
+        return comm.all_reduce(made, "sum").view(self.shape)
+
+    def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Offsets and sizes of the boxes that this rank's elements fill, and where each begins among them."""
+        return list(_boxes(tuple(self.shape), self.start, self.start + self._run.numel()))
+
+    def box(self, offsets: torch.Size, values: Tensor) -> Tensor:
+        """The box at these offsets, of elements that stand for this rank's."""
+        for corner, sizes, place in self.boxes():
+            if corner == tuple(offsets):
+                numel = torch.Size(sizes).numel()
+                return values[place : place + numel].view(sizes)
+        raise ValueError(f"this rank has no part of the tensor that begins at {tuple(offsets)}")
+
+    # -- as torch's distributed checkpoint asks
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self._run)
+        items = []
+        for corner, sizes, _place in self.boxes():
+            chunk = ChunkStorageMetadata(torch.Size(corner), torch.Size(sizes))
+            data = TensorWriteData(chunk=chunk, properties=properties, size=self.shape)
+            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(corner), torch.Size(sizes)) for corner, sizes, _ in self.boxes()]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return self.box(index.offset, self._run)
+
+    # -- as torch asks
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # a class method, as torch's own subclasses have it
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: object = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(
+            f"{func}: this rank has {next(iter(args))!r}, to which no operation is done: work with this "
+            "rank's elements, `to_local()`."
+        )
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch's has one of its own
+        stop = self.start + self._run.numel()
+        return f"FlatPart(shape={tuple(self.shape)}, elements {self.start} to {stop}, {self.dtype})"
+
+
+def _boxes(
+    shape: tuple[int, ...], start: int, stop: int, place: int = 0
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """The boxes of a run of elements, in their order: what is left of a row, whole rows, the begin of another."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (start,)[: len(shape)], (stop - start,)[: len(shape)], place
+        return
+    row = torch.Size(shape[1:]).numel()
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        yield from _inner(shape, last, start - last * row, stop - last * row, place)
+        return
+    yield from _inner(shape, first - 1, start - (first - 1) * row, row, place)
+    if last > first:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]), place + first * row - start
+    yield from _inner(shape, last, 0, stop - last * row, place + last * row - start)
+
+
+def _inner(
+    shape: tuple[int, ...], row: int, start: int, stop: int, place: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    for corner, sizes, inner in _boxes(shape[1:], start, stop, place):
+        yield (row, *corner), (1, *sizes), inner

@@ -1,0 +1,1 @@
+"""Data parallel in one process: replicas of the module on several devices."""

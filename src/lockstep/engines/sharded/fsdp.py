@@ -1,0 +1,550 @@
+"""Fully sharded data parallel: each rank holds its shard of parameters, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from lockstep.checkpoint import sharded
+from lockstep.checkpoint.io import CheckpointIO, snapshot
+from lockstep.engines.ddp.reducer import Reducer
+from lockstep.engines.ddp.strategy import DDPStrategy
+from lockstep.engines.engine import EngineState
+from lockstep.engines.ranks import HALF_AN_HOUR
+from lockstep.engines.sharded.layer_states import bring_states
+from lockstep.engines.sharded.strategy import ShardedStrategy
+from lockstep.engines.strategy import Strategy
+from lockstep.ground import comm
+from lockstep.ground.device import has_pinned_memory
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import clip_by_value, takes_names_as_they_are
+from lockstep.ground.rank import does
+from lockstep.ground.torch_parts import FSDP, refuse_without
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.memory.recompute import Layers, Save
+from lockstep.module import LightningModule
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from lockstep.engines.sharded.fully_shard import Policy, ShardedModule
+
+OUTSIDE_OF_AUTOCAST = (
+    "A layer could not compute: {error}. Under precision={precision!r} FSDP gathers the weights of linear layers and "
+    "convolutions in {dtype}, which a layer within torch.autocast(enabled=False) does not expect: gather float32 by "
+    "FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecisionPolicy())."
+)
+NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
+"""What torch's messages call a dtype."""
+
+NO_EFFECT = {
+    "limit_all_gathers": "torch's FSDP2 bounds the memory of all-gathers by itself",
+    "use_orig_params": "parameters keep their names and shapes in any case",
+    "sync_module_states": "all ranks begin with rank 0's weights in any case",
+    "forward_prefetch": "torch's FSDP2 gathers the next block ahead by itself",
+}
+"""Arguments of torch's first FSDP that have no effect here, and why."""
+
+MODES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+
+class FSDPStrategy(ShardedStrategy):
+    """One process per device, each with its shard of every parameter, over torch's ``fully_shard`` (FSDP2).
+
+    A block's parameters are gathered for its forward and its backward and freed again; gradients are averaged and cut
+    by reduce-scatter; optimizers update shards. The numbers are those of one process. CPUs work, too (gloo).
+
+    The arguments are those of Lightning's strategy and of torch's first FSDP, each by its name.
+
+    Args:
+        accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
+        cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
+        process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
+        timeout: how long a collective waits for the other ranks; None: 30 minutes.
+        cpu_offload: keep shards, their gradients and optimizer states on the CPU: True, or torch's ``CPUOffload``
+            or ``CPUOffloadPolicy``.
+        mixed_precision: a dtype, torch's ``MixedPrecision`` or ``MixedPrecisionPolicy``: layers compute in it, their
+            inputs are cast, and gradients are reduced in float32 unless the policy says otherwise. None:
+            ``Trainer(precision=...)`` alone decides; what its autocast would cast is gathered in that dtype.
+        auto_wrap_policy: the layers that are gathered by themselves: classes, or a policy function of torch's; None:
+            repeated blocks are found.
+        activation_checkpointing: compute activations again in the backward: True (of the layers above), or classes.
+        activation_checkpointing_policy: the same by classes or a policy function.
+        activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
+            policy function of ``torch.utils.checkpoint``.
+        sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters whole from forward to backward; "NO_SHARD"
+            is ``DDPStrategy``; "HYBRID_SHARD" shards within a node and replicates over nodes. Or torch's enum.
+        state_dict_type: "full": a checkpoint is one file, as of any strategy, gathered by rank 0. "sharded": a folder
+            that all ranks write, each its part. Either is read by any strategy on any number of ranks.
+        device_mesh: for "HYBRID_SHARD": (replicas, ranks of a replica), or a mesh of two dimensions.
+        accumulate_shards: reduce after each backward, and add up the shards. False: whole gradients wait on each rank
+            until the window's end, beside ``.grad``, and are reduced once.
+        async_save: with "sharded": ranks copy their parts and train on, while a thread of each writes them.
+        ignored_modules: modules whose parameters stay whole on each rank.
+        backward_prefetch: "BACKWARD_PRE", which is what FSDP2 does.
+        nccl: NCCL's variables, as of ``DDPStrategy``.
+        start_method: as of ``DDPStrategy``; with "spawn" and "fork" the module comes back whole. In a notebook
+            ``strategy="fsdp"`` spawns.
+        **others: further arguments of torch's first FSDP, taken where they have no effect.
+
+    Raises:
+        MisconfigurationException: for an argument that has no place here, or that nobody knows.
+    """
+
+    cuts_parameters = True
+    balances = True
+    engine = "FSDP"
+
+    def __init__(
+        self,
+        accelerator: object = None,
+        parallel_devices: object = None,
+        cluster_environment: object = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: object = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = HALF_AN_HOUR,
+        cpu_offload: object = None,
+        mixed_precision: object = None,
+        auto_wrap_policy: Policy | None = None,
+        activation_checkpointing: Layers | Literal[False] | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        sharding_strategy: object = "FULL_SHARD",
+        state_dict_type: str = "full",
+        device_mesh: tuple[int, int] | DeviceMesh | None = None,
+        *,
+        accumulate_shards: bool = True,
+        async_save: bool = False,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        backward_prefetch: object = "BACKWARD_PRE",
+        nccl: Mapping[str, Any] | None = None,
+        activation_checkpointing_save: Save = None,
+        start_method: str = "popen",
+        **others: object,
+    ) -> None:
+        super().__init__(
+            cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, start_method, nccl
+        )
+        others = {"accelerator": accelerator, "parallel_devices": parallel_devices, **others}
+        self._take_others(FSDPStrategy, others, NO_EFFECT)
+        self._mode = _name_of("sharding_strategy", sharding_strategy, MODES)
+        if self._mode != "NO_SHARD":
+            refuse_without(FSDP, type(self).__name__, "take DDPStrategy(shard_optimizer=True)")
+        _name_of("backward_prefetch", backward_prefetch, ("BACKWARD_PRE", "NONE"))
+        self._save_by(_name_of("state_dict_type", state_dict_type, ("FULL", "SHARDED")), async_save)
+        if device_mesh is not None and "HYBRID" not in self._mode:
+            raise MisconfigurationException(
+                f"FSDPStrategy(device_mesh=..., sharding_strategy={self._mode!r}): a mesh of replicas and shards is "
+                'for sharding_strategy="HYBRID_SHARD".'
+            )
+        self._given_mesh = device_mesh
+        self._offloads = self.keeps_parameters_on_cpu = _is_on("cpu_offload", cpu_offload, "offload_params")
+        self._mixed = mixed_precision
+        if mixed_precision is not None:
+            _mixed_policy(mixed_precision)  # what it cannot be is said here
+        self._policy = auto_wrap_policy
+        layers = auto_wrap_policy if activation_checkpointing is True and auto_wrap_policy else activation_checkpointing
+        self._recompute(layers, activation_checkpointing_policy, activation_checkpointing_save)
+        self._accumulates_shards = _is_on("accumulate_shards", accumulate_shards, "")
+        self._ignored = list(ignored_modules or ())
+        self._sharded: ShardedModule | None = None
+        self._reducer: Reducer | None = None
+        self._ends_calls: Callable[[], None] | None = None
+        self._frees: list[Any] = []
+
+    def _save_by(self, state_dict_type: str, async_save: bool) -> None:
+        """Choose what writes checkpoints."""
+        if state_dict_type == "FULL":
+            if async_save:
+                raise MisconfigurationException(
+                    'FSDPStrategy(async_save=True, state_dict_type="full"): give state_dict_type="sharded"; one file '
+                    "is written in the background by Trainer(plugins=[AsyncCheckpointIO()])."
+                )
+            return
+        if self._mode == "NO_SHARD":
+            raise MisconfigurationException(
+                'FSDPStrategy(state_dict_type="sharded", sharding_strategy="NO_SHARD"): each rank has the whole model; '
+                'leave state_dict_type at "full".'
+            )
+        self._save_in_parts(async_save)
+
+    def resolved(self) -> Strategy:
+        """Itself; without sharding it is DDP."""
+        if self._mode != "NO_SHARD":
+            return self
+        made = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
+        made.launcher = self.launcher
+        made.plugins, made._nccl, made._recomputation = self.plugins, self._nccl, self._recomputation
+        made._offload_optimizer(self._offloads)
+        return made
+
+    # -- set up
+
+    @does("sharding the module")
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        """Let this rank keep its shard of rank 0's weights; a module that is sharded already stays as it is."""
+        from lockstep.engines.sharded.fully_shard import ShardedModule, is_sharded
+
+        self._refuse_parts(module, "fsdp")
+        self.module, self._own_backward = module, own_backward
+        if not is_sharded(module):
+            self.precision.convert_module(module)
+            self._shard(module)
+        self._begin_recomputation()
+        self._built = None
+        self._take_shards(ShardedModule(module))
+
+    def _take_shards(self, shards: ShardedModule) -> None:
+        bring_states(self.module, self.root_device)
+        self._sharded = shards
+        self._ends_calls = shards.serve_calls(within=not self.module.automatic_optimization)
+        self._watch(self.module)
+
+    def _shard(self, module: LightningModule) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+        from lockstep.engines.sharded.fully_shard import (
+            blocks_by,
+            compute_in_own_dtype,
+            find_blocks,
+            find_norms,
+            find_odd,
+            shard,
+        )
+
+        if self._offloads and not comm.backend_of(None, "cpu"):
+            raise MisconfigurationException(
+                f"FSDPStrategy(cpu_offload=True): shards are on the CPU, and the ranks' group, "
+                f"{dist.get_backend_config()!r}, carries none: leave out process_group_backend, or make the group by "
+                'init_process_group("cpu:gloo,cuda:nccl").'
+            )
+        with _named("auto_wrap_policy", self._policy):
+            blocks = find_blocks(module) if self._policy is None else blocks_by(self._policy, module)
+        policy = _mixed_policy(self._mixed)
+        norms = find_norms(module) if policy.param_dtype is not None else []
+        for norm in norms:
+            compute_in_own_dtype(norm)
+        left = {p for layer in (*self._ignored, *norms) for p in layer.parameters()} | set(find_odd(module, blocks))
+        whole = [parameter for parameter in module.parameters() if parameter in left]
+        gather: Callable[[Iterable[Tensor]], object] = list if self._built is None else self._built.gather
+        gather(whole)
+        for parameter in whole:
+            parameter.data = parameter.data.to(self.root_device)
+        comm.broadcast_tensors([parameter.data for parameter in whole], 0, None)
+        pins = has_pinned_memory(self.root_device.type)
+        shard(
+            module,
+            blocks,
+            mesh=self._mesh(),
+            device=self.root_device,
+            whole=set(whole),
+            reshard_after_forward=self._mode in ("FULL_SHARD", "HYBRID_SHARD"),
+            mp_policy=policy,
+            offload_policy=CPUOffloadPolicy(pin_memory=pins) if self._offloads else OffloadPolicy(),
+            gather=gather,
+            autocast_dtype=self._autocast_dtype(),
+        )
+
+    def _mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        kind, world, mesh = self.root_device.type, self.world, self._given_mesh
+        if "HYBRID" not in self._mode:
+            return init_device_mesh(kind, (world.size,))
+        if mesh is None:
+            mesh = (world.num_nodes, world.size // world.num_nodes)
+        shape: tuple[int, ...] = tuple(mesh) if isinstance(mesh, (tuple, list)) else tuple(mesh.shape)
+        if len(shape) != 2 or shape[0] * shape[1] != world.size:
+            raise MisconfigurationException(
+                f"FSDPStrategy(device_mesh={shape}): the run has {world.size} ranks: give (replicas, ranks of a "
+                f"replica) whose product is {world.size}."
+            )
+        if not isinstance(mesh, (tuple, list)):
+            return mesh
+        return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """Check that the optimizers can update shards; attach a reducer to the parameters that are whole."""
+        from lockstep.engines.sharded.fully_shard import unscale
+
+        super().setup_optimizers(optimizers, configs)
+        assert self._sharded is not None
+        for optimizer in optimizers:
+            self._forget_with(optimizer, self._sharded)
+            self._frees.append(optimizer.register_step_pre_hook(self._free))
+        self._synchronize_norms()
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_gradients = unscale
+        whole = [(n, p) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
+        self._reducer = Reducer(whole, self.peers, shared_memory=False) if whole and self.replicas.count > 1 else None
+
+    @staticmethod
+    def _forget_with(optimizer: Optimizer, shards: ShardedModule) -> None:
+        """Let ``zero_grad`` drop what backwards without reduction have left, too."""
+        own = type(optimizer).zero_grad
+
+        @wraps(own)
+        def zero_grad(set_to_none: bool = True) -> None:
+            own(optimizer, set_to_none)
+            shards.forget(p for group in optimizer.param_groups for p in group["params"])
+
+        vars(optimizer)["zero_grad"] = zero_grad
+
+    def _free(self, *_: object) -> None:
+        """Free what forwards in hooks, or behind a backward, have left whole: the next ones would read it as it was."""
+        assert self._sharded is not None
+        self._sharded.free()
+
+    def waits_in(self) -> list[tuple[object, str]]:
+        """On an accelerator where its work waits for gathered parameters; elsewhere all is in torch's collectives."""
+        if self._sharded is None or self.root_device.type == "cpu":
+            return []
+        return [(group, name) for group in self._sharded.groups() for name in ("wait_for_unshard", "finalize_backward")]
+
+    def teardown(self) -> None:
+        """Free whole parameters; the module stays sharded."""
+        super().teardown()
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_gradients = None
+        for handle in self._frees:
+            handle.remove()
+        self._frees = []
+        if self._ends_calls is not None:
+            self._ends_calls()
+            self._ends_calls = None
+        if self._reducer is not None:
+            self._reducer.detach()
+            self._reducer = None
+        if self._sharded is not None:
+            self._sharded.reshard()
+
+    # -- one window
+
+    def _through(self, fn: Callable[..., Any], *args: object) -> Any:
+        assert self._sharded is not None
+        try:
+            return self._sharded.run(fn, *args)
+        except RuntimeError as error:
+            low = self._autocast_dtype()
+            if low is None or NAMES.get(low, "no such") not in str(error):
+                raise
+            told = OUTSIDE_OF_AUTOCAST.format(error=error, precision=self.precision.name, dtype=low)
+            raise MisconfigurationException(told) from error
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """In which parameters are gathered that autocast would cast."""
+        return self.precision.autocast_dtype if self._mixed is None else None
+
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
+        """Backward with each block's gradients reduced as they are there, while it still runs."""
+        assert self._sharded is not None
+        reducer, sync = self._reducer, self.sync_gradients or self._accumulates_shards
+        if reducer is not None:
+            reducer.sync, reducer.zero_weight = sync, self._zero_weight
+            reducer.prepare()
+        with self._sharded.backward(loss, sync, drops=self._zero_weight):
+            super().backward(loss, *args, **kwargs)
+        if reducer is not None:
+            reducer.finish()
+        self._backward_ends()
+
+    @contextmanager
+    def one_model(self) -> Iterator[None]:
+        """Rank 0's buffers on all; an evaluation leaves parameters whole, which are freed."""
+        with super().one_model():
+            yield
+        self.steps_end()
+
+    def steps_end(self) -> None:
+        """Free what forwards leave whole, so that hooks read and write shards."""
+        if self._sharded is not None:
+            self._sharded.free()
+
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clip the whole gradient of an optimizer's parameters, of which each rank has its shard."""
+        from lockstep.engines.sharded.fully_shard import clip_norm, part_with_gradient
+
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if algorithm == "norm":
+            clip_norm(parameters, value)
+            return
+        clip_by_value([part_with_gradient(parameter) for parameter in parameters], value)
+
+    def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
+        """The same of a shard, and of the whole parameter where it is gathered now."""
+        assert self._sharded is not None
+        super().set_requires_grad(parameter, needed)
+        self._sharded.set_requires_grad(parameter, needed)
+
+    def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
+        """This rank's shards of the gradients."""
+        from lockstep.engines.sharded.fully_shard import local_part
+
+        return [local_part(gradient) for gradient in super().gradients_of(optimizer)]
+
+    def all_gradients(self) -> list[Tensor]:
+        """Of shards, and whole ones that wait for a reduction."""
+        from lockstep.engines.sharded.fully_shard import local_part
+
+        assert self._sharded is not None
+        found = [*super().all_gradients(), *self._sharded.gathered()[1]]
+        return list({id(gradient): local_part(gradient) for gradient in found}.values())
+
+    def held_gradients(self) -> dict[str, Any]:
+        """What backwards have left on this rank: of shards, of whole parameters, and its buffers."""
+        assert self._sharded is not None
+        named = [(n, p.grad) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
+        whole = {name: gradient.detach().cpu().clone() for name, gradient in named if gradient is not None}
+        own = {} if self._buffers is None else self._buffers.held()
+        return {"gradients": whole, "sharded": self._sharded.held(), "buffers": snapshot(own)}
+
+    def hold_gradients(self, saved: dict[str, Any]) -> None:
+        """Put back what `held_gradients` gave."""
+        assert self._sharded is not None
+        super().hold_gradients(saved)
+        self._sharded.hold(saved.get("sharded", {}))
+        if self._buffers is not None:
+            self._buffers.hold(saved.get("buffers", {}))
+
+    def hold_mean(self, gradients: dict[str, Tensor]) -> None:
+        """Go on with this rank's parts of whole gradients."""
+        from lockstep.engines.sharded.fully_shard import cut_like
+
+        assert self._sharded is not None
+        parts = self._sharded.parameters
+        super().hold_mean({name: gradient for name, gradient in gradients.items() if name not in parts})
+        for name, gradient in gradients.items():
+            if name in parts:
+                parts[name].grad = cut_like(parts[name], gradient.to(parts[name].dtype))
+
+    # -- what it holds
+
+    def named_parameters(self) -> dict[str, Parameter]:
+        """The module's parameters by name, each rank's shard of them."""
+        if self._sharded is not None:
+            self._sharded.reshard()
+        return super().named_parameters()
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """This rank's shards, whole parameters beside them, and those that are gathered now."""
+        shards, held = self._sharded, super().held()
+        if shards is None:
+            held["parameters"] += [] if self._built is None else self._built.slices()
+            return held
+        sharded = list(shards.parameters.values())
+        gathered, waiting = shards.gathered()
+        known = {id(parameter) for parameter in (*sharded, *gathered)}
+        held["parameters"] = sharded + [p for p in held["parameters"] if id(p) not in known]
+        held["gradients"] = [p.grad for p in held["parameters"] if p.grad is not None] + waiting
+        held["buckets"] = [] if self._reducer is None else self._reducer.memory()
+        held["gathered"] = gathered
+        return held
+
+    def saves_memory_by(self) -> frozenset[str]:
+        """The same, with sharded parameters, and where those are on the CPU."""
+        sharded = {"sharded parameters", "sharded optimizer", *(["offload"] if self._offloads else [])}
+        return super().saves_memory_by() | sharded
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Each parameter and gradient, gathered one by one."""
+        from lockstep.engines.sharded.fully_shard import whole_of
+
+        for name, parameter in self.named_parameters().items():
+            gradient = None if parameter.grad is None else whole_of(parameter.grad)
+            yield name, whole_of(parameter.detach()), gradient
+
+    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
+        """Module and optimizers as of one process, on rank 0; the others take part, and hold no values of them.
+
+        Where it saves shards, each rank gives its own.
+        """
+        from lockstep.engines.sharded.fully_shard import gathered, optimizer_state
+
+        self._refuse_alone(alone)
+        if self.saves_shards:
+            return super().save(alone, weights_only)
+        keep = self.world.is_zero
+        module = gathered(self.module.state_dict(), keep)
+        if weights_only:
+            return EngineState(module)
+        return EngineState(module, [optimizer_state(each, keep) for each in self.optimizers], {})
+
+    def _reads_into(self) -> sharded.Place:
+        from lockstep.engines.sharded.fully_shard import place_like
+
+        # its own hook may look at what was read, leave it out or change it, and other names may be other parameters
+        hook = getattr(self.module.on_load_checkpoint, "__func__", None)
+        looks = hook is not LightningModule.on_load_checkpoint
+        in_place = not looks and self.module.strict_loading and takes_names_as_they_are(self.module)
+        return place_like(self.module, in_place)
+
+    def load(self, state: EngineState) -> None:
+        """Take this rank's shards of whole tensors, or of those that were read in shards."""
+        from lockstep.engines.sharded.fully_shard import cut_like, load_optimizer_state
+
+        if state.module is not None:
+            own = self.module.state_dict()
+            parts = {name: cut_like(own.get(name), value) for name, value in state.module.items()}
+            self.module.load_state_dict(parts, strict=self.module.strict_loading)
+        for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
+            if saved is not None:
+                load_optimizer_state(optimizer, saved)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _named(argument: str, value: object) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): {error}.") from None
+
+
+def _name_of(argument: str, value: object, names: Sequence[str]) -> str:
+    """A name, given as text or as one of torch's enums."""
+    name = str(getattr(value, "name", value)).upper()
+    if name not in names:
+        shown = ", ".join(f'"{each}"' for each in names if not each.startswith("_"))
+        raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): choose one of {shown}.")
+    return name
+
+
+def _is_on(argument: str, value: object, field: str) -> bool:
+    """True, False, None, or torch's object for it."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if type(value).__name__ == "CPUOffloadPolicy":
+        return True
+    if field and hasattr(value, field):
+        return bool(getattr(value, field))
+    raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): give True or False.")
+
+
+def _mixed_policy(given: object) -> Any:
+    """torch's ``MixedPrecisionPolicy`` for what the user gave."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if given is None:
+        return MixedPrecisionPolicy()
+    if isinstance(given, MixedPrecisionPolicy):
+        return given
+    if isinstance(given, torch.dtype):
+        return MixedPrecisionPolicy(param_dtype=given, reduce_dtype=torch.float32)
+    if hasattr(given, "param_dtype") and hasattr(given, "reduce_dtype"):
+        casts = bool(getattr(given, "cast_forward_inputs", True))
+        return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=casts)
+    raise MisconfigurationException(
+        f"FSDPStrategy(mixed_precision={given!r:.100}): give a dtype (torch.bfloat16), or torch's MixedPrecision or "
+        "MixedPrecisionPolicy."
+    )

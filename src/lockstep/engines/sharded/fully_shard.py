@@ -1,0 +1,745 @@
+"""A module in shards by torch's ``fully_shard`` (FSDP2): which layers go together, what the ranks begin with, and
+what is whole again for clipping and checkpoints."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from lockstep.engines.ddp.consistency import broadcast_buffers, check_same_module
+from lockstep.engines.ddp.transport import Flags
+from lockstep.engines.sharded.fsdp_groups import (
+    groups_of,
+    reduce_unused_parameters,
+    set_waiting_gradient,
+    waiting_gradient,
+)
+from lockstep.ground import comm
+from lockstep.ground.parameters import plain_name
+from lockstep.ground.tree import tensors_in, tree_map
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+# -- layers whose parameters are gathered together -----------------------------------------------------------
+
+
+Policy = Collection[type[nn.Module]] | Callable[..., bool]
+"""Classes of layers, or a function of torch's first FSDP: ``policy(module, recurse, nonwrapped_numel)``."""
+
+
+def find_blocks(root: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: side by side, of one class, and made of layers; the outermost of them.
+
+    Example:
+        >>> layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)
+        >>> [type(block).__name__ for block in find_blocks(layers)]
+        ['TransformerEncoderLayer', 'TransformerEncoderLayer', 'TransformerEncoderLayer']
+    """
+    found: list[nn.Module] = []
+    composite = [child for child in root.children() if any(True for _ in child.children()) and _has_parameters(child)]
+    kinds = Counter(type(child) for child in composite if not isinstance(child, _CONTAINERS))
+    for child in composite:
+        if kinds[type(child)] > 1:
+            found.append(child)
+        else:
+            found += find_blocks(child)
+    return _without_shared(root, found)
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Module]:
+    """The layers below ``root`` that a policy chooses, inner ones first.
+
+    Args:
+        policy: classes, or a function.
+        root: the model.
+        alone: they must not share a parameter with layers outside of them.
+
+    Raises:
+        ValueError: it chooses none, or one that shares a parameter with layers outside of it.
+    """
+    if isinstance(policy, Collection):
+        kinds = tuple(policy)
+        found = [m for m in root.modules() if m is not root and isinstance(m, kinds)]
+        found.reverse()
+    else:
+        found = _by_function(policy, root)[0]
+    if not found:
+        names = sorted({type(module).__name__ for module in root.modules() if module is not root})
+        raise ValueError(f"it chooses no layer of {type(root).__name__}, which is made of {', '.join(names)}")
+    for block in found if alone else ():
+        shared = _shared(root, block)
+        if shared is not None:
+            raise ValueError(
+                f"it chooses {type(block).__name__}, whose parameter {shared[0]!r} is also {shared[1]!r} outside of "
+                "it: choose a layer that holds both, or neither"
+            )
+    return found
+
+
+def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[nn.Module], int]:
+    """As torch's first FSDP asks: whether to look into a layer, and then whether what is left of it makes a group."""
+    found: list[nn.Module] = []
+    left = sum(parameter.numel() for parameter in module.parameters())
+    for child in module.children():
+        size = sum(parameter.numel() for parameter in child.parameters())
+        if size and policy(module=child, recurse=True, nonwrapped_numel=size):
+            inner, rest = _by_function(policy, child)
+            found += inner
+            if policy(module=child, recurse=False, nonwrapped_numel=rest):
+                found.append(child)
+                rest = 0
+            left -= size - rest
+    return found, left
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _without_shared(root: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    return [block for block in blocks if _shared(root, block) is None]
+
+
+def _shared(root: nn.Module, block: nn.Module) -> tuple[str, str] | None:
+    """The names of a parameter within a block and outside of it, if there is one with both."""
+    inside = {id(layer) for layer in block.modules()}
+    own = {id(p): name for name, p in block.named_parameters()}
+    for prefix, layer in root.named_modules():
+        if id(layer) in inside:
+            continue
+        for name, parameter in layer.named_parameters(recurse=False):
+            if id(parameter) in own:
+                return own[id(parameter)], f"{prefix}.{name}".lstrip(".")
+    return None
+
+
+# -- from a module to shards ---------------------------------------------------------------------------------
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on the module itself."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether ranks hold parts of its parameters."""
+    return is_sharded(module) or any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
+
+
+def shard(
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    whole: set[Parameter],
+    reshard_after_forward: bool,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    gather: Callable[[Iterable[Tensor]], object] = list,
+    autocast_dtype: torch.dtype | None = None,
+) -> None:
+    """Let each rank keep its shard of rank 0's weights (alone, torch keeps those of the ranks' own). Collective.
+
+    Args:
+        module: alike on all ranks but for its values; in place it becomes an ``FSDPModule``.
+        blocks: layers that are gathered and freed by themselves, inner ones first; the module takes the rest.
+        mesh: of one dimension, or of two: replicas, and the ranks of a replica.
+        device: of this rank; each block is brought there before it is cut.
+        whole: parameters that stay as they are.
+        reshard_after_forward: free a block's parameters between its forward and its backward.
+        mp_policy, offload_policy: as of ``fully_shard``.
+        gather: makes a block's parameters whole, before it is cut.
+        autocast_dtype: what forwards are autocast to; `gathered_dtype.gather_in` says what it does.
+
+    Raises:
+        ValueError: the ranks' modules are not alike.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    check_same_module(module)
+    buffers = list(module.buffers())
+    gather(buffers)
+    for buffer in buffers:
+        buffer.data = buffer.data.to(device)
+    broadcast_buffers(buffers, 0, None)
+    done: set[int] = {id(p) for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    for block in (*blocks, module):
+        if isinstance(block, FSDPModule):
+            continue
+        mine = [parameter for parameter in block.parameters() if id(parameter) not in done]
+        gather(mine)
+        for parameter in mine:
+            parameter.data = parameter.data.to(device)
+        comm.broadcast_tensors([parameter.data for parameter in mine], 0, None)
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward if block is not module else False,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=whole,
+        )
+        if autocast_dtype is not None:
+            from lockstep.engines.sharded.gathered_dtype import gather_in
+
+            gather_in(block, autocast_dtype)
+        done.update(id(parameter) for parameter in block.parameters())
+
+
+def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
+    """The parameters that cannot be shards beside the others of their block: of another dtype, complex, or 0-d.
+
+    torch refuses the first and the last. Adam on shards of complex ones gives wrong values: it works on views of them
+    as pairs of real numbers.
+    """
+    odd = [parameter for parameter in module.parameters() if parameter.is_complex() or not parameter.dim()]
+    done = {id(parameter) for parameter in odd}
+    for block in (*blocks, module):
+        mine = [parameter for parameter in block.parameters() if id(parameter) not in done]
+        done.update(id(parameter) for parameter in mine)
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in mine:
+            sizes[parameter.dtype] += parameter.numel()
+        odd += [parameter for parameter in mine if parameter.dtype != sizes.most_common(1)[0][0]]
+    return odd
+
+
+def find_norms(module: nn.Module) -> list[nn.Module]:
+    """The layers that keep statistics in buffers, batch norms above all."""
+    return [m for m in module.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+
+
+def compute_in_own_dtype(norm: nn.Module) -> None:
+    """Cast a norm's input to the dtype of its statistics, and what it gives back to that of the input.
+
+    torch's kernels take 16-bit inputs with weights and statistics in float32, or all in one dtype; under a policy of
+    ``fully_shard`` only weights and inputs would be cast. Its first FSDP leaves batch norms out in the same way.
+    """
+    statistics, given = norm.get_buffer("running_mean"), list[torch.dtype]()
+
+    def cast(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given.append(args[0].dtype)
+        return tuple(each.to(statistics.dtype) for each in args)
+
+    def cast_back(layer: nn.Module, args: object, output: Tensor) -> Tensor:
+        return output.to(given.pop())
+
+    norm.register_forward_pre_hook(cast)
+    norm.register_forward_hook(cast_back)
+
+
+# -- while it trains -----------------------------------------------------------------------------------------
+
+
+NO_COPY = (
+    "copy.deepcopy of {name}: it is in shards (fully_shard), and what gathers them belongs to this one. Make the copy "
+    "in `__init__`, where it becomes part of the module and is sharded with it; average weights by "
+    "lockstep.callbacks.WeightAveraging; or copy this rank's shards: "
+    "{{name: p.detach().clone() for name, p in module.named_parameters()}}"
+)
+
+
+def _refuse_copy(module: nn.Module, memo: object) -> None:
+    own = type(module).__mro__[2]  # behind torch's class for both, and FSDPModule
+    raise NotImplementedError(NO_COPY.format(name=own.__name__))
+
+
+ENTRY = "_lockstep_entry"
+"""The attribute of a sharded module through which its steps are called."""
+
+
+class ShardedModule:
+    """The sharded parameters of a module, and what its gradients are before and after they are reduced.
+
+    Args:
+        module: an ``FSDPModule``, or one with such layers, or with parameters that are DTensors otherwise.
+
+    Attributes:
+        parameters: by name; each rank has its part of each.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import DTensor
+
+        self.module = module
+        self._parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._params: dict[int, FSDPParam] = {}
+        self._groups: list[Any] = []
+        for part in self._parts:
+            part.reshard()
+            type(part).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # torch's says less
+            for group in groups_of(part):
+                self._groups.append(group)
+                self._params.update({id(param.sharded_param): param for param in group.fsdp_params})
+        self.parameters = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self._split = [p for p in self.parameters.values() if id(p) not in self._params]
+        self._syncs = True
+        self._drops = False
+        self._is_running = self._goes_back = False
+        self._used: set[int] = set()  # ids of parameters with a gradient from this rank's samples since a reduction
+        self._heard: set[int] = set()  # ids of those that tell of their gradients
+        self._device: torch.device = self._groups[0].device if self._groups else torch.device("cpu")
+        self._told: Flags | None = None  # by this rank, of what it has used; nobody may have waited for it
+        for part in self._parts:
+            reduce_unused_parameters(part)
+        self._entry = self._make_entry(module)
+        if is_sharded(module):  # by torch with the first forward, which may be that of a layer, in a hook
+            self._module_state()._lazy_init()
+        policy = self._module_state()._mp_policy if is_sharded(module) else None
+        self._casts_to: torch.dtype | None = policy.param_dtype if policy and policy.cast_forward_inputs else None
+
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self._casts_to) if value.is_floating_point() else value
+
+    @staticmethod
+    def _make_entry(module: nn.Module) -> Callable[..., Any]:
+        """A method around which torch gathers what belongs to the module itself."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        if not is_sharded(module):
+            return _called
+        if ENTRY not in vars(module):
+            vars(module)[ENTRY] = _called
+            register_fsdp_forward_method(module, ENTRY)
+        method: Callable[..., Any] = vars(module)[ENTRY]
+        return method
+
+    @property
+    def reduced_by_torch(self) -> set[int]:
+        """The ids of the parameters whose gradients ``fully_shard`` reduces."""
+        return set(self._params)
+
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        """Call a method of the module, with its own parameters whole.
+
+        Its floating-point inputs are cast as the module's policy says.
+        """
+        if self._casts_to is not None:
+            args = tree_map(self._cast, args, Tensor)
+        self._is_running = True
+        try:
+            return self._entry(partial(fn, *args))
+        finally:
+            self._is_running = False
+
+    def serve_calls(self, within: bool) -> Callable[[], None]:
+        """Let the module's layers be called in hooks, too; ``within``: also behind a backward within `run`.
+
+        Returns:
+            ends it.
+        """
+        from lockstep.engines.sharded.gathered_calls import GatheredCalls
+
+        return GatheredCalls(self.module, lambda: self._is_running or self._goes_back, self.free, within).close
+
+    def _set_sync(self, sync: bool) -> None:
+        if sync is not self._syncs:
+            self._syncs = sync
+            for part in self._parts:
+                part.set_requires_gradient_sync(sync, recurse=False)
+
+    def reshard(self) -> None:
+        """Free whole parameters, but for those of the module's own that a step needs; an evaluation leaves them."""
+        for part in self._parts:
+            part.reshard()
+
+    def free(self) -> None:
+        """Free all whole parameters: their shards are to be read, or are about to change."""
+        for group in self._groups:
+            if group.is_unsharded:
+                group._to_sharded()
+
+    @contextmanager
+    def backward(self, loss: Tensor, sync: bool, drops: bool) -> Iterator[None]:
+        """Around a backward of ``loss``. Collective where ``sync``.
+
+        A parameter that no rank has used since the last reduction gets no gradient, as on one process; torch gives
+        zeros, by which weight decay and momentum would change it.
+
+        Within `run`, as in manual optimization, torch has not seen the end of the forward: the module's own group is
+        told of the backward here.
+
+        Args:
+            loss: it begins from.
+            sync: the backward reduces; else each rank adds up whole gradients of its own.
+            drops: it counts for nothing: its gradients are zero before they are added to anything.
+        """
+        self._set_sync(sync)
+        self._drops = drops
+        handles = []
+        for key, param in self._params.items():
+            gathered = getattr(param, "_unsharded_param", None)  # there after the first forward that used it
+            if gathered is None or not gathered.requires_grad:
+                continue
+            if key not in self._heard:
+                self._heard.add(key)
+                gathered.register_post_accumulate_grad_hook(partial(_note, weakref.ref(self), key))
+            if drops:
+                handles.append(gathered.register_hook(torch.zeros_like))
+        if self._is_running and is_sharded(self.module):
+            self._module_state()._register_pre_backward_hook(loss)
+        before = [param for param in self._params.values() if sync and param.sharded_param.grad is None]
+        self._goes_back = True
+        try:
+            yield
+        finally:
+            self._goes_back = False
+            for handle in handles:
+                handle.remove()
+        for parameter in self._split:
+            parameter.grad = placed_as(parameter, parameter.grad)
+        if sync:
+            self._take_back(before)
+            self._used.clear()
+
+    def _module_state(self) -> Any:
+        return self._parts[0]._get_fsdp_state()
+
+    def _take_back(self, before: list[FSDPParam]) -> None:
+        """Take away gradients that are there since the reduction, and to which no rank has given anything."""
+        keys = [key for key, param in self._params.items() if param.sharded_param.requires_grad]
+        self._told = told = Flags(bytes(key in self._used for key in keys), None, self._device)
+        before = [param for param in before if id(param.sharded_param) not in self._used]
+        if not before and self._device.type != "cpu":
+            return  # who has used them all need not know of the others
+        anywhere = dict(zip(keys, told.of_all(), strict=True))
+        for param in before:
+            if not anywhere.get(id(param.sharded_param)):
+                param.sharded_param.grad = None
+
+    def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
+        """Let the gathered parameter be as its shard is; torch does so when it gathers it the next time."""
+        gathered = getattr(self._params.get(id(parameter)), "_unsharded_param", None)
+        if gathered is not None:
+            gathered.requires_grad_(needed)
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Drop what backwards without reduction have left for these parameters."""
+        for parameter in parameters:
+            param = self._params.get(id(parameter))
+            if param is not None:
+                set_waiting_gradient(param, None)
+
+    def groups(self) -> list[Any]:
+        """torch's groups of parameters that are gathered together."""
+        return self._groups
+
+    def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters that are whole now, with what is on its way; and whole gradients that wait for a reduction."""
+        groups = self.groups()
+        whole, waiting = list(tensors_in(vars(groups[0].comm_ctx), 3)) if groups else [], []
+        for param in self._params.values():
+            parameter = getattr(param, "_unsharded_param", None)
+            if parameter is not None:
+                whole.append(parameter)
+            left = waiting_gradient(param)
+            waiting += [] if left is None else [left]
+        return whole, waiting
+
+    # -- what this rank alone holds
+
+    def held(self) -> dict[str, dict[str, Any]]:
+        """Copies of this rank's gradients, of its shards and of those that wait; and where in the whole they begin."""
+        self.reshard()
+        shards, waiting = {}, {}
+        for name, parameter in self.parameters.items():
+            param, gradient = self._params.get(id(parameter)), parameter.grad
+            if gradient is not None:
+                shards[name] = gradient
+            if param is None:
+                continue
+            left = waiting_gradient(param)
+            if left is not None:
+                waiting[name] = left
+        found: dict[str, dict[str, Any]] = {}
+        for kind, gradients in (("shards", shards), ("waiting", waiting)):
+            found[kind] = {name: local_part(each).detach().cpu().clone() for name, each in gradients.items()}
+            in_parts = {name: each for name, each in gradients.items() if hasattr(each, "placements")}
+            found[f"{kind} from"] = {name: _begins(each) for name, each in in_parts.items()}
+        return found
+
+    def hold(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put back what `held` gave. Collective."""
+        for name, part in saved.get("shards", {}).items():
+            parameter: Any = self.parameters[name]
+            parameter.grad = _like(parameter, part.to(parameter.device))
+        waiting = saved.get("waiting", {})
+        if any(comm.all_gather_object(bool(waiting))):
+            for each in self._parts:  # whole parameters come into being
+                each.unshard()
+            self.reshard()
+        for name, whole in waiting.items():
+            param = self._params[id(self.parameters[name])]
+            gathered = param._unsharded_param
+            gradient = whole.to(gathered.device)
+            if hasattr(gathered, "placements"):  # cut by tensor parallelism, too
+                gradient = _like(gathered, gradient)
+            set_waiting_gradient(param, gradient)
+
+
+def _note(shards: weakref.ref[ShardedModule], key: int, parameter: Tensor) -> None:
+    # the garbage collector does not see what such a hook refers to: a strong reference would keep the model for ever
+    own = shards()
+    if own is not None and not own._drops:
+        own._used.add(key)
+
+
+def whole_gradients(
+    parts: Sequence[Mapping[str, Any]], members: Sequence[int], shapes: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    """What a replica held of gradients, whole.
+
+    Shards are of means over all ranks, and each replica gets the whole of them: their mean is the same.
+
+    Args:
+        parts: of all ranks, with ``"gradients"`` that were whole and, where an engine cuts parameters, with what
+            `ShardedModule.held` gave as ``"sharded"``.
+        members: the ranks of the replica.
+        shapes: of the whole parameters.
+
+    Raises:
+        ValueError: shards that do not make up a parameter.
+    """
+    found = dict(parts[members[0]].get("gradients", {}))
+    everyone, own = ([parts[rank].get("sharded", {}) for rank in ranks] for ranks in (range(len(parts)), members))
+    for kind, held in (("shards", everyone), ("waiting", own)):
+        for name in own[0].get(kind, {}):
+            whole = _assembled([each for each in held if name in each.get(kind, {})], kind, name, shapes[name])
+            found[name] = whole.to(found[name].dtype) + found[name] if name in found else whole
+    return found
+
+
+def _assembled(held: Sequence[Mapping[str, Any]], kind: str, name: str, shape: torch.Size) -> Tensor:
+    """A whole gradient of the parts that ranks held of it."""
+    first: Tensor = held[0][kind][name]
+    if first.shape == shape:
+        return first
+    if any(name not in each.get(f"{kind} from", {}) for each in held):  # an earlier version; rows were cut alone
+        return _joined_rows([each[kind][name] for each in held], name, shape)
+    whole = torch.zeros(shape, dtype=first.dtype)
+    for each in held:
+        part = each[kind][name]
+        at = [slice(begin, begin + size) for begin, size in zip(each[f"{kind} from"][name], part.shape, strict=True)]
+        whole[tuple(at)] = part
+    return whole
+
+
+def _joined_rows(shards: Sequence[Tensor], name: str, shape: torch.Size) -> Tensor:
+    taken: list[Tensor] = []
+    for shard in shards:  # where the model has copies, those of the first are enough
+        if sum(each.shape[0] for each in taken) < shape[0]:
+            taken.append(shard)
+    whole = torch.cat(taken)
+    if whole.shape != shape:
+        raise ValueError(
+            f"the gradient of {name!r} is in shards of shapes {[tuple(shard.shape) for shard in taken]}, and the "
+            f"parameter has the shape {tuple(shape)}: go on with the strategy that wrote it"
+        )
+    return whole
+
+
+def _begins(tensor: Any) -> list[int]:
+    """The first index, in each dimension, of this rank's part of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return list(begins)
+
+
+def _called(self_and_work: Callable[[], Any]) -> Any:
+    return self_and_work()
+
+
+def placed_as(parameter: Tensor, gradient: Any) -> Any:
+    """A DTensor's gradient with the DTensor's own placements: autograd may leave sums that are still to be made.
+
+    Collective where it does.
+    """
+    placements = getattr(parameter, "placements", None)
+    if gradient is None or gradient.placements == placements:
+        return gradient
+    return gradient.redistribute(placements=placements)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, in its memory; another tensor as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor; another tensor as it is. Collective."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def _like(sharded: Any, part: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+    )
+
+
+def cut_like(own: object, value: Any) -> Any:
+    """This rank's part of a tensor, as ``own`` is cut; what has another shape as it is.
+
+    Collective where ``value`` is in parts already, and those are others.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(value, DTensor):
+        if isinstance(own, DTensor) and own.device_mesh == value.device_mesh:
+            return value if own.placements == value.placements else value.redistribute(own.device_mesh, own.placements)
+        value = value.full_tensor()
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != own.shape:
+        return value
+    # every rank has read the whole: nothing is sent
+    found = distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return found.to(own.device)  # torch puts it onto the mesh's device, and offloaded shards are on the CPU
+
+
+def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+    """What makes, for a tensor of a checkpoint in parts, the tensor into which it is read.
+
+    A tensor of the state dict (``model.NAME``) is cut as the module's; another one as a parameter of its shape; and
+    what has no like is cut along its first dimension.
+
+    Args:
+        module: that is sharded.
+        in_place: read its shards into its own memory, so that a rank needs no second one beside it. The module has
+            changed before anybody sees what was read.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    own = module.state_dict()
+    cut = [value for value in own.values() if isinstance(value, DTensor)]
+    by_shape = {value.shape: value for value in reversed(cut)}
+
+    def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        mine = own.get(name.removeprefix("model.")) if name.startswith("model.") else None
+        is_own = isinstance(mine, Tensor) and mine.shape == shape
+        like = mine if is_own else by_shape.get(shape)
+        if like is None and cut and len(shape):
+            mesh = cut[0].device_mesh
+            return _empty_part(shape, dtype, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], cut[0])
+        if isinstance(like, DTensor):
+            if is_own and in_place and like.dtype == dtype:
+                return like
+            return _empty_part(shape, dtype, like.device_mesh, like.placements, like)
+        return torch.empty(shape, dtype=dtype)
+
+    return place
+
+
+def _empty_part(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: Any, beside: Any) -> Tensor:
+    """A DTensor without values, of which this rank's part is where that of ``beside`` is."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    part = torch.empty(size, dtype=dtype, device=local_part(beside).device)
+    whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
+    # not DTensor.from_local, which would bring a part that is offloaded to the mesh's devices
+    made: Any = DTensor
+    tensor: Tensor = made(part, DTensorSpec(mesh, tuple(placements), tensor_meta=whole), requires_grad=False)
+    return tensor
+
+
+def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """A state dict with whole tensors on the CPU, one by one. Collective.
+
+    Args:
+        state: with DTensors in it, alike on all ranks.
+        keep: whether this rank gets them; else a tensor without memory stands for each.
+    """
+    from torch.distributed.tensor import DTensor
+
+    made = dict(state)
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            whole = whole_of(value.detach())
+            made[name] = whole.cpu() if keep else torch.empty_like(whole, device="meta")
+    return made
+
+
+def optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    """An optimizer's ordinary state dict, its tensors whole. Collective; see `gathered`."""
+    state = optimizer.state_dict()
+    return {**state, "state": {number: gathered(entry, keep) for number, entry in state["state"].items()}}
+
+
+def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Take this rank's parts of an ordinary state dict."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    state = dict(saved["state"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in state:
+            state[number] = {name: cut_like(parameter, value) for name, value in state[number].items()}
+    optimizer.load_state_dict({**saved, "state": state})
+
+
+def clip_norm(parameters: Iterable[Tensor], limit: float) -> None:
+    """Scale gradients so that their 2-norm over all parameters and ranks is at most ``limit``. Collective.
+
+    Parameters may be whole, or cut over different meshes.
+    """
+    groups: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = getattr(parameter.grad, "device_mesh", None)
+            placed = getattr(parameter.grad, "placements", None)
+            groups.setdefault((mesh, placed), []).append(parameter)
+    if not groups:
+        return
+    norms = [
+        whole_of(torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
+        for group in groups.values()
+    ]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    for group in groups.values():
+        torch.nn.utils.clip_grads_with_norm_(group, limit, total.to(group[0].device))
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    """``scaler.unscale_(optimizer)`` over shards, all ranks seeing what is not finite on any. Collective."""
+    groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, parameters in zip(groups, wholes, strict=True):
+            group["params"] = [part_with_gradient(p) for p in parameters if p.grad is not None]
+        scaler.unscale_(optimizer)
+    finally:
+        for group, parameters in zip(groups, wholes, strict=True):
+            group["params"] = parameters
+    for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        found.copy_(comm.all_reduce(found, "max"))
+
+
+def part_with_gradient(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter and its gradient, in their memory."""
+    assert parameter.grad is not None
+    part = Parameter(local_part(parameter.detach()), requires_grad=False)
+    part.grad = local_part(parameter.grad)
+    return part

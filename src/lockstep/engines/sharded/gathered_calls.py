@@ -1,0 +1,97 @@
+"""Calls of a sharded module's layers in hooks, or behind a backward: what they need is gathered, and freed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.engines.sharded.fsdp_groups import groups_of_state
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+class GatheredCalls:
+    """Gathers what belongs to the module itself where one of its layers is called, and leaves nothing whole.
+
+    Within a step the module's entry has gathered it, and a step or an evaluation ends with freeing it. Without that,
+    what a call leaves whole would be read, and written to, in the place of the shards.
+
+    Args:
+        module: with ``fully_shard`` called on it or on some of its layers.
+        is_busy: whether a step or a backward runs.
+        free: frees whole parameters.
+        within: layers may be called behind a backward within a step, too, as in manual optimization.
+    """
+
+    def __init__(self, module: nn.Module, is_busy: Callable[[], bool], free: Callable[[], None], within: bool) -> None:
+        self._module, self._is_busy, self._free = module, is_busy, free
+        self._state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        self._gathered_for: nn.Module | None = None
+        self._handles = [part.register_forward_hook(self._end_of_part) for part in _outermost_parts(module)]
+        if self._state is None:  # each part gathers its own
+            return
+        own = set(self._owners())
+        for layer in _outermost(module, own):
+            self._handles.append(layer.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._end, always_call=True))
+        if within:
+            layers = [layer for layer in module.modules() if layer in own and layer is not module]
+            self._handles += [layer.register_forward_pre_hook(self._gather_within) for layer in layers]
+
+    def close(self) -> None:
+        """Let the layers be as they were."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _owners(self) -> Iterator[nn.Module]:
+        for group in groups_of_state(self._state):
+            for param in group.fsdp_params:
+                yield param._module_info.module
+                yield from param._module_info.shared_modules
+
+    def _is_whole(self) -> bool:
+        return all(group.is_unsharded for group in groups_of_state(self._state))
+
+    def _begin(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._is_busy() or self._is_whole():
+            return None
+        self._gathered_for = layer
+        return self._state._pre_forward(self._module, args, kwargs)
+
+    def _end(self, layer: nn.Module, args: object, output: Any) -> Any:
+        if self._gathered_for is not layer:
+            return None
+        self._gathered_for = None
+        output = self._state._post_forward(self._module, args, output)
+        self._free()
+        return output
+
+    def _end_of_part(self, part: nn.Module, args: object, output: object) -> None:
+        if not self._is_busy():
+            self._free()
+
+    def _gather_within(self, layer: nn.Module, args: object) -> None:
+        if self._is_busy() and not self._is_whole():
+            root: Any = self._module
+            root.unshard()
+
+
+def _outermost_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """What ``fully_shard`` was called on, without what lies within such."""
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_parts(child)
+
+
+def _outermost(module: nn.Module, own: set[nn.Module]) -> Iterable[nn.Module]:
+    """The layers nearest to the module that can be called and hold something of its group."""
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from _outermost(child, own)
+        elif any(layer in own for layer in child.modules()):
+            yield child

@@ -1,0 +1,244 @@
+"""Tensor parallel and data parallel at once (2-D), by the plans that the user applies in ``configure_model``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.checkpoint.io import CheckpointIO
+from lockstep.cluster.world import World
+from lockstep.engines.collectives import ReplicaMap
+from lockstep.engines.ranks import HALF_AN_HOUR
+from lockstep.engines.sharded.fsdp import FSDPStrategy
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import does
+from lockstep.ground.seed import random_states_of, set_random_states_of
+from lockstep.module import LightningModule
+from lockstep.precision.base import Precision
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"
+"""The dimensions of the mesh, by Lightning's names."""
+
+SIZES = (
+    "ModelParallelStrategy(data_parallel_size={data!r}, tensor_parallel_size={tensor!r}): the run has {world} ranks, "
+    '{local} on each node: give two sizes whose product is {world}, or leave one at "auto".'
+)
+NO_PLAN = (
+    "ModelParallelStrategy: {module} has no `configure_model`. Split its layers there: "
+    'parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan), and fully_shard(self.net, '
+    'mesh=self.device_mesh["data_parallel"]).'
+)
+NOTHING_SPLIT = (
+    "ModelParallelStrategy: after `configure_model`, each of the {world} ranks still holds all of {module}. Split its "
+    'layers there by parallelize_module or fully_shard, or use strategy="ddp".'
+)
+NOT_REDUCED = (
+    "ModelParallelStrategy: {name!r} is split over the tensor_parallel ranks, and nothing reduces its gradient over "
+    "the {data} data_parallel ones: after parallelize_module, call fully_shard on a layer that holds it, with "
+    'mesh=self.device_mesh["data_parallel"].'
+)
+SPLIT_ALREADY = (
+    "ModelParallelStrategy: `configure_model` runs at the beginning of each call of the Trainer, and an earlier one "
+    "has split {module}: let it return where that is so (isinstance(parameter, DTensor)). torch "
+    "said: {error}"
+)
+
+
+class ModelParallelStrategy(FSDPStrategy):
+    """Ranks in a mesh of two dimensions: those of a row hold one model together, and rows see different samples.
+
+    The module's ``configure_model`` says how, by torch's own functions: ``parallelize_module`` with plans over
+    ``self.device_mesh["tensor_parallel"]``, ``fully_shard`` over ``self.device_mesh["data_parallel"]``. What is whole
+    afterwards is whole on each rank, and its gradients are averaged over the rows. The numbers are those of one
+    process. CPUs work, too (gloo).
+
+    Before ``configure_model`` all ranks get rank 0's weights, and in it they draw rank 0's random numbers. Layers that
+    it leaves on the meta device get the values of their ``reset_parameters``. The ranks of a row draw the same random
+    numbers from then on.
+
+    Args:
+        data_parallel_size: number of rows; "auto": the number of nodes, or what the other size leaves.
+        tensor_parallel_size: ranks of a row; "auto": the ranks of a node, or what the other size leaves.
+        save_distributed_checkpoint: True: a checkpoint is a folder, into which each rank writes its part; any strategy
+            reads it. False: it is one file, gathered by rank 0.
+        process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
+        timeout: how long a collective waits for the other ranks; None: 30 minutes.
+        cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
+        async_save: ranks copy their parts and train on, while a thread of each writes them.
+        nccl: NCCL's variables, as of ``DDPStrategy``.
+        start_method: as of ``DDPStrategy``; with "spawn" and "fork" the module comes back whole.
+
+    Raises:
+        MisconfigurationException: when a run begins, for sizes that do not fit the ranks, or a module that splits
+            nothing.
+
+    Example::
+
+        class Wide(LightningModule):
+            def configure_model(self):
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        Trainer(devices=4, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)).fit(Wide())
+    """
+
+    balances = False
+
+    def __init__(
+        self,
+        data_parallel_size: int | str = "auto",
+        tensor_parallel_size: int | str = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = HALF_AN_HOUR,
+        *,
+        cluster_environment: object = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: object = None,
+        async_save: bool = False,
+        nccl: Mapping[str, Any] | None = None,
+        start_method: str = "popen",
+    ) -> None:
+        super().__init__(
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            state_dict_type="sharded" if save_distributed_checkpoint else "full",
+            async_save=async_save,
+            nccl=nccl,
+            start_method=start_method,
+        )
+        for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
+            if size != "auto" and (isinstance(size, (bool, str)) or size < 1):
+                raise MisconfigurationException(
+                    f'ModelParallelStrategy({name}={size!r:.100}): give a number of ranks above 0, or "auto".'
+                )
+        self._asked = (data_parallel_size, tensor_parallel_size)
+        self._mesh_of_both: DeviceMesh | None = None
+
+    # -- set up
+
+    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+        """As of any ranks, of which those of a row see the same samples."""
+        super().connect(world, device, precision)
+        data, tensor = self._sizes(world)
+        of_rank = tuple(rank // tensor for rank in range(world.size))
+        self.replicas = ReplicaMap(of_rank[world.rank], data, of_rank)
+
+    def _sizes(self, world: World) -> tuple[int, int]:
+        data, tensor = self._asked
+        if data == "auto":
+            data = world.num_nodes if tensor == "auto" else world.size // int(tensor)
+        if tensor == "auto":
+            tensor = world.size // int(data)
+        if int(data) * int(tensor) != world.size:
+            raise MisconfigurationException(
+                SIZES.format(data=self._asked[0], tensor=self._asked[1], world=world.size, local=world.local_size)
+            )
+        return int(data), int(tensor)
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and make the mesh."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        super().setup_environment()
+        if self._mesh_of_both is None:
+            sizes = self._sizes(self.world)
+            self._mesh_of_both = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=(DATA, TENSOR))
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Of two dimensions, "data_parallel" and "tensor_parallel"; the module has it as ``self.device_mesh``."""
+        if self._mesh_of_both is None:
+            raise MisconfigurationException(
+                "device_mesh: there is none before the ranks have met: use it in `configure_model`."
+            )
+        return self._mesh_of_both
+
+    @contextmanager
+    def building(self, module: LightningModule) -> Iterator[None]:
+        """Let all ranks split rank 0's weights."""
+        from torch.distributed.tensor import DTensor
+
+        from lockstep.engines.ddp.consistency import check_same_module
+        from lockstep.engines.sharded.meta_init import leave_meta
+        from lockstep.engines.sharded.sharded_init import rank_0_draws
+
+        if type(module).configure_model is LightningModule.configure_model:
+            raise MisconfigurationException(NO_PLAN.format(module=type(module).__name__))
+        if self.precision.name == "fp8-mixed":
+            raise MisconfigurationException(
+                "ModelParallelStrategy with precision='fp8-mixed': torchao's layers in float8 need plans of its own to "
+                "be split; use precision='bf16-mixed', or strategy=\"fsdp\"."
+            )
+        self._refuse_parts(module, "fsdp")
+        self.precision.convert_module(module)
+        check_same_module(module)
+        tensors = chain(module.parameters(), module.buffers())
+        comm.broadcast_tensors([t.detach() for t in tensors if not t.is_meta and not isinstance(t, DTensor)], 0, None)
+        with rank_0_draws(self.own_devices), _split_once(module):
+            yield
+            leave_meta(module, self.root_device)
+
+    @does("splitting the module")
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        """Look at what ``configure_model`` has split, and bring the rest to the device."""
+        from lockstep.engines.sharded.fully_shard import ShardedModule
+
+        self.module, self._own_backward = module, own_backward
+        self._begin_recomputation()
+        self._place(module)
+        shards = ShardedModule(module)
+        self._check_reduced(shards.reduced_by_torch)
+        self._take_shards(shards)
+
+    def _place(self, module: LightningModule) -> None:
+        from torch.distributed.tensor import DTensor
+
+        tensors = [t for t in chain(module.parameters(), module.buffers()) if not isinstance(t, DTensor)]
+        if self.world.size > 1 and not any(isinstance(p, DTensor) for p in module.parameters()):
+            raise MisconfigurationException(NOTHING_SPLIT.format(world=self.world.size, module=type(module).__name__))
+        for tensor in tensors:
+            tensor.data = tensor.data.to(self.root_device)
+        comm.broadcast_tensors([tensor.detach() for tensor in tensors], 0, None)
+        if self.members is not None:
+            of_first = comm.broadcast_object(random_states_of(self.own_devices), 0, self.members)
+            set_random_states_of(of_first, self.own_devices)
+
+    def _autocast_dtype(self) -> None:
+        """The user's own calls of ``fully_shard`` say what is gathered how."""
+
+    def _check_reduced(self, by_torch: set[int]) -> None:
+        from torch.distributed.tensor import DTensor
+
+        if self.replicas.count == 1:
+            return
+        for name, parameter in self.module.named_parameters():
+            if isinstance(parameter, DTensor) and id(parameter) not in by_torch:
+                raise MisconfigurationException(NOT_REDUCED.format(name=name, data=self.replicas.count))
+
+
+@contextmanager
+def _split_once(module: LightningModule) -> Iterator[None]:
+    """What torch says of a module that is split already, in the user's terms."""
+    from lockstep.engines.sharded.fully_shard import is_split
+
+    was_split = is_split(module)
+    try:
+        yield
+    except (RuntimeError, ValueError, AssertionError) as error:
+        if not was_split:
+            raise
+        raise MisconfigurationException(SPLIT_ALREADY.format(module=type(module).__name__, error=error)) from error

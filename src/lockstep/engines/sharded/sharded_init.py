@@ -1,0 +1,297 @@
+"""A model built by ranks none of which has the memory for it: each keeps its slice of what has been built so far."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from lockstep.engines.ddp.consistency import checksum
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.seed import random_states_of, set_random_states_of
+from lockstep.ground.torch_parts import INIT, refuse_without
+
+BUDGET = 256 * 2**20
+"""Bytes of tensors that are whole at a time, by default."""
+SMALL = 2**12
+"""Bytes up to which a tensor stays whole."""
+
+FILLS = frozenset(
+    f"aten::{name}_"
+    for name in [
+        "uniform",
+        "normal",
+        "log_normal",
+        "exponential",
+        "geometric",
+        "cauchy",
+        "random",
+        "bernoulli",
+        "zero",
+        "fill",
+        "copy",
+    ]
+)
+"""Operations after which nothing is left of what their first argument held."""
+
+TOUCHES = frozenset(
+    [
+        "numpy",
+        "__array__",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "tolist",
+        "share_memory_",
+        "__reduce_ex__",
+        "__dlpack__",
+    ]
+)
+"""Methods that read memory past torch's dispatcher."""
+
+
+@dataclass
+class _Storage:
+    """A tensor's memory, while it is built.
+
+    Attributes:
+        weak: the storage, if something still uses it.
+        nbytes: its size when it is whole.
+        number: counted as they come, alike on all ranks.
+        part: this rank's slice, where it is not whole.
+        checksum: of the whole.
+    """
+
+    weak: StorageWeakRef
+    nbytes: int
+    number: int
+    part: Tensor | None = None
+    checksum: int = 0
+
+    def found(self) -> torch.UntypedStorage | None:
+        """The storage; None where nothing uses it any more."""
+        if self.weak.expired():
+            return None
+        made: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        return made
+
+
+class ShardedInit(TorchDispatchMode):
+    """Inside, tensors that have not been used for long give their memory back, but for this rank's slice.
+
+    All ranks have to build the same, with the same values; then slices are gathered when a tensor is used again, and
+    an operation that overwrites the whole of it needs no message. Afterwards `gather` makes tensors whole.
+
+    Args:
+        budget: bytes of tensors that may be whole at a time, besides those in use.
+        group: the ranks.
+
+    Attributes:
+        peak: the largest number of bytes that were whole together.
+
+    Example::
+
+        with ShardedInit() as building:
+            module.configure_model()
+        for block in blocks:
+            building.gather(block.parameters())
+    """
+
+    def __init__(self, budget: int = BUDGET, group: comm.Group = None) -> None:
+        refuse_without(INIT, "drawing weights of which no rank holds all", "make the layers in `__init__`")
+        super().__init__()
+        self._budget, self._group = budget, group
+        self._world, self._rank = comm.world_size(group), comm.rank(group)
+        self._known: dict[int, _Storage] = {}  # by address
+        self._whole: OrderedDict[int, _Storage] = OrderedDict()  # by number: the longest unused first
+        self._count = self._bytes = self.peak = 0
+        self._looks = _Looks(self)
+
+    def __enter__(self) -> ShardedInit:
+        """Begin."""
+        super().__enter__()
+        self._looks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing gives its memory back any more."""
+        self._looks.__exit__(*error)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Make the operation's tensors whole, run it, and let others go."""
+        with torch._C.DisableTorchFunction():
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            fills = self._filled(func, args)
+            for tensor in tensors:
+                self._use(tensor, overwritten=tensor is fills)
+            result = func(*args, **(kwargs or {}))
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            for tensor in made:
+                self._use(tensor)
+            self._shrink({_address(tensor) for tensor in (*tensors, *made)})
+        return result
+
+    @staticmethod
+    def _filled(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+        """The tensor that the operation overwrites, with the whole of its storage."""
+        if func._schema.name not in FILLS or not args or not isinstance(args[0], Tensor):
+            return None
+        first = args[0]
+        covers = first.is_contiguous() and first.storage_offset() == 0
+        return first if covers and not any(arg is first for arg in args[1:]) else None
+
+    def _use(self, tensor: Tensor, overwritten: bool = False) -> None:
+        """Note that a tensor is used; make it whole."""
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        known = self._known.get(address)
+        if known is None or known.weak.expired():
+            nbytes = storage.nbytes()
+            if nbytes <= SMALL:
+                return
+            known = self._known[address] = _Storage(StorageWeakRef(storage), nbytes, self._count)
+            self._count += 1
+        if known.part is not None:
+            # of a part of the storage that is overwritten the rest is still needed
+            self._make_whole(known, storage, values=not (overwritten and _covers(tensor, known.nbytes)))
+        self._note(known)
+
+    def _note(self, known: _Storage) -> None:
+        if known.number in self._whole:
+            self._whole.move_to_end(known.number)
+        else:
+            self._whole[known.number] = known
+            self._bytes += known.nbytes
+            self.peak = max(self.peak, self._bytes)
+
+    def _shrink(self, in_use: set[int]) -> None:
+        """Keep slices of the longest unused. Which they are depends on nothing that may differ between ranks."""
+        for number in list(self._whole):
+            if self._bytes <= self._budget:
+                return
+            known = self._whole[number]
+            storage = known.found()
+            if storage is not None and storage._cdata in in_use:
+                continue
+            del self._whole[number]
+            self._bytes -= known.nbytes
+            if storage is not None and storage.resizable():  # numpy has no view of it
+                self._keep_slice(known, storage)
+
+    def _keep_slice(self, known: _Storage, storage: torch.UntypedStorage) -> None:
+        whole = _flat(storage)
+        size = -(-known.nbytes // self._world)
+        known.checksum = _checksum(whole)
+        known.part = torch.zeros(size, dtype=torch.uint8, device=whole.device)
+        mine = whole[size * self._rank : size * (self._rank + 1)]
+        known.part[: mine.numel()] = mine
+        storage.resize_(0)
+
+    def _make_whole(self, known: _Storage, storage: torch.UntypedStorage, values: bool = True) -> None:
+        part, known.part = known.part, None
+        assert part is not None
+        storage.resize_(known.nbytes)
+        if not values:
+            return
+        whole = comm.all_gather_tensor(part, self._group).flatten()[: known.nbytes]
+        if _checksum(whole) != known.checksum:
+            raise MisconfigurationException(
+                f"rank {self._rank}: the module that `configure_model` builds has other values on this rank than on "
+                "others, and each keeps but a part of it: let nothing in it depend on the rank, nor on a generator "
+                "that has another seed on each"
+            )
+        _flat(storage).copy_(whole)
+
+    def slices(self) -> list[Tensor]:
+        """This rank's slices of what is not whole now."""
+        return [known.part for known in self._known.values() if known.part is not None]
+
+    def gather(self, tensors: Iterable[Tensor]) -> None:
+        """Make tensors whole. Collective, if any of them is not."""
+        with _disable_current_modes():
+            for tensor in tensors:
+                if tensor.layout is not torch.strided or tensor.device.type == "meta":
+                    continue
+                storage = tensor.untyped_storage()
+                known = self._known.get(storage._cdata)
+                if known is not None and known.part is not None and not known.weak.expired():
+                    self._make_whole(known, storage)
+
+
+class _Looks(TorchFunctionMode):
+    """Makes tensors whole before methods that read their memory themselves."""
+
+    def __init__(self, building: ShardedInit) -> None:
+        super().__init__()
+        self._building = building
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Pass everything on."""
+        if getattr(func, "__name__", "") in TOUCHES:
+            self._building.gather(arg for arg in args if isinstance(arg, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def rank_0_draws(devices: Sequence[torch.device], group: comm.Group = None) -> Iterator[None]:
+    """Inside, all ranks draw rank 0's random numbers. Collective.
+
+    Args:
+        devices: of this rank, as many on each.
+        group: the ranks.
+    """
+    own = random_states_of(devices)
+    of_zero = comm.broadcast_object(own, 0, group)
+    alike = all(comm.all_gather_object(_same(own, of_zero), group))
+    set_random_states_of(of_zero, devices)
+    try:
+        yield
+    finally:
+        if not alike:
+            set_random_states_of(own, devices)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return bool(torch.equal(one, other))
+    if isinstance(one, dict):
+        return all(_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return all(map(_same, one, other))
+    same = one == other
+    return same if isinstance(same, bool) else bool(same.all())
+
+
+def _address(tensor: Tensor) -> int:
+    return 0 if tensor.layout is not torch.strided else int(tensor.untyped_storage()._cdata)
+
+
+def _covers(tensor: Tensor, nbytes: int) -> bool:
+    return tensor.numel() * tensor.element_size() == nbytes
+
+
+def _checksum(whole: Tensor) -> int:
+    words = whole.numel() // 8 * 8
+    return checksum(whole[:words].view(torch.int64)) + checksum(whole[words:])
+
+
+def _flat(storage: torch.UntypedStorage) -> Tensor:
+    made = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return made.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,0 +1,270 @@
+"""The base of strategies whose ranks hold parts of a model, and go through its forwards and backwards together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.checkpoint import sharded
+from lockstep.checkpoint.io import CheckpointWriter, Path
+from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
+from lockstep.engines.buffers import SynchronizedNorms, WindowBuffers
+from lockstep.engines.ddp.consistency import sparse_names
+from lockstep.engines.ddp.late_parameters import LateParameters, beside, refuse
+from lockstep.engines.ranks import RankedStrategy, check_others
+from lockstep.engines.sharded.foreach import update_one_by_one
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.module import LightningModule
+
+if TYPE_CHECKING:
+    from lockstep.engines.sharded.sharded_init import ShardedInit
+
+NO_LOSS = (
+    "`training_step` returned None on rank {rank}. Under {engine} all ranks go through each backward together, and the "
+    "others would wait for this one. Return a loss on each, if only `0.0 * loss`."
+)
+LATE = (
+    "rank {rank}: parameter {name!r} came after the module was sharded, and each rank would train its own: make it "
+    "in `__init__` or in `configure_model`"
+)
+STRANGE = (
+    "{optimizer} holds a parameter of shape {shape} that the module does not have. Under {engine}, parts take the "
+    "place of the module's parameters: make the optimizer in `configure_optimizers`, from self.parameters(). One in a "
+    "plain list has to become an attribute of the module."
+)
+GAP = (
+    "Under {engine} ranks go through each layer together, and rank {rank} has no samples of loader {loader} in a "
+    "micro-batch of which others have some: give loaders side by side equal numbers of samples and batch sizes, or "
+    'drop_last=True, or use CombinedLoader(mode="min_size") with such.'
+)
+MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
+"""Optimizers of torch's that mix the elements of a parameter, by class name."""
+
+
+class ShardedStrategy(RankedStrategy):
+    """One process per device, each with its part of the model's states; a subclass brings the engine.
+
+    Of a subclass it needs :meth:`_through`, :meth:`setup_module` (which calls :meth:`_watch`), and
+    :meth:`setup_optimizers` (which calls :meth:`_synchronize_norms`).
+
+    Attributes:
+        engine: its name in messages.
+    """
+
+    runs_padding = True
+    places_first = True
+    leaves_device = False  # later calls go on with the parts
+    can_be_copied = False
+    needs_every_collective = True
+    engine: str = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._built: ShardedInit | None = None
+        self._late: LateParameters | None = None
+        self._buffers: WindowBuffers | None = None
+        self._norms: SynchronizedNorms | None = None
+        self._zero_weight = self._has_begun = False
+
+    @staticmethod
+    def _take_others(kind: type, others: Mapping[str, object], no_effect: Mapping[str, str]) -> None:
+        """Look through the arguments for which the constructor of ``kind`` has no name."""
+        known = [*inspect.signature(kind).parameters]
+        check_others(kind.__name__, others, known, no_effect)
+
+    def _save_in_parts(self, asynchronous: bool = False) -> None:
+        """Let each rank write its part of a checkpoint."""
+        self.saves_shards = True
+        self.checkpoints = CheckpointWriter(AsyncShardedCheckpointIO() if asynchronous else ShardedCheckpointIO())
+
+    # -- set up
+
+    @contextmanager
+    def building(self, module: LightningModule) -> Iterator[None]:
+        """Let ranks that have not the memory for the module build it together, with rank 0's random numbers."""
+        from lockstep.engines.sharded import sharded_init
+        from lockstep.engines.sharded.meta_init import leave_meta
+
+        if self.world.size == 1:
+            yield
+            leave_meta(module, self.root_device)
+            return
+        with sharded_init.rank_0_draws(self.own_devices), sharded_init.ShardedInit(sharded_init.BUDGET) as self._built:
+            yield
+            leave_meta(module, torch.device("cpu"))
+
+    def _watch(self, module: LightningModule) -> None:
+        """From now on notice what comes into the module, and keep its buffers alike."""
+        if self._late is not None:
+            self._late.close()
+        # torch sets the parameters of layers with a `__setattr__` of their own (nn.LSTM) by it: each time they "come"
+        set_anew = {
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, layer in module.named_modules()
+            if inspect.getattr_static(layer, "__setattr__") is not nn.Module.__setattr__
+            for name, _ in layer.named_parameters(recurse=False)
+        }
+        self._late = LateParameters(module, set_anew)
+        some = self.world.size > 1 and any(True for _ in self.module.buffers())
+        self._buffers = WindowBuffers(self.module) if some else None
+
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """Take the optimizers, unless they cannot update parts, or the gradients cannot be cut up."""
+        super().setup_optimizers(optimizers, configs)
+        self._refuse_sparse()
+        for optimizer in optimizers:
+            update_one_by_one(optimizer, self.module.parameters())
+            name = type(optimizer).__name__
+            if name in MIXES:
+                raise MisconfigurationException(
+                    f"{type(self).__name__} with {name}: it mixes the elements of a parameter, and each rank has a "
+                    'part of them. Use an elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
+                )
+            for parameter in beside(self.module, [optimizer]).values():
+                shape = tuple(parameter.shape)
+                raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
+
+    def _refuse_sparse(self) -> None:
+        parameters = dict(self.module.named_parameters())
+        sparse = [name for name in sorted(sparse_names(self.module)) if hasattr(parameters.get(name), "placements")]
+        if sparse:
+            raise MisconfigurationException(
+                f"{type(self).__name__}(): the gradients of {', '.join(sparse)} are sparse, and cannot be cut up: "
+                'build the layers with sparse=False, or use strategy="ddp".'
+            )
+
+    def _synchronize_norms(self) -> None:
+        if self.world.size == 1:
+            return
+        norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout, self.replicas)
+        if norms.layers:  # those that the user made synchronized among them
+            self._norms = norms
+            self._buffers = self._buffers if self._own_buffers() else None
+
+    def change_optimizers(self) -> None:
+        """Refuse it: nobody has looked at the new ones, and no engine has their states."""
+        raise MisconfigurationException(
+            f"{type(self).__name__}: other optimizers were put in the place of those of `configure_optimizers` in the "
+            "middle of a fit. Change their param_groups instead."
+        )
+
+    def teardown(self) -> None:
+        """Let go of module and optimizers; ranks keep their parts."""
+        super().teardown()
+        for optimizer in self.optimizers:
+            vars(optimizer).pop("zero_grad", None)
+        if self._norms is not None:
+            self._norms.put_back()
+            self._norms = None
+        if self._late is not None:
+            self._late.close()
+            self._late = None
+
+    # -- one window
+
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        """As on one process, with layers made whole as the forward comes to them."""
+        self._check_late()
+        if torch.is_grad_enabled() and not self._has_begun:
+            self._forward_begins()
+        self._has_begun = False
+        with nullcontext() if self.context is None else self.context():
+            return self._through(fn, *args)
+
+    def _through(self, fn: Callable[..., Any], *args: object) -> Any:
+        """Call a step method inside the engine's hooks."""
+        raise NotImplementedError
+
+    def _check_late(self) -> None:
+        if self._late is not None and self._late.found is not None:
+            raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
+        if self._late is not None and self._late.buffer is not None and self.world.size > 1:
+            refuse(self.world.rank, "buffer", self._late.buffer)
+
+    def _forward_begins(self) -> None:
+        """Take rank 0's buffers before the first training forward of a window."""
+        if self._buffers is not None:
+            if self._buffers.due:
+                self._buffers.align()
+            self._buffers.differ = True
+
+    def _backward_ends(self) -> None:
+        """Count a reduction, behind which buffers are due."""
+        if self.sync_gradients:
+            self.rounds += 1
+        if self._buffers is not None:
+            self._buffers.due = self.sync_gradients
+
+    def skip(self, absent: bool = False) -> None:
+        """Refuse it: the other ranks go back through the layers and would wait."""
+        raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank, engine=self.engine))
+
+    def check_gap(self, rank: int, loader: int) -> None:
+        """Refuse it: ranks with and without that part would go through layers a different number of times."""
+        raise MisconfigurationException(GAP.format(rank=rank, loader=loader, engine=self.engine))
+
+    @contextmanager
+    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """Begin the forward of these ranks, too, before the loop keeps a copy of their buffers, which it puts back."""
+        if torch.is_grad_enabled():
+            self._forward_begins()
+            self._has_begun = True
+        yield
+
+    @contextmanager
+    def zero_weight(self) -> Iterator[list[Tensor]]:
+        """Let gradients of backwards be zeros, and synchronized layers leave this rank's samples out."""
+        self._zero_weight = True
+        if self._norms is not None:
+            self._norms.set_zero_weight(True)
+        try:
+            yield self._own_buffers()
+        finally:
+            self._zero_weight = False
+            if self._norms is not None:
+                self._norms.set_zero_weight(False)
+
+    def _own_buffers(self) -> list[Tensor]:
+        return list(self.module.buffers()) if self._norms is None else self._norms.others_buffers(self.module)
+
+    @contextmanager
+    def one_model(self) -> Iterator[None]:
+        """Rank 0's buffers on all."""
+        with nullcontext() if self._buffers is None else self._buffers.shown():
+            yield
+
+    def end_training(self) -> None:
+        """Leave every rank with rank 0's buffers."""
+        if self._buffers is not None:
+            self._buffers.align()
+
+    # -- checkpoints
+
+    def _refuse_alone(self, alone: bool) -> None:
+        """Refuse to save what one rank has not: its part is of use with the others' alone."""
+        if alone and self.world.size > 1:
+            raise MisconfigurationException(
+                f"rank {self.world.rank} cannot save by itself: each rank has a part of the states ({self.engine}), "
+                "and the others are not asked when one has failed. Save while all are well, by "
+                "ModelCheckpoint(every_n_train_steps=...)."
+            )
+
+    def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint on every rank: a file whole, of a folder of parts this rank's. Collective."""
+        if not sharded.is_sharded(filepath):
+            return super().load_checkpoint(filepath, weights_only)
+        self.checkpoints.io.wait()
+        needs = partial(self.replicas.needs, self.world.rank)
+        return sharded.load_parts(filepath, self._reads_into(), needs, weights_only)
+
+    def _reads_into(self) -> sharded.Place:
+        """What makes the tensors into which this rank's parts are read."""
+        raise NotImplementedError

@@ -1,0 +1,468 @@
+"""A strategy: an engine, the collectives and the checkpoint writer of a run put together, by Lightning's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
+from lockstep.cluster.world import World
+from lockstep.engines.collectives import Collectives, ReplicaMap
+from lockstep.engines.ddp.late_parameters import beside
+from lockstep.engines.engine import Engine
+from lockstep.engines.sharded.fully_shard import Policy
+from lockstep.ground import comm
+from lockstep.ground.agreement import ConsensusFlags
+from lockstep.ground.device import make_current, widest
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.fork import protect_forks
+from lockstep.ground.tree import tensors_in
+from lockstep.ground.usable import check_usable
+from lockstep.memory.recompute import Layers, Save
+from lockstep.module import LightningModule
+from lockstep.planner.plan import SavedPlan
+from lockstep.precision.base import Precision
+
+
+class LocalSteps(Protocol):
+    """Steps of a fit that are made with the gradients of a part of the ranks; between them weights differ."""
+
+    def averaged_ranks(self) -> Sequence[int]:
+        """The ranks, this one among them, over which gradients are averaged in the next round."""
+
+    def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
+        """The sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
+
+
+class Strategy(Engine):
+    """What a run has of devices and ranks: the base of all, and one process.
+
+    A strategy of one's own overrides the methods of `lockstep.engines.engine.Engine`, and by
+    `lockstep.engines.ranks.RankedStrategy` its ranks are joined. Everything here has an answer that fits an engine
+    which holds whole parameters.
+
+    Attributes:
+        collectives: how ranks talk to each other.
+        checkpoints: who writes files.
+        replicas: the ranks by the samples that they see.
+        peers: a rank of each replica, this one among them, as a process group; None: all ranks.
+        members: the ranks of this replica, as a process group; None: this one alone.
+        launcher: how ranks are started: None (nothing to start), "script", "spawn" or "fork".
+        drives_all_devices: one process works with all devices of its node; else each rank has one.
+        devices: of this node, by local rank.
+        rounds: reductions over all ranks so far.
+        traffic: reductions of gradients in this fit so far, and the bytes that this rank gave to them.
+        local_steps: where this fit takes such.
+        sync_batchnorm: whether BatchNorm takes its statistics over all ranks while training; the Trainer sets it.
+        planned: the saved plan by which it was made, and its file.
+        plugins: a cluster, a CheckpointIO or a precision that came with it; the Trainer takes them as its own.
+    """
+
+    launcher: str | None = None
+    drives_all_devices: bool = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives = Collectives()
+        self.checkpoints = CheckpointWriter()
+        self.replicas = ReplicaMap.each(World.single())
+        self.peers: comm.Group = None
+        self.members: comm.Group = None
+        self.planned: tuple[SavedPlan, str] | None = None
+        self.plugins: list[object] = []
+        self.devices = [self.root_device]
+        self.accelerator_backend = ""
+        self.rounds = 0
+        self.sync_batchnorm = False
+
+    def resolved(self) -> Strategy:
+        """The strategy that the Trainer takes when it is given this one."""
+        return self
+
+    # -- set up
+
+    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+        """Take in where this process stands; nothing is started or allocated yet."""
+        self._root_device, self.precision, self.context = device, precision, precision.context
+        self.collectives.world = world
+        self.collectives.device = self.root_device
+        self.replicas = ReplicaMap.each(world)
+
+    @property
+    def own_devices(self) -> list[torch.device]:
+        """The devices that this rank works with."""
+        return self.devices if self.drives_all_devices else [self.root_device]
+
+    def setup_environment(self) -> None:
+        """Join the other ranks; afterwards collectives work."""
+        make_current(self.root_device)
+        check_usable(self.root_device)
+        if self.root_device.type != "cpu":
+            protect_forks()  # a loader worker that freed pinned memory of this process would be aborted
+
+    def building(self, module: LightningModule) -> AbstractContextManager[object]:
+        """Around the module's ``configure_model``. Collective."""
+        return nullcontext() if self.init_device is None else self.init_device
+
+    def configuring(self) -> AbstractContextManager[object]:
+        """Around ``configure_optimizers``, which may choose parameters by their shapes."""
+        return nullcontext()
+
+    def change_optimizers(self) -> None:
+        """Others have taken the place of the optimizers in the middle of a fit."""
+        self._offload_states()
+
+    @property
+    def undoes_steps(self) -> bool:
+        """Whether all that steps have changed can be put back by its values: weights, buffers, optimizer states."""
+        return self.world.size == 1
+
+    # -- micro-batches for which ranks have no samples
+
+    def check_gap(self, rank: int, loader: int) -> None:
+        """Refuse a micro-batch of which a rank has samples, but none of one of its loaders, if the engine cannot."""
+
+    @contextmanager
+    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """A micro-batch for which these ranks have no samples: layers that communicate do so without them.
+
+        Collective, for these ranks, too; they take part in what a training forward begins with.
+        """
+        yield
+
+    @contextmanager
+    def zero_weight(self) -> Iterator[list[Tensor]]:
+        """Inside, gradients of backwards are dropped: the batch is a padding batch.
+
+        Gives:
+            the module's buffers that a forward changes by this rank's samples alone.
+        """
+        yield list(self.module.buffers())
+
+    # -- the model that all look at
+
+    local_steps: LocalSteps | None = None
+
+    def epoch_begins(self) -> None:
+        """An epoch of training begins, or goes on after a resume; its first hooks have run. Collective."""
+
+    @contextmanager
+    def one_model(self) -> Iterator[None]:
+        """For an evaluation: let every rank have the model that a checkpoint holds, and afterwards its own again."""
+        yield
+
+    def steps_end(self) -> None:
+        """Steps of an evaluation, or a forward, are over, and hooks that may look at the module come next."""
+
+    def end_training(self) -> None:
+        """No step follows in this fit: leave every rank with the model that a checkpoint holds. Collective."""
+
+    # -- gradients
+
+    def synchronize(self, sync: bool) -> AbstractContextManager[None]:
+        """Switch the reduction of backwards on or off for the length of a ``with`` block."""
+        return self._synchronized(sync)
+
+    @contextmanager
+    def _synchronized(self, sync: bool) -> Iterator[None]:
+        before, self.sync_gradients = self.sync_gradients, sync
+        try:
+            yield
+        finally:
+            self.sync_gradients = before
+
+    def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
+        """Say whether a parameter of an optimizer needs gradients, from the forwards to come on."""
+        parameter.requires_grad = needed
+
+    def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
+        """The gradients with which this rank updates an optimizer's parameters; changed in place, they count."""
+        return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def all_gradients(self) -> list[Tensor]:
+        """This rank's memory of all gradients, of what waits for a reduction, too; changed in place, they count."""
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        found = {id(p): p.grad for parameters in [*groups, self.module.parameters()] for p in parameters}
+        return [gradient for gradient in found.values() if gradient is not None]
+
+    @contextmanager
+    def whole_gradients(self) -> Iterator[None]:
+        """Inside, ``.grad`` of each parameter is its whole gradient, also where ranks have parts of it. Collective."""
+        yield
+
+    def held_gradients(self) -> dict[str, Any]:
+        """What backwards have left for steps to come, as a checkpoint takes it. Collective."""
+        named = self.named_parameters()
+        return {"gradients": {name: p.grad.detach().cpu().clone() for name, p in named.items() if p.grad is not None}}
+
+    def hold_gradients(self, saved: dict[str, Any]) -> None:
+        """Put back what :meth:`held_gradients` gave."""
+        parameters = self.named_parameters()
+        for name, gradient in saved.get("gradients", {}).items():
+            parameters[name].grad = gradient.to(parameters[name].device)
+
+    def hold_mean(self, gradients: dict[str, Tensor]) -> None:
+        """Go on with whole gradients that are the mean over the replicas, of other ranks or another engine.
+
+        Collective.
+        """
+        parameters = self.named_parameters()
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient.to(parameters[name].device, parameters[name].dtype)
+
+    def divide_gradients(self, weight: float | Tensor) -> float | Tensor:
+        """Divide the window's gradients by the weights that all ranks' training steps returned; gives the factor."""
+        local = self.local_steps
+        if local is not None:
+            total, ranks = local.summed_weight(self.on_step_device(weight))
+        else:
+            total, ranks = self.summed_weight(weight), self.world.size
+        factor = _part(ranks, total)
+        grads = [grad for optimizer in self.optimizers for grad in self.gradients_of(optimizer)]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+        return factor
+
+    def on_step_device(self, weight: float | Tensor) -> Tensor:
+        """A weight on this rank's device, for which nobody waits."""
+        device, dtype = self.root_device, widest(self.root_device)
+        if isinstance(weight, Tensor) and weight.device == device:
+            return weight.detach().to(dtype)
+        return torch.full((), float(weight), dtype=dtype, device=device)
+
+    def summed_weight(self, weight: float | Tensor) -> Tensor:
+        """The sum of all ranks' weights, on this rank's device."""
+        found: Tensor = self.collectives.reduce(self.on_step_device(weight), reduce_op="sum")
+        return found
+
+    # -- time
+
+    def waits_in(self) -> list[tuple[object, str]]:
+        """Methods, by owner and name, in which this rank waits for gradients of others past torch's collectives."""
+        return []
+
+    # -- memory
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """What this rank holds, by kind as in `lockstep.memory.meter.KINDS`; may be asked for at any time."""
+        parameters: list[Tensor] = [*self.module.parameters(), *beside(self.module, self.optimizers).values()]
+        return {
+            "parameters": parameters,
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer_states": list(tensors_in([optimizer.state for optimizer in self.optimizers])),
+            "buffers": list(self.module.buffers()),
+        }
+
+    def saves_memory_by(self) -> frozenset[str]:
+        """What is in use of "recomputation", "sharded optimizer", "sharded parameters", "offload" and "offloaded
+        optimizer"."""
+        used = {"recomputation": self._recomputation.is_on, "offloaded optimizer": self._offloads_optimizer}
+        return frozenset(name for name, is_on in used.items() if is_on)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Reductions of gradients in this fit so far, and the bytes that this rank gave to them."""
+        return 0, 0
+
+    # -- Lightning's names: of the ranks
+
+    @property
+    def world(self) -> World:
+        """This process among the ranks."""
+        return self.collectives.world
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """While user code runs that ranks without samples for the micro-batch do not run: those ranks."""
+        return self.collectives.absent
+
+    @absent.setter
+    def absent(self, ranks: tuple[int, ...]) -> None:
+        self.collectives.absent = ranks
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.world.rank == 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its node."""
+        return self.world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This node."""
+        return self.world.node_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.world.num_nodes
+
+    @property
+    def model(self) -> LightningModule:
+        """The user's module; lockstep wraps it in nothing."""
+        return self.module
+
+    @property
+    def lightning_module(self) -> LightningModule:
+        """The user's module."""
+        return self.module
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Inside, backwards are not reduced: each rank adds up its own gradients, until one outside reduces them."""
+        return self.synchronize(False)
+
+    # -- Lightning's names: of the collectives, each overridable
+
+    def make_agreement(self) -> ConsensusFlags:
+        """The flags that this run's ranks share."""
+        return self.collectives.make_agreement()
+
+    def check_present(self, call: str, group: comm.Group = None) -> None:
+        """Refuse a collective that user code calls where ranks without samples cannot join it."""
+        self.collectives.check_present(call, group)
+
+    def with_all_ranks(self) -> AbstractContextManager[None]:
+        """Inside, collectives are allowed: the ranks without samples take part."""
+        return self.collectives.with_all_ranks()
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self.collectives.barrier()
+
+    def broadcast(self, obj: object, src: int = 0) -> Any:
+        """The object of rank ``src``, on every rank."""
+        return self.collectives.broadcast(obj, src)
+
+    def all_gather(self, tensor: Tensor, group: comm.Group = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all ranks, stacked: ``(world_size, *shape)``; on one process the tensor as it is."""
+        return self.collectives.all_gather(tensor, group, sync_grads)
+
+    def reduce(self, tensor: Tensor | float, group: comm.Group = None, reduce_op: object = "mean") -> Any:
+        """The tensor reduced over all ranks by "mean", "sum", "min" or "max"; the given one is not changed."""
+        return self.collectives.reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks decided for it, or (``all=False``) any of them."""
+        return self.collectives.decide(decision, all)
+
+    def gather_stacked(self, vector: Tensor) -> Tensor:
+        """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
+        return self.collectives.gather_stacked(vector)
+
+    def gather_objects(self, obj: object) -> list[Any]:
+        """A small picklable object from all ranks, by rank."""
+        return self.collectives.gather_objects(obj)
+
+    # -- Lightning's names: of checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes, reads and removes checkpoints; set it before a call of the Trainer."""
+        return self.checkpoints.io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self.checkpoints.io = io
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: Path,
+        storage_options: object = None,
+        *,
+        alone: bool = False,
+        sharded: bool = False,
+    ) -> None:
+        """Write a checkpoint: on rank 0, on the rank that calls ``alone``, or on all ranks, each its part."""
+        if self.world.is_zero or alone or sharded:
+            self.checkpoints.save(checkpoint, filepath, storage_options, sharded=sharded)
+
+    def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, on every rank, to the CPU."""
+        return self.checkpoints.load(filepath, weights_only)
+
+    def remove_checkpoint(self, filepath: Path) -> None:
+        """Delete a checkpoint, on rank 0."""
+        if self.world.is_zero:
+            self.checkpoints.remove(filepath)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the engine needs to go on with the same bits (the bucket plan)."""
+        return self.save().own or {}
+
+
+class SingleDeviceStrategy(Strategy):
+    """Everything on one device.
+
+    Args:
+        device: the one that the run shall have, "cpu" or "cuda:0" say; None: the one that the Trainer's flags choose.
+        accelerator: None; the Trainer's flag chooses it.
+        checkpoint_io: what writes checkpoints.
+        precision_plugin: the run's precision.
+        activation_checkpointing: compute activations again in the backward, in place of keeping them: True (of the
+            repeated blocks), or classes of layers.
+        activation_checkpointing_policy: the same by classes or a policy function.
+        activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
+            policy function of ``torch.utils.checkpoint``.
+        offload_optimizer: keep the optimizers' states on the CPU; a part of them at a time is on the device, while
+            the optimizer steps.
+
+    Raises:
+        MisconfigurationException: for arguments that do not go together; when a call begins, if the Trainer's flags
+            choose another device.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        accelerator: object = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        activation_checkpointing: Layers | Literal[False] | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        activation_checkpointing_save: Save = None,
+        offload_optimizer: bool = False,
+    ) -> None:
+        super().__init__()
+        self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        self._offload_optimizer(offload_optimizer)
+        self._asked = None if device is None else torch.device(device)
+        self.plugins = [plugin for plugin in (checkpoint_io, precision_plugin) if plugin is not None]
+
+    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+        """As the base does it, on the device that was asked for."""
+        asked = self._asked
+        if asked is not None and (asked.type != device.type or asked.index not in (None, device.index or 0)):
+            place = f", devices=[{asked.index}]" if asked.index else ""
+            raise MisconfigurationException(
+                f"SingleDeviceStrategy(device={str(asked)!r}): the Trainer's flags choose {str(device)!r}: give "
+                f"Trainer(accelerator={asked.type!r}{place}), or leave the strategy's device out."
+            )
+        super().connect(world, device, precision)
+
+
+def _part(ranks: int, total: Tensor) -> float | Tensor:
+    """The factor by which a sum over weights becomes a mean; on a device nobody waits for it."""
+    if total.device.type == "cpu":
+        weight = total.item()
+        return ranks / weight if weight else 0.0
+    return torch.where(total != 0, ranks / total, 0.0)

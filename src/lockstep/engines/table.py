@@ -1,0 +1,173 @@
+"""Names of strategies: what ``Trainer(strategy="...")`` stands for."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from typing import Any
+
+from lockstep.engines.strategy import SingleDeviceStrategy, Strategy
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.planner.plan import SavedPlan
+
+OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
+NVME = {"offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
+SPAWN, FORK = {"start_method": "spawn"}, {"start_method": "fork"}
+DDP, FSDP = "ddp.strategy.DDPStrategy", "sharded.fsdp.FSDPStrategy"
+DEEPSPEED = "deepspeed.strategy.DeepSpeedStrategy"
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "single_device": ("strategy.SingleDeviceStrategy", {}),
+    "dp": ("dp.strategy.DataParallelStrategy", {}),
+    "ddp": (DDP, {}),
+    "ddp_find_unused_parameters_true": (DDP, {"find_unused_parameters": True}),
+    "ddp_find_unused_parameters_false": (DDP, {"find_unused_parameters": False}),
+    "ddp_spawn": (DDP, SPAWN),
+    "ddp_spawn_find_unused_parameters_true": (DDP, SPAWN | {"find_unused_parameters": True}),
+    "ddp_spawn_find_unused_parameters_false": (DDP, SPAWN | {"find_unused_parameters": False}),
+    "ddp_fork": (DDP, FORK),
+    "ddp_fork_find_unused_parameters_true": (DDP, FORK | {"find_unused_parameters": True}),
+    "ddp_fork_find_unused_parameters_false": (DDP, FORK | {"find_unused_parameters": False}),
+    # In Lightning these fork. A notebook's kernel has threads, and mostly has used the GPU in an earlier cell; fresh
+    # processes work all the same, and modules from cells travel by value.
+    "ddp_notebook": (DDP, SPAWN),
+    "ddp_notebook_find_unused_parameters_true": (DDP, SPAWN | {"find_unused_parameters": True}),
+    "ddp_notebook_find_unused_parameters_false": (DDP, SPAWN | {"find_unused_parameters": False}),
+    "fsdp": (FSDP, {}),
+    "fsdp_cpu_offload": (FSDP, {"cpu_offload": True}),
+    "model_parallel": ("sharded.model_parallel.ModelParallelStrategy", {}),
+    "balanced": ("pipeline.strategy.BalancedStrategy", {}),
+    "deepspeed": (DEEPSPEED, {}),
+    "deepspeed_stage_1": (DEEPSPEED, {"stage": 1}),
+    "deepspeed_stage_2": (DEEPSPEED, {"stage": 2}),
+    "deepspeed_stage_2_offload": (DEEPSPEED, {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3": (DEEPSPEED, {"stage": 3}),
+    "deepspeed_stage_3_offload": (DEEPSPEED, {"stage": 3} | OFFLOAD),
+    "deepspeed_stage_3_offload_nvme": (DEEPSPEED, {"stage": 3} | OFFLOAD | NVME),
+}
+"""Name to arguments, and to the file and class below `lockstep.engines`. A name that is here is not refused."""
+
+WITHOUT_NOTEBOOK_NAME = ("fsdp", "fsdp_cpu_offload", "model_parallel", "balanced")
+"""Names that spawn where there is no script to start; of "ddp" there is "ddp_notebook"."""
+
+_XLA = 'it is for torch_xla; TPUs are devices of torch by torch_tpu: use accelerator="tpu", strategy="auto"'
+_SLICED = (
+    "Lightning has dropped it, too; use DDPStrategy(shard_optimizer=True), which shares out optimizers' work and state"
+)
+_GONE = 'Lightning has dropped it, too; use "ddp"'
+REFUSED = {
+    "ddp2": 'it was dp within each node and ddp between them, and Lightning has dropped it; use "ddp"',
+    "xla": _XLA,
+    "xla_debug": _XLA,
+    "single_xla": _XLA,
+    "single_tpu": _XLA,
+    "tpu_spawn": _XLA,
+    "ddp_cpu": 'use accelerator="cpu", devices=2, strategy="ddp"',
+    "ddp_sharded": _SLICED,
+    "ddp_sharded_spawn": _SLICED,
+    "ddp_fully_sharded": _GONE,
+    "horovod": _GONE,
+    "bagua": _GONE,
+    "colossalai": _GONE,
+    "hivemind": _GONE,
+}
+"""Lightning's other names, those of its earlier versions too: why not, and what to use today."""
+
+
+def is_plan(asked: object) -> bool:
+    """Whether ``Trainer(strategy=...)`` was given the file of a plan."""
+    return isinstance(asked, str) and asked.lower().endswith((".yaml", ".yml"))
+
+
+def class_of(name: str) -> type[Strategy]:
+    """The class for a name. Its file is imported here: an import of lockstep brings no engine that no run asks for."""
+    file, _, kind = NAMES[name][0].rpartition(".")
+    found: type[Strategy] = getattr(import_module(f"lockstep.engines.{file}"), kind)
+    return found
+
+
+def drives_all_devices(asked: str | Strategy) -> bool:
+    """Whether one process of a strategy works with all devices of its node; else each rank has one."""
+    if not isinstance(asked, str):
+        return bool(getattr(asked, "drives_all_devices", False))
+    if is_plan(asked):
+        return SavedPlan.read(asked).strategy == "dp"
+    return asked.lower() in NAMES and class_of(asked.lower()).drives_all_devices
+
+
+def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = False) -> Strategy:
+    """The strategy for a name or an object.
+
+    Args:
+        asked: a name, "auto" (one process: single device; several: ddp, and ddp_notebook in a notebook), the file of a
+            plan ("plan.yaml"), or a Strategy.
+        world_size: number of ranks of the run.
+        interactive: whether there is no script that could be started once for each rank.
+
+    Raises:
+        MisconfigurationException: for a name that is not known or refused, or a strategy of one rank for several.
+    """
+    if isinstance(asked, str) and is_plan(asked):
+        return _by_plan(asked, world_size, interactive)
+    if isinstance(asked, str):
+        asked = asked.lower()
+    if asked == "auto" and world_size > 1:
+        asked = "ddp_notebook" if interactive else "ddp"
+    made = (asked if isinstance(asked, Strategy) else _named(asked, interactive and world_size > 1)).resolved()
+    if world_size > 1 and made.launcher is None:
+        name = f'"{asked}"' if isinstance(asked, str) else f"{type(made).__name__}()"
+        raise MisconfigurationException(
+            f"Trainer(strategy={name}) is for one rank, and devices and num_nodes make {world_size}: use devices=1, or "
+            'strategy="ddp".'
+        )
+    return made
+
+
+def check_balances(strategy: Strategy, why: str = "") -> None:
+    """Refuse ``Trainer(balance=True)`` where ranks cannot take unequal shares; one device alone has nothing to share.
+
+    Raises:
+        MisconfigurationException: with the way out.
+    """
+    several = strategy.world.size > 1 or strategy.drives_all_devices
+    if why or (several and not strategy.balances):
+        raise MisconfigurationException(
+            f"Trainer(balance=True): {type(strategy).__name__} cannot give its ranks unequal shares of a global batch"
+            f'{why}. Use strategy="ddp" or "fsdp", or leave `balance` out.'
+        )
+
+
+def _by_plan(path: str, world_size: int, interactive: bool) -> Strategy:
+    from lockstep.engines.planned import strategy_of
+
+    saved, where = SavedPlan.read(path), f'Trainer(strategy="{path}")'
+    ranks = 1 if saved.strategy == "dp" else saved.devices * saved.nodes
+    if ranks != world_size:
+        raise MisconfigurationException(
+            f"{where}: the plan was made for devices={saved.devices} and num_nodes={saved.nodes}, and this Trainer has "
+            f"{world_size} rank(s): give it those devices and nodes, or make a plan for these."
+        )
+    made = strategy_of(saved.candidate, "spawn" if interactive else "popen")
+    made.planned = saved, where
+    return made
+
+
+def _named(asked: object, spawns: bool) -> Strategy:
+    if asked == "auto":
+        return SingleDeviceStrategy()
+    if isinstance(asked, str) and asked in NAMES:
+        arguments = NAMES[asked][1]
+        if spawns and asked in WITHOUT_NOTEBOOK_NAME:
+            arguments = arguments | SPAWN
+        return class_of(asked)(**arguments)
+    if isinstance(asked, str) and asked in REFUSED:
+        raise MisconfigurationException(f'Trainer(strategy="{asked}"): {REFUSED[asked]}.')
+    if isinstance(asked, type) and issubclass(asked, Strategy):
+        raise MisconfigurationException(
+            f"Trainer(strategy={asked.__name__}): this is a class; give an instance, {asked.__name__}()."
+        )
+    near = difflib.get_close_matches(str(asked), NAMES, n=1)
+    hint = f' Did you mean "{near[0]}"?' if near else ""
+    raise MisconfigurationException(
+        f'Trainer(strategy={asked!r:.100}): choose "auto", "single_device", "ddp", "ddp_spawn", or a Strategy '
+        f"object of lockstep's.{hint}"
+    )

@@ -1,1 +1,0 @@
-"""The data-parallel engine: buckets, reducer, DistributedDataParallel."""

@@ -1,1 +1,0 @@
-"""The path at which sharded optimizers were."""

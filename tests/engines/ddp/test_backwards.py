@@ -1,0 +1,282 @@
+"""The reducer under all kinds of backward: shared layers, checkpoints, several backwards, thawing, dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.engines.ddp.reducer import Reducer
+from lockstep.testing.pool import RankPool
+
+Loss = Callable[[nn.Module, int, int], Tensor]
+
+
+class Loop(nn.Module):
+    """Goes through the same layers several times, with or without checkpoints: their weights are shared."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.last = nn.Linear(6, 6)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, times: int = 3) -> Tensor:
+        x = self.first(x)
+        for _ in range(times):
+            if self.reentrant is None:
+                x = self.block(x)
+            else:
+                x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def _loop(reentrant: bool | None) -> Loop:
+    torch.manual_seed(5)
+    return Loop(reentrant).double()
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 6, dtype=torch.float64, generator=generator)
+
+
+def _train(net: nn.Module, loss_of: Loss, steps: int, ranks: list[int], reducer: Reducer | None) -> list[Any]:
+    """SGD on the mean of the ranks' losses; gradients of every step."""
+    found = []
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in ranks:
+            loss = loss_of(net, step, rank)
+            if reducer is not None:
+                reducer.prepare()
+                loss.backward()
+                reducer.finish()
+            else:
+                (loss / len(ranks)).backward()
+        found.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
+        optimizer.step()
+    return found
+
+
+def _assert_close(found: list[Any], expected: list[Any]) -> None:
+    for mine, right in zip(found, expected, strict=True):
+        for grad, reference in zip(mine, right, strict=True):
+            assert (grad is None) == (reference is None)
+            if reference is not None:
+                assert (grad - reference).abs().max() <= 1e-12 * reference.abs().max()
+
+
+def _square(net: nn.Module, step: int, rank: int) -> Tensor:
+    # more turns on one rank than on the other, more in one step than in another
+    return net(_batch(step, rank), 1 + (step + rank) % 3).square().mean()
+
+
+def _checkpointed(reentrant: bool | None) -> tuple[list[Any], bool]:
+    net = _loop(reentrant)
+    reducer = Reducer(net.named_parameters(), bucket_cap_mb=0.0005, first_bucket_mb=0.0005)
+    found = _train(net, _square, 4, [dist.get_rank()], reducer)
+    return found, reducer._overlap
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_shared_layers_and_checkpoints(ranks: RankPool, reentrant: bool | None) -> None:
+    expected = _train(_loop(None), _square, 4, [0, 1, 2], None)
+    for found, overlap in ranks(3).run(_checkpointed, reentrant):
+        _assert_close(found, expected)
+        # rank 0's first loss has one nested backward besides the outer one, so that all ranks see them nest
+        assert overlap is (reentrant is not True)
+
+
+def _late_nesting() -> str:
+    net = _loop(None)
+    reducer = Reducer(net.named_parameters(), bucket_cap_mb=0.0005, first_bucket_mb=0.0005)
+    _train(net, _square, 2, [dist.get_rank()], reducer)
+    net.reentrant = True
+    reducer.prepare()
+    with pytest.raises(RuntimeError) as raised:
+        net(_batch(0, 0), 3).sum().backward()
+    for bucket in reducer._buckets:
+        if bucket.work is not None:
+            reducer._transport.wait(bucket)
+    with pytest.raises(RuntimeError, match="start again from a checkpoint"):
+        reducer.prepare()
+    return str(raised.value)
+
+
+def test_backwards_that_nest_only_later_are_refused_not_wrong(ranks: RankPool) -> None:
+    for said in ranks(2).run(_late_nesting):
+        assert "'block.0.weight'" in said
+        assert "use_reentrant=False" in said
+
+
+def _interrupted() -> list[Any]:
+    """A backward raises on both ranks before any bucket left (out of memory, say); the loop tries again."""
+    net = _loop(None)
+    reducer = Reducer(net.named_parameters())
+    for zero_weight in (False, True):
+        reducer.zero_weight = zero_weight
+        reducer.prepare()
+        x = net.first(_batch(0, 0))
+        x.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            net.last(x).sum().backward()
+        reducer.zero_weight = False
+    return _train(net, _square, 2, [dist.get_rank()], reducer)
+
+
+def test_a_failed_backward_can_be_repeated(ranks: RankPool) -> None:
+    expected = _train(_loop(None), _square, 2, [0, 1], None)
+    for found in ranks(2).run(_interrupted):
+        _assert_close(found, expected)
+
+
+def _penalty(net: nn.Module, step: int, rank: int) -> Tensor:
+    x = _batch(step, rank).requires_grad_()
+    (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+def _create_graph() -> tuple[list[Any], list[bool]]:
+    """backward(create_graph=True) puts a new tensor into .grad instead of adding to the view."""
+    net = _loop(None)
+    reducer = Reducer(net.named_parameters())
+    return _train(net, _penalty, 3, [dist.get_rank()], reducer), _twice_differentiable(reducer, net)
+
+
+def _twice_differentiable(reducer: Reducer, net: nn.Module) -> list[bool]:
+    net.zero_grad()
+    reducer.prepare()
+    _square(net, 0, dist.get_rank()).backward(create_graph=True)
+    reducer.finish()
+    grads = [p.grad for p in net.parameters()]
+    expected = _loop(None)
+    expected.load_state_dict(net.state_dict())
+    for rank in range(2):
+        (_square(expected, 0, rank) / 2).backward()
+    return [
+        bool(torch.allclose(grad, p.grad, rtol=1e-12, atol=1e-15))  # type: ignore[arg-type]
+        for grad, p in zip(grads, expected.parameters(), strict=True)
+    ]
+
+
+def test_gradients_of_gradients(ranks: RankPool) -> None:
+    expected = _train(_loop(None), _penalty, 3, [0, 1], None)
+    for found, alike in ranks(2).run(_create_graph):
+        _assert_close(found, expected)
+        assert all(alike)
+
+
+def _adversaries(use_reducer: bool) -> list[Any]:
+    """Two networks, two backwards in a step, as a GAN does it; each network's gradients reach the other's."""
+    generator, critic = _loop(None), _loop(None)
+    both = nn.ModuleList([generator, critic])
+    reducer = Reducer(both.named_parameters()) if use_reducer else None
+    ranks = [dist.get_rank()] if use_reducer else [0, 1]
+    steps = [torch.optim.SGD(net.parameters(), 0.1) for net in (generator, critic)]
+    for step in range(3):
+        for optimizer, sign in zip(steps, (1, -1), strict=True):
+            both.zero_grad()
+            for rank in ranks:
+                fake = generator(_batch(step, rank))
+                loss = sign * critic(fake if sign > 0 else fake.detach()).square().mean() / len(ranks)
+                if reducer is not None:
+                    reducer.prepare()
+                loss.backward()
+                if reducer is not None:
+                    reducer.finish()
+            optimizer.step()
+    return [p.detach().clone() for p in both.parameters()]
+
+
+def test_several_backwards_a_step(ranks: RankPool) -> None:
+    expected = _adversaries(False)
+    for found in ranks(2).run(_adversaries, True):
+        for parameter, right in zip(found, expected, strict=True):
+            assert torch.allclose(parameter, right, rtol=1e-12, atol=1e-15)
+
+
+def _thawed(alone: bool) -> tuple[list[Any], list[list[str]]]:
+    net = _loop(None)
+    net.block.requires_grad_(False)
+    reducer = None if alone else Reducer(net.named_parameters())
+    ranks = [0, 1] if alone else [dist.get_rank()]
+    found = _train(net, _square, 2, ranks, reducer)
+    net.block.requires_grad_(True)
+    found += _train(net, _square, 2, ranks, reducer)
+    net.first.requires_grad_(False)
+    found += _train(net, _square, 2, ranks, reducer)
+    return found, reducer.plan() if reducer else []
+
+
+def test_parameters_that_thaw_and_freeze(ranks: RankPool) -> None:
+    expected, _ = _thawed(True)
+    for found, plan in ranks(2).run(_thawed, False):
+        _assert_close(found, expected)
+        assert "block.0.weight" in plan[0]  # in its own bucket at first, with the others from the next round on
+
+
+def _replanned() -> tuple[list[list[str]], list[Any]]:
+    """A new layout in the middle of a window keeps what was accumulated."""
+    net = _loop(None)
+    reducer = Reducer(net.named_parameters())
+    plan = [[name] for name, _ in net.named_parameters()]
+    for step in range(2):
+        reducer.sync = step == 1
+        reducer.prepare()
+        _square(net, step, dist.get_rank()).backward()
+        reducer.finish()
+        if step == 0:
+            reducer.replan(plan)
+    with pytest.raises(ValueError, match="no parameter 'gone'"):
+        reducer.replan([["gone"]])
+    return reducer.plan(), [p.grad for p in net.parameters()]
+
+
+def test_another_plan_keeps_what_was_accumulated(ranks: RankPool) -> None:
+    alone = _loop(None)
+    for step in range(2):
+        for rank in range(2):
+            (_square(alone, step, rank) / 2).backward()
+    for plan, grads in ranks(2).run(_replanned):
+        assert plan == [[name] for name, _ in alone.named_parameters()]
+        _assert_close([grads], [[p.grad for p in alone.parameters()]])
+
+
+def _kinds() -> dict[str, Any]:
+    rank = dist.get_rank()
+    parameters = {
+        "half": nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
+        "complex": nn.Parameter(torch.ones(3, dtype=torch.complex64)),
+        "double": nn.Parameter(torch.ones(3, dtype=torch.float64)),
+        "image": nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+        "unused": nn.Parameter(torch.ones(3, dtype=torch.complex64)),
+        "table": nn.Parameter(torch.ones(5, 2)),
+    }
+    reducer = Reducer(parameters.items())
+    reducer.prepare()
+    loss = sum((p * (rank + 1)).abs().sum().double() for n, p in parameters.items() if n != "unused")
+    rows = nn.functional.embedding(torch.tensor([rank, rank]), parameters["table"], sparse=True)
+    (loss + rows.sum()).backward()  # type: ignore[union-attr]
+    reducer.finish()
+    same = parameters["image"].stride() == parameters["image"].grad.stride()  # type: ignore[union-attr]
+    grads = {name: p.grad for name, p in parameters.items()}
+    return {"grads": grads, "strides": same, "plan": reducer.plan()}
+
+
+def test_dtypes_strides_and_sparse_gradients(ranks: RankPool) -> None:
+    for found in ranks(2).run(_kinds):
+        grads = found["grads"]
+        assert grads["unused"] is None
+        for name in ("half", "complex", "double", "image"):
+            assert bool((grads[name] == 1.5).all()), name
+        assert grads["table"].tolist() == [[2.5, 2.5], [2.5, 2.5], [1.5, 1.5], [1.5, 1.5], [1.5, 1.5]]
+        assert found["strides"]
+        assert len(found["plan"]) == 4  # one for each dtype

@@ -1,0 +1,117 @@
+"""Parameters that come into a model after it was wrapped are noticed, and nothing else is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import torch
+from torch import nn
+from torch.nn.modules import module as registration
+
+from lockstep.engines.ddp.late_parameters import LateParameters, find_cast
+from lockstep.engines.ddp.reducer import Reducer
+from lockstep.engines.ddp.transport import AllReduce
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def test_a_new_and_a_replaced_parameter_are_found() -> None:
+    net = _net()
+    came = LateParameters(net)
+    net[0].weight = net[0].weight  # the same one
+    net.register_buffer("buffer", torch.zeros(1))
+    net[0].bias = None
+    copy.deepcopy(net).double()[0].weight = nn.Parameter(torch.ones(2, 2))  # another net's
+    assert came.found is None
+    net[0].weight = nn.Parameter(torch.ones(2, 2))
+    assert came.found == "0.weight"
+
+
+def test_a_new_module_brings_parameters() -> None:
+    net = _net()
+    came = LateParameters(net)
+    net.append(nn.ReLU())
+    assert came.found is None
+    net.append(nn.Sequential(nn.Linear(2, 2)))
+    assert came.found == "3.0.weight"
+
+
+def test_a_module_with_known_parameters_may_come() -> None:
+    net = _net()
+    came = LateParameters(net)
+    norm = nn.SyncBatchNorm(2)
+    norm.weight, norm.bias = net[1].weight, net[1].bias  # type: ignore[assignment]
+    net[1] = norm
+    assert came.found is None
+    norm.register_parameter("gain", nn.Parameter(torch.ones(1)))
+    assert came.found == "1.gain"
+
+
+def test_a_newcomer_is_not_taken_for_one_that_is_gone() -> None:
+    """A parameter that is let go of leaves its address to the next."""
+    net = _net()
+    came = LateParameters(net)
+    for _ in range(100):
+        address = id(net[0].bias)
+        net[0].bias = None
+        parameter = nn.Parameter(torch.ones(2))
+        if id(parameter) == address:
+            net[0].bias = parameter
+            assert came.found == "0.bias"
+            return
+        net = _net()
+        came = LateParameters(net)
+    raise AssertionError("no address was used again")
+
+
+def test_nothing_stays_behind() -> None:
+    came = LateParameters(_net())
+    gone = weakref.ref(came)
+    before = len(registration._global_parameter_registration_hooks)
+    del came
+    gc.collect()
+    assert gone() is None
+    LateParameters(_net())
+    assert len(registration._global_parameter_registration_hooks) == before
+
+
+def test_a_model_that_goes_while_another_is_built_does_not_break_it() -> None:
+    """Its hook went with it, in the middle of torch's loop over the hooks: "OrderedDict mutated during iteration"."""
+    gone = [LateParameters(_net())]
+
+    def forget(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        gone.clear()
+        gc.collect()
+
+    first = registration.register_module_parameter_registration_hook(forget)
+    registration._global_parameter_registration_hooks.move_to_end(first.id, last=False)
+    try:
+        nn.Linear(1, 1)
+    finally:
+        first.remove()
+    assert not gone
+
+
+def test_an_ignored_name_may_come() -> None:
+    """A placeholder that the container was told to ignore, replaced after wrapping, was taken for a newcomer."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    late = LateParameters(model, ignored=["1.weight", "1.bias"])
+    model[1] = nn.Linear(1, 1)
+    assert late.found is None
+    model[0] = nn.Linear(1, 1)
+    assert late.found == "0.weight"
+
+
+def test_a_parameter_that_was_cast_or_resized_is_found() -> None:
+    net = _net()
+    reducer = Reducer(net.named_parameters(), transport=AllReduce(None))
+    assert find_cast(reducer._buckets) is None
+    net[0].bias.data = torch.zeros(3)
+    assert str(find_cast(reducer._buckets)).startswith("parameter '0.bias' has become torch.float32 of shape (3,)")
+    net.double()
+    assert str(find_cast(reducer._buckets)).startswith("parameter '1.bias' has become torch.float64 of shape (2,)")
+    reducer.detach()

@@ -1,0 +1,271 @@
+"""What is around DeepSpeed's engine: callbacks, profilers, failures, hangs, its launcher, what it leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lockstep.callbacks.base import Callback
+from lockstep.engines.deepspeed.strategy import DeepSpeedStrategy
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.testing import EquivalenceReport, RankFailure, RankPool, check_equivalence
+from tests.engines.deepspeed.test_deepspeed import Deep
+from tests.equivalence.models import Normed, Plain, rows
+from tests.loop.pieces import quiet
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the package deepspeed"),
+]
+
+# -- callbacks and the like ------------------------------------------------------------------------------------
+
+
+class Clamped(Plain):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+
+class Validated(Deep):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.losses(batch[0]).mean())
+
+
+def trained(kind: Callable[[], Plain], callbacks: list[Callable[[], Callback]], strategy: str) -> list[torch.Tensor]:
+    """The weights after a fit, and what was validated last."""
+    world = 1 if strategy == "auto" else 2
+    trainer = quiet(strategy=strategy, devices=world, max_epochs=4, callbacks=[make() for make in callbacks])
+    trainer.seed = 5
+    torch.manual_seed(1)
+    trainer.fit(kind(), rows(12)(4 // world), rows(12)(4 // world) if kind is Validated else None)
+    whole = [value.clone() for _, value, _ in trainer.strategy.whole_parameters()]
+    return [*whole, *trainer.callback_metrics.values()]
+
+
+CHANGES: list[tuple[Any, list[Callable[[], Callback]]]] = [
+    (Clamped, []),
+    (Validated, [partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)]),
+    (Validated, [partial(WeightAveraging, avg_fn=lambda average, new, count: 0.9 * average + 0.1 * new)]),
+    (Validated, [EMAWeightAveraging]),
+]
+
+
+@pytest.mark.parametrize(("kind", "callbacks"), CHANGES, ids=["clamp", "swa", "average", "ema"])
+def test_what_is_done_to_parameters_in_place_counts(ranks: RankPool, kind: Any, callbacks: Any) -> None:
+    """The engine's own float32 weights took the place of what was done, with the next step and in checkpoints."""
+    (expected,) = ranks(1).run(trained, kind, callbacks, "auto", group=False)
+    for found in ranks(2).run(trained, kind, callbacks, "deepspeed_stage_2", timeout=100):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Saves(Deep):
+    folder = ""
+
+    def on_train_epoch_end(self) -> None:
+        if self.folder and self.current_epoch == 1:
+            self.trainer.save_checkpoint(f"{self.folder}/half.ckpt")
+
+
+def resumed(folder: str) -> list[list[torch.Tensor]]:
+    """The weights of a fit with an average, and of one that goes on from its middle."""
+    made = []
+    for start in (None, f"{folder}/half.ckpt"):
+        trainer = quiet(strategy="deepspeed_stage_2", devices=2, max_epochs=4, callbacks=[EMAWeightAveraging()])
+        trainer.seed = 5
+        torch.manual_seed(1)
+        module = Saves()
+        module.folder = "" if start else folder
+        trainer.fit(module, rows(12)(2), ckpt_path=start)
+        made.append([value.clone() for _, value, _ in trainer.strategy.whole_parameters()])
+    return made
+
+
+def test_an_average_goes_on_from_a_checkpoint_in_parts(ranks: RankPool, tmp_path: Path) -> None:
+    for whole, half in ranks(2).run(resumed, str(tmp_path), timeout=100):
+        for mine, theirs in zip(half, whole, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+PRUNING = [partial(ModelPruning, "l1_unstructured", amount=0.5)]
+
+
+def refused(arguments: dict[str, Any], precision: Any, cases: list[Any]) -> list[str]:
+    said = []
+    for callbacks in cases:
+        flags: dict[str, Any] = {"precision": precision, "callbacks": [make() for make in callbacks]}
+        try:
+            quiet(strategy=DeepSpeedStrategy(**arguments), max_steps=1, **flags).fit(Deep(), rows(8)(4))
+        except MisconfigurationException as error:
+            said.append(str(error))
+    return said
+
+
+def test_callbacks_that_change_parameters_are_refused_where_those_are_not_trained(ranks: RankPool) -> None:
+    averages = [callbacks for _, callbacks in CHANGES[1:]]
+    for arguments, precision, reason in (
+        ({"stage": 3}, "32-true", "under stage 3"),
+        ({"stage": 2}, "bf16-true", "precision='bf16-true'"),
+    ):
+        (said,) = ranks(1).run(refused, arguments, precision, averages, timeout=100)
+        for text, name in zip(said, ("StochasticWeight", "Weight", "EMAWeight"), strict=True):
+            assert f"DeepSpeedStrategy with {name}Averaging, which changes parameters: " in text
+            assert reason in text
+    ((text,),) = ranks(1).run(refused, {"stage": 2}, "32-true", [PRUNING], timeout=100)
+    assert "DeepSpeedStrategy with ModelPruning: it puts other parameters in the place of those" in text
+
+
+def synchronized(stage: int, length: int) -> EquivalenceReport:
+    # in 32 bits the deviations of two samples take away digits
+    flags = {"precision": "32-true", "tolerance": 1e-5, "sync_batchnorm": True, "devices": 2, "batch_size": 2}
+    return check_equivalence(Normed, rows(length), strategy=DeepSpeedStrategy(stage=stage), **flags)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_synchronized_batchnorm_is_that_of_one_process(ranks: RankPool, stage: int) -> None:
+    """With shares that are uneven or empty."""
+    for report in ranks(2).run(synchronized, stage, 25, timeout=100):
+        assert report, report
+
+
+def measured(folder: str, flags: dict[str, Any]) -> int:
+    from torch.backends import cudnn
+
+    before = cudnn.benchmark
+    try:
+        trainer = quiet(strategy="deepspeed_stage_3", devices=2, max_steps=2, default_root_dir=folder, **flags)
+        trainer.fit(Deep(), rows(8)(2))
+    finally:
+        cudnn.benchmark = before
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(
+    "flags", [{"profiler": name} for name in ("simple", "advanced", "pytorch")] + [{"benchmark": True}]
+)
+def test_profilers_and_benchmark_work(ranks: RankPool, tmp_path: Path, flags: dict[str, Any]) -> None:
+    assert ranks(2).run(measured, str(tmp_path), flags, timeout=100) == [2, 2]
+
+
+# -- a module that stage 3 has left in parts -------------------------------------------------------------------
+
+
+def left_in_parts() -> list[str]:
+    module, said = Deep(), []
+    trained_by = quiet(strategy="deepspeed_stage_3", devices=2, max_steps=1)
+    trained_by.fit(module, rows(8)(2))
+    for strategy in ("ddp", "fsdp", "deepspeed_stage_2"):
+        try:
+            quiet(strategy=strategy, devices=2, max_steps=1).fit(module, rows(8)(2))
+        except MisconfigurationException as error:
+            said.append(str(error))
+    quiet(strategy="deepspeed_stage_3", devices=2, max_steps=1).fit(module, rows(8)(2))
+    return said
+
+
+def test_a_module_that_stage_3_has_left_in_parts_is_not_given_to_another_engine(ranks: RankPool) -> None:
+    for said in ranks(2).run(left_in_parts, timeout=100):
+        for text, name in zip(said, ("DDPStrategy", "FSDPStrategy", "DeepSpeedStrategy"), strict=True):
+            assert f"Deep is in shards: a fit with DeepSpeed's stage 3 left it so, and {name} needs it whole" in text
+            assert 'go on with strategy="deepspeed_stage_3"' in text
+
+
+# -- failures and hangs ----------------------------------------------------------------------------------------
+
+
+class Fails(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1 and batch_idx == 1:
+            raise ValueError("one fails")
+        return super().training_step(batch, batch_idx)
+
+
+def failing_rank() -> None:
+    quiet(strategy="deepspeed_stage_3", devices=2, max_steps=3).fit(Fails(), rows(12)(2))
+
+
+def test_a_rank_that_fails_is_named(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="one fails") as raised:
+        ranks(2).run(failing_rank, timeout=100)
+    assert raised.value.rank == 1
+
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+import lockstep
+
+class Module(lockstep.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+    def training_step(self, batch, batch_idx):
+        odd = self.trainer.global_rank == 1 and batch_idx == 1
+        if odd and WHAT == "raise":
+            raise ValueError("of rank 1")
+        if not odd and WHAT == "gather":
+            self.all_gather(torch.zeros(1))
+        for layer in self.layers[: 2 if odd and WHAT == "skip" else 3]:
+            batch = layer(batch)
+        return batch.mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+STRATEGY, WHAT = sys.argv[1:3]
+flags = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = lockstep.Trainer(accelerator="cpu", devices=2, max_epochs=1, strategy=STRATEGY, **flags)
+trainer.fit(Module(), DataLoader(torch.randn(16, 8), batch_size=2))
+print(f"rank {trainer.global_rank} of {trainer.world_size} has made {trainer.global_step} steps\\n", end="", flush=True)
+"""
+
+
+def ended(folder: Path, *command: Any) -> tuple[str, str]:
+    """What a command writes, to both."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, cwd=folder)
+    return done.stdout, done.stderr.rstrip("\n")
+
+
+ENDS = [
+    ("deepspeed_stage_2", "raise", "lockstep: rank 1 failed first, at ", "ValueError: of rank 1"),
+    ("deepspeed_stage_2", "skip", "lockstep: the ranks' calls do not match: ", "all_reduce"),
+    ("deepspeed_stage_3", "skip", "lockstep: the ranks' calls do not match: ", "(training_step, batch 1)"),
+    ("deepspeed_stage_3", "gather", "lockstep: the ranks", "(training_step, batch 1)"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "what", "first", "holds"), ENDS)
+def test_the_last_line_is_the_cause(tmp_path: Path, strategy: str, what: str, first: str, holds: str) -> None:
+    """A rank that raises, that skips a layer, that leaves out a collective."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    _, written = ended(tmp_path, sys.executable, "train.py", strategy, what)
+    last = written.split("\n")[-1]
+    assert last.startswith(first), written
+    assert holds in last
+    assert str(tmp_path / "train.py") in last
+
+
+@pytest.mark.slow
+def test_deepspeeds_own_launcher_starts_a_script(tmp_path: Path) -> None:
+    """It gives each rank --local_rank=N."""
+    (tmp_path / "train.py").write_text(
+        SCRIPT.replace("sys.argv[1:3]", "(word for word in sys.argv[1:] if word[0] != '-')")
+    )
+    launcher = Path(sys.executable).parent / "deepspeed"
+    written, errors = ended(tmp_path, launcher, "--num_accelerators", "2", "train.py", "deepspeed_stage_2", "nothing")
+    for rank in (0, 1):
+        assert f"rank {rank} of 2 has made 4 steps" in written, errors

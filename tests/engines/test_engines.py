@@ -1,0 +1,534 @@
+"""The seams for engines, each tried by a small one: a strategy of 60 lines, and fakes that own a road."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import LightningModule, Trainer
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.engines.collectives import ReplicaMap
+from lockstep.engines.engine import Engine, EngineState, MicroBatch
+from lockstep.engines.ranks import RankedStrategy
+from lockstep.engines.strategy import SingleDeviceStrategy, Strategy
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from tests.engines.averaging import AveragingStrategy
+from tests.equivalence.models import Idle, Plain, Sometimes, Weighted, rows
+from tests.loop.pieces import Slope, numbers, quiet
+
+# -- a strategy of 60 lines ----------------------------------------------------------------------------------
+
+SLOW = pytest.mark.slow
+CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
+    "even": (Plain, 72, {}),
+    "uneven last batch": (Plain, 23, {}),
+    "empty shares": (Plain, 25, {"batch_size": 2, "steps": 7}),
+    "accumulation 3, clipped": (Plain, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
+    "own weights": (Weighted, 23, {"accumulate": 3}),
+    "unused in some steps": (Sometimes, 23, {"batch_size": 2}),
+    "never used": (Idle, 23, {"accumulate": 3}),
+}
+
+
+def equivalence(case: str) -> EquivalenceReport:
+    module, length, given = CASES[case]
+    return check_equivalence(module, rows(length), strategy=AveragingStrategy(), devices=dist.get_world_size(), **given)
+
+
+# On three ranks every day where they have something that two do not: shares that are empty, and unlike ones.
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        pytest.param(world, case, marks=() if world == 2 or case in ("uneven last batch", "empty shares") else SLOW)
+        for world in (2, 3)
+        for case in CASES
+    ],
+)
+def test_a_strategy_of_sixty_lines_trains_as_one_process(ranks: RankPool, case: str, world: int) -> None:
+    for report in ranks(world).run(equivalence, case, timeout=60):
+        assert report, report
+
+
+class SaysWhere(SingleDeviceStrategy):
+    """As Ray's strategy does, by two properties of Lightning's."""
+
+    rank = 0
+
+    @property
+    def root_device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cpu")
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.world_size, "rank": self.rank}
+
+
+def test_a_strategy_may_say_by_properties_where_it_is() -> None:
+    """A property without a setter could not take the device, and what lockstep does anyway was refused."""
+    strategy, module = SaysWhere(), Slope()
+    quiet(strategy=strategy, max_epochs=1).fit(module, numbers(2))
+    assert module.gradients == [1.0, 2.0]
+    strategy = SaysWhere()
+    strategy.rank = 3
+    with pytest.raises(MisconfigurationException, match=r"SaysWhere\.distributed_sampler_kwargs"):
+        quiet(strategy=strategy, max_epochs=1).fit(Slope(), numbers(2))
+
+
+def methods(kind: type) -> list[str]:
+    return [name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")]
+
+
+def test_an_engine_answers_twelve_methods_at_most() -> None:
+    assert len(methods(Engine)) <= 12, methods(Engine)
+    source = Path(inspect.getfile(AveragingStrategy)).read_text()
+    assert len(source.splitlines()) <= 60
+    kind = next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
+    assert len([each for each in kind.body if isinstance(each, ast.FunctionDef)]) <= 15
+
+
+# -- an engine that plays whole windows ----------------------------------------------------------------------
+
+
+class ForwardsFirst(AveragingStrategy):
+    """All forwards of a window, then all backwards, the last one first: as a pipeline might."""
+
+    def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
+        outputs: list[Any] = []
+        losses: list[Tensor | None] = []
+        for each in micro_batches:
+            each.enter()
+            outputs.append(None if each.empty else self.run(step, *each.args))
+            losses.append(None if each.empty else each.loss(outputs[-1]))
+        with self.synchronize(False):
+            for loss in reversed(losses):
+                if loss is not None:
+                    self.backward(loss)
+        self._average()
+        return outputs
+
+
+def by_windows(case: str) -> EquivalenceReport:
+    module, length, given = CASES[case]
+    return check_equivalence(module, rows(length), strategy=ForwardsFirst(), devices=dist.get_world_size(), **given)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "unused in some steps"])
+def test_an_engine_may_play_whole_windows(ranks: RankPool, case: str) -> None:
+    for report in ranks(2).run(by_windows, case, timeout=60):
+        assert report, report
+
+
+class Told(Slope):
+    """Logs and counts in the hooks around a batch."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.01)
+        self.calls: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls.append(f"step {batch_idx}")
+        self.log("mean", batch.mean(), on_step=True, on_epoch=True)
+        self.log("sum", float(batch.sum()), reduce_fx="sum", on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.calls.append(f"end {batch_idx}: {outputs['loss'].item():.6f}")
+
+
+def told(strategy: Strategy, **flags: Any) -> tuple[list[str], dict[str, float], float]:
+    module = Told()
+    trainer = quiet(strategy=strategy, max_epochs=2, accumulate_grad_batches=3, log_every_n_steps=1, **flags)
+    trainer.fit(module, numbers(8, 2))
+    return module.calls, {name: float(value) for name, value in trainer.callback_metrics.items()}, module.w.item()
+
+
+def test_what_is_logged_and_shown_by_windows_is_that_of_micro_batches(ranks: RankPool) -> None:
+    plain, (mine,) = told(SingleDeviceStrategy()), ranks(1).run(lambda: told(ForwardsFirst(), devices=1))
+    assert sorted(mine[0]) == sorted(plain[0])
+    assert mine[0][:6] == ["step 0", "step 1", "step 2", *[call for call in plain[0][:6] if call.startswith("end")]]
+    assert mine[1:] == plain[1:]
+
+
+class StopsAt(Callback):
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.fit_loop.progress.total_batches >= self.batches:
+            trainer.should_stop = True
+
+
+def resumed(folder: Path, every: int) -> bool:
+    whole, again = Told(), Told()
+    flags: dict[str, Any] = {"accumulate_grad_batches": 2, "devices": 1, "max_epochs": 2, "default_root_dir": folder}
+    quiet(strategy=ForwardsFirst(), **flags).fit(whole, numbers(8, 2))
+    keep = ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)
+    first = quiet(strategy=ForwardsFirst(), callbacks=[keep, StopsAt(3)], enable_checkpointing=True, **flags)
+    first.fit(Told(), numbers(8, 2))
+    saved = sorted(folder.glob("*.ckpt"))[-1]
+    quiet(strategy=ForwardsFirst(), **flags).fit(again, numbers(8, 2), ckpt_path=saved)
+    return again.w.item() == whole.w.item()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_checkpoint_between_windows_of_an_engine_goes_on_to_the_same_bits(
+    ranks: RankPool, tmp_path: Path, every: int
+) -> None:
+    assert ranks(1).run(resumed, tmp_path, every) == [True]
+
+
+def refused() -> list[str]:
+    class Closure(Slope):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+
+    class LooksAtLosses(Slope):
+        def on_before_backward(self, loss: Any) -> None:
+            pass
+
+    said = []
+    for module in (Closure(), LooksAtLosses()):
+        with pytest.raises(MisconfigurationException) as raised:
+            quiet(strategy=ForwardsFirst(), devices=1, max_epochs=1).fit(module, numbers(4))
+        said.append(str(raised.value))
+    return said
+
+
+def test_what_cannot_go_by_windows_is_refused(ranks: RankPool) -> None:
+    ((closure, losses),) = ranks(1).run(refused)
+    assert "no closure can run them again" in closure
+    assert "calls no `on_before_backward`" in losses
+
+
+# -- ranks that see the same samples -------------------------------------------------------------------------
+
+
+class Pairs(AveragingStrategy):
+    """Two ranks to a replica, as if they shared a tensor."""
+
+    def connect(self, world: Any, *args: Any) -> None:
+        super().connect(world, *args)
+        of_rank = tuple(rank // 2 for rank in range(world.size))
+        self.replicas = ReplicaMap(of_rank[world.rank], max(of_rank) + 1, of_rank)
+
+
+class Sees(Told):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch.flatten().tolist())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("of validation", batch.mean())
+        self.log("samples", float(len(batch)), reduce_fx="sum")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch.flatten().tolist()
+
+
+def pairs(strategy: Strategy, **flags: Any) -> tuple[list[list[float]], dict[str, float], list[float], float]:
+    module = Sees()
+    trainer = quiet(strategy=strategy, max_epochs=1, num_sanity_val_steps=0, log_every_n_steps=1, **flags)
+    trainer.fit(module, numbers(7, 1 if flags["devices"] > 1 else 2), numbers(5))
+    found = {name: float(trainer.callback_metrics[name]) for name in ("mean_epoch", "sum", "of validation", "samples")}
+    predicted = [number for batch in trainer.predict(module, numbers(5)) for number in batch]
+    return module.seen, found, predicted, module.w.item()
+
+
+def test_ranks_of_a_replica_draw_the_same_batches_and_each_value_counts_once(ranks: RankPool) -> None:
+    one = pairs(SingleDeviceStrategy(), devices=1)
+    four = ranks(4).run(lambda: pairs(Pairs(), devices=4), timeout=60)
+    seen = [rank[0] for rank in four]
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert sorted(number for rank in (0, 2) for batch in seen[rank] for number in batch) == [1, 2, 3, 4, 5, 6, 7]
+    assert sorted(number for rank in (0, 2) for number in four[rank][2]) == [1, 2, 3, 4, 5]
+    assert four[0][2] == four[1][2]
+    for _, logged, _, weight in four:
+        assert logged == pytest.approx(one[1], rel=1e-6)
+        assert weight == pytest.approx(one[3], rel=1e-6)
+
+
+# -- parts of another size -----------------------------------------------------------------------------------
+
+
+class Uneven(AveragingStrategy):
+    """Three quarters of each global batch go to rank 0."""
+
+    shares = (3.0, 1.0)
+
+
+def unevenly(case: str) -> EquivalenceReport:
+    module, length, given = CASES[case]
+    return check_equivalence(module, rows(length), strategy=Uneven(), devices=2, **given)
+
+
+@pytest.mark.parametrize("case", ["even", "uneven last batch", "accumulation 3, clipped"])
+def test_a_global_batch_is_shared_out_by_the_engines_shares(ranks: RankPool, case: str) -> None:
+    for report in ranks(2).run(unevenly, case, timeout=60):
+        assert report, report
+
+
+def sizes_by_shares() -> list[int]:
+    module = Sees()
+    quiet(strategy=Uneven(), devices=2, max_epochs=1).fit(module, numbers(16, 4))
+    return [len(batch) for batch in module.seen]
+
+
+def test_a_rank_of_three_shares_sees_three_times_the_samples(ranks: RankPool) -> None:
+    assert ranks(2).run(sizes_by_shares) == [[6, 6], [2, 2]]
+
+
+# -- an engine that places a module before it reads its part of a checkpoint ---------------------------------
+
+
+class Placed(SingleDeviceStrategy):
+    """Layers are made without memory; each gets it, and values, when the engine takes the module."""
+
+    places_first = True
+    init_device = torch.device("meta")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        self.order.append("placed")
+        module.to_empty(device=self.root_device)
+        torch.manual_seed(1)
+        for layer in module.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.reset_parameters()
+        super().setup_module(module, own_backward)
+
+    def load(self, state: EngineState) -> None:
+        self.order += [name for name in ("module", "optimizers", "own") if getattr(state, name) is not None]
+        super().load(state)
+
+
+class MadeLate(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_on = ""
+
+    def configure_model(self) -> None:
+        self.layer = torch.nn.Linear(1, 1)
+        self.made_on = self.layer.weight.device.type
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.layer(batch[:, None].float()) ** 2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def test_an_engine_may_place_the_module_before_it_reads_a_checkpoint(tmp_path: Path) -> None:
+    def fit(epochs: int, resume: Path | None = None) -> tuple[MadeLate, Placed, Trainer]:
+        module, strategy = MadeLate(), Placed()
+        trainer = quiet(strategy=strategy, max_epochs=epochs)
+        trainer.fit(module, numbers(6, 2), ckpt_path=resume)
+        return module, strategy, trainer
+
+    whole, _, _ = fit(4)
+    _, _, trainer = fit(2)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, strategy, _ = fit(4, tmp_path / "half.ckpt")
+    assert resumed.made_on == "meta"
+    assert strategy.order == ["placed", "module", "optimizers", "own"]
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    assert torch.equal(resumed.layer.bias, whole.layer.bias)
+
+
+# -- an engine whose ranks hold parts ------------------------------------------------------------------------
+
+
+class Slices(AveragingStrategy):
+    """Each rank updates its elements of each parameter, and keeps their gradients only."""
+
+    def _mine(self, parameter: Tensor) -> Tensor:
+        owner = torch.arange(parameter.numel(), device=parameter.device) % self.world.size
+        return (owner == self.world.rank).reshape(parameter.shape)
+
+    def _average(self) -> None:
+        super()._average()
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * self._mine(parameter)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(*args, **kwargs)
+        with torch.no_grad():
+            for parameter in self._parameters():
+                parameter.copy_(comm.all_reduce(parameter * self._mine(parameter), "sum"))
+        return result
+
+
+class SlicesTold(Slices):
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        for name, value, gradient in super().whole_parameters():
+            yield name, value, None if gradient is None else comm.all_reduce(gradient, "sum")
+
+
+def sliced(kind: type[Strategy]) -> EquivalenceReport:
+    return check_equivalence(Plain, rows(23), strategy=kind(), devices=2)
+
+
+def test_the_harness_compares_whole_gradients_however_they_are_held(ranks: RankPool) -> None:
+    assert all(ranks(2).run(sliced, SlicesTold, timeout=60))
+    for report in ranks(2).run(sliced, Slices, timeout=60):
+        assert not report
+        assert "gradient" in str(report)
+
+
+class SavesParts(SlicesTold):
+    saves_shards = True
+
+
+def saves(folder: str) -> str:
+    trainer = quiet(strategy=SavesParts(), devices=2, max_epochs=1)
+    trainer.fit(Slope(), numbers(4))
+    with pytest.raises(MisconfigurationException) as raised:
+        trainer.save_checkpoint(f"{folder}/whole.ckpt")
+    return str(raised.value)
+
+
+def test_what_each_rank_has_in_part_is_not_written_as_the_whole(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks(2).run(saves, str(tmp_path)):
+        assert "here each rank has a part of the model" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def saves_by_rank(folder: str) -> bool:
+    from lockstep.checkpoint.io import TorchCheckpointIO
+
+    class ByRank(TorchCheckpointIO):
+        writes_shards = True
+
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            super().save_checkpoint(checkpoint, f"{path}/{dist.get_rank()}.ckpt", storage_options)
+
+        def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().load_checkpoint(f"{path}/{dist.get_rank()}.ckpt", *args, **kwargs)
+
+    def fit(epochs: int, resume: str | None = None) -> tuple[Slope, Trainer]:
+        module = Slope(lr=0.01)
+        trainer = quiet(strategy=SavesParts(), devices=2, max_epochs=epochs, plugins=[ByRank()])
+        trainer.fit(module, numbers(6), ckpt_path=resume)
+        return module, trainer
+
+    whole, _ = fit(3)
+    _, trainer = fit(1)
+    trainer.save_checkpoint(f"{folder}/parts")
+    resumed, _ = fit(3, f"{folder}/parts")
+    return resumed.w.item() == whole.w.item()
+
+
+def test_all_ranks_write_where_the_writer_can_take_parts(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2).run(saves_by_rank, str(tmp_path), timeout=60) == [True, True]
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["0.ckpt", "1.ckpt"]
+
+
+def of_dtensor() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from lockstep.checkpoint.io import TorchCheckpointIO
+
+    part = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(MisconfigurationException) as raised:
+        TorchCheckpointIO().save_checkpoint({"state_dict": {"w": part}}, "never.ckpt")
+    return str(raised.value)
+
+
+def test_a_dtensor_is_not_saved_as_if_it_were_the_whole(ranks: RankPool) -> None:
+    for said in ranks(2).run(of_dtensor, timeout=60):
+        assert 'checkpoint["state_dict"]["w"]' in said
+        assert "full_tensor" in said
+
+
+# -- an engine whose forwards communicate: torch's own shards ------------------------------------------------
+
+
+class FullySharded(RankedStrategy):
+    """Each layer's parameters are shards of `torch.distributed.fsdp.fully_shard`."""
+
+    runs_padding = True
+
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        super().setup_module(module, own_backward)
+        comm.broadcast_tensors(list(module.parameters()), 0, None)
+        mesh = init_device_mesh("cpu", (self.world.size,))
+        for layer in list(module.modules()):
+            if any(True for _ in layer.parameters(recurse=False)) and layer is not module:
+                fully_shard(layer, mesh=mesh)
+        self.sharded: list[Any] = [layer for layer in module.modules() if isinstance(layer, FSDPModule)]
+        self.drops = False
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        for layer in self.sharded:
+            layer.set_requires_gradient_sync(self.sync_gradients)
+        super().backward(loss * 0.0 if self.drops else loss, *args, **kwargs)
+
+    @contextmanager
+    def zero_weight(self) -> Iterator[list[Tensor]]:
+        self.drops = True
+        yield list(self.module.buffers())
+        self.drops = False
+
+    def clip(self, optimizer: Any, value: float, algorithm: str) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(parameters, value, norm.full_tensor())
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        for name, parameter in self.module.named_parameters():
+            gradient = None if parameter.grad is None else parameter.grad.full_tensor()
+            yield name, parameter.detach().full_tensor(), gradient
+
+    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
+        whole = {name: value.clone() for name, value, _ in self.whole_parameters()}
+        states = [{"state": {}, "param_groups": []} for _ in self.optimizers]
+        return EngineState(whole) if weights_only else EngineState(whole, states, {})
+
+
+def fully_sharded(case: str) -> EquivalenceReport:
+    module, length, given = CASES[case]
+    return check_equivalence(module, rows(length), strategy=FullySharded(), devices=dist.get_world_size(), **given)
+
+
+@pytest.mark.parametrize("case", ["even", "uneven last batch", "empty shares", "accumulation 3, clipped"])
+def test_torchs_own_shards_train_as_one_process(ranks: RankPool, case: str) -> None:
+    for report in ranks(2).run(fully_sharded, case, timeout=60):
+        assert report, report
+
+
+def saved_whole(folder: str) -> bool:
+    module = Plain()
+    trainer = quiet(strategy=FullySharded(), devices=2, max_steps=2, precision="64-true")
+    trainer.fit(module, rows(23)(4))
+    trainer.save_checkpoint(f"{folder}/whole.ckpt", weights_only=True)
+    comm.barrier()
+    saved = torch.load(f"{folder}/whole.ckpt", weights_only=True)["state_dict"]
+    whole = {name: value for name, value, _ in trainer.strategy.whole_parameters()}
+    return saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
+
+
+def test_shards_are_saved_whole_where_the_engine_gathers_them(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2).run(saved_whole, str(tmp_path), timeout=60) == [True, True]
