@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -25,10 +25,10 @@ IMPORTED = re.compile(r"from (lockstep[\w.]*) import (\w+(?:, \w+)*)")
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def in_code(tree: ast.Module) -> Iterator[str]:
+def in_code(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """What Python code imports, and what it reads of that by a dot: ``import lockstep as L; L.Trainer``."""
     stands_for = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = {alias.asname or alias.name.split(".")[0]: alias for alias in node.names}
             stands_for |= {name: one.name if one.asname else name for name, one in names.items()}
@@ -36,7 +36,7 @@ def in_code(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             stands_for |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    for node in ast.walk(tree):
+    for node in nodes:
         rest: list[str] = []
         while isinstance(node, ast.Attribute):
             node, rest = node.value, [node.attr, *rest]
@@ -50,7 +50,7 @@ def in_text(text: str, python: bool = False) -> set[str]:
     for module, names in IMPORTED.findall(text):
         found |= {f"{module}.{name}" for name in names.split(", ")}
     for code in [text] if python else PYTHON.findall(text):
-        found |= set(in_code(ast.parse(code)))
+        found |= set(in_code(list(ast.walk(ast.parse(code)))))
     return {name for name in found - TOOLS if name.startswith("lockstep.")}
 
 

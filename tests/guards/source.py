@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -28,6 +28,11 @@ class Source:
     @cached_property
     def tree(self) -> ast.Module:
         return parsed(self.text, str(self.path))
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree. Many guards look at them, and a walk takes longer than a look."""
+        return tuple(ast.walk(self.tree))
 
     @property
     def module(self) -> str:
@@ -70,13 +75,22 @@ def house() -> Sources:
     return read(PACKAGE)
 
 
+def names_made(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """What code defines or sets."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+
 def imports(source: Source, sources: Sources) -> Iterator[tuple[int, str]]:
     """Line and module of everything that a file imports, late and type-only imports too.
 
     ``from lockstep.ground import tree`` is an import of the file ``lockstep.ground.tree``; a relative import
     gives the module that it stands for.
     """
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

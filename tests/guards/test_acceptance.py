@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
 from tests.documents.names import DOTTED, in_code, kept
-from tests.guards.source import PROJECT, house, parsed
+from tests.guards.source import PROJECT, house, names_made, parsed
 from tests.guards.test_house import is_face
 
 PATHS = PROJECT / "tests" / "acceptance" / "paths.txt"
@@ -26,15 +26,15 @@ def listed() -> list[Path]:
     return [PROJECT / line for line in lines if line and not line.startswith("#")]
 
 
-def with_their_tools(paths: Iterable[Path]) -> dict[str, ast.Module]:
-    """The trees of the files, and of those of tests/ that they import, and so on."""
+def with_their_tools(paths: Iterable[Path]) -> dict[str, list[ast.AST]]:
+    """The nodes of the files, and of those of tests/ that they import, and so on."""
     todo = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
-    found: dict[str, ast.Module] = {}
+    found: dict[str, list[ast.AST]] = {}
     while todo:
         file = todo.pop()
         name = str(file.relative_to(PROJECT))
         if name not in found and file.is_file():
-            found[name] = parsed(file.read_text(), name)
+            found[name] = list(ast.walk(parsed(file.read_text(), name)))
             imported = [one.split(".") for one in in_code(found[name]) if one.startswith("tests.")]
             todo += [PROJECT.joinpath(*parts).with_suffix(".py") for one in imported for parts in (one, one[:-1])]
     return dict(sorted(found.items()))
@@ -43,16 +43,8 @@ def with_their_tools(paths: Iterable[Path]) -> dict[str, ast.Module]:
 @lru_cache
 def private_names() -> frozenset[str]:
     """What the package itself defines or sets, of names that begin with an underscore."""
-    made = {name for source in house().values() for name in names_made(source.tree)}
+    made = {name for source in house().values() for name in names_made(source.nodes)}
     return frozenset(name for name in made if name.startswith("_") and not name.startswith("__"))
-
-
-def names_made(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.attr if isinstance(node, ast.Attribute) else node.id
 
 
 def is_public(name: str) -> bool:
@@ -70,15 +62,15 @@ def is_public(name: str) -> bool:
     return any(len(prefix) >= len(file) and (is_face(prefix) or prefix in kept()) for prefix in prefixes)
 
 
-def inner_names(tree: ast.Module) -> list[str]:
+def inner_names(nodes: Sequence[ast.AST]) -> list[str]:
     """The names of lockstep's that a test uses and no user has: imports, what is patched by a string, private ones."""
-    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    names = {name for name in in_code(tree) if name.split(".")[0] == "lockstep"}
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    names = {name for name in in_code(nodes) if name.split(".")[0] == "lockstep"}
     names |= {name for string in strings for name in DOTTED.findall(string)}
     inner = {name for name in names if not is_public(name)}
     inner = {name for name in inner if not any(other.startswith(f"{name}.") for other in inner)}
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return sorted(inner | (attributes & private_names() - set(names_made(tree))))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return sorted(inner | (attributes & private_names() - set(names_made(nodes))))
 
 
 def test_each_path_is_there() -> None:
@@ -87,7 +79,7 @@ def test_each_path_is_there() -> None:
 
 
 def test_acceptance_tests_and_their_tools_use_public_names() -> None:
-    found = {file: names for file, tree in with_their_tools(listed()).items() if (names := inner_names(tree))}
+    found = {file: names for file, nodes in with_their_tools(listed()).items() if (names := inner_names(nodes))}
     pairs = {(file, name) for file, names in found.items() for name in names}
     excepted = {(file, name) for file, names in EXCEPTED.items() for name in names}
     assert pairs - excepted == set(), "inner names: take what users have"
@@ -114,4 +106,4 @@ def test_acceptance_tests_and_their_tools_use_public_names() -> None:
     ],
 )
 def test_inner_names_are_found(text: str, found: list[str]) -> None:
-    assert inner_names(ast.parse(text)) == found
+    assert inner_names(list(ast.walk(ast.parse(text)))) == found

@@ -29,7 +29,7 @@ CUDAS_ALONE = {
 
 def about_cuda(text: str) -> Iterator[tuple[int, str]]:
     """Line and code of what is asked of CUDA: ``torch.cuda``, ``tensor.is_cuda``, and comparisons with ``"cuda"``."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(text)) if "cuda" in text else ():
         if isinstance(node, ast.Attribute) and (
             node.attr == "is_cuda"
             or (node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch")

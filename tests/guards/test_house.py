@@ -118,7 +118,7 @@ def type_only_lines(source: Source) -> set[int]:
     """The lines below ``if TYPE_CHECKING:``."""
     return {
         line
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for each in node.body
         for line in range(each.lineno, (each.end_lineno or each.lineno) + 1)
@@ -243,7 +243,7 @@ def environment(sources: Sources) -> Iterator[str]:
     for source in sources.values():
         if source.part in READS_ENVIRONMENT:
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             used = (
                 isinstance(node, ast.Attribute)
                 and node.attr in {"environ", "environb", "getenv", "putenv", "unsetenv"}
@@ -262,7 +262,7 @@ def strategies_are_not_told_apart(sources: Sources) -> Iterator[str]:
     for source in sources.values():
         if source.part in ("engines", "testing"):
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 2):
                 continue
             if node.func.id not in {"isinstance", "issubclass"}:
@@ -278,7 +278,7 @@ def trainer_is_the_users(sources: Sources) -> Iterator[str]:
     for source in sources.values():
         if source.part != "loop" or source.path.name == "profiled.py":
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if (
                 isinstance(node, ast.Attribute)
                 and isinstance(node.value, ast.Attribute)

@@ -12,6 +12,7 @@ from lockstep.ground import torch_parts
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.torch_parts import PARTS, Part, is_there, missing, refuse_without
 from lockstep.strategies import BalancedStrategy, FSDPStrategy, ModelParallelStrategy
+from tests.guards.source import house, names_made
 
 SOURCE = Path(torch_parts.__file__).resolve().parents[1]
 
@@ -36,18 +37,6 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def names_made_here(trees: dict[Path, ast.Module]) -> set[str]:
-    """What lockstep itself defines or sets."""
-    made: set[str] = set()
-    for tree in trees.values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-                made.add(node.name)
-            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-                made.add(node.attr if isinstance(node, ast.Attribute) else node.id)
-    return made
-
-
 def imports(node: ast.AST) -> Iterator[str]:
     """The parts of torch that an import names, by their last private component."""
     if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -68,15 +57,16 @@ def asks(node: ast.AST) -> Iterator[str]:
 
 
 def test_each_private_part_of_torch_is_in_the_list() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
-    made = names_made_here(trees)
+    sources = house().values()
+    made = {name for source in sources for name in names_made(source.nodes)}
     listed = {component for part in PARTS for name in part.name.split("|") for component in name.split(".")}
+    known = listed | OTHERS
     unknown = {
-        f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 0)}: {name}"
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
+        f"{source.path}:{getattr(node, 'lineno', 0)}: {name}"
+        for source in sources
+        for node in source.nodes
         for name in (*imports(node), *(found for found in asks(node) if found not in made))
-        if name not in listed | OTHERS
+        if name not in known
     }
     assert not unknown
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guards.source import parsed
+from tests.guards.source import house, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
@@ -135,9 +135,9 @@ def test_the_architecture_page_cites_what_is_there() -> None:
 def test_short_names_on_the_architecture_page_are_there() -> None:
     """`Class.name` without a file, after the file was named."""
     text = text_of("docs/architecture.md")
-    trees = [tree_of(file) for file in PACKAGE.rglob("*.py")]
-    everything = set().union(*map(names_in, trees))
-    attributes = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    sources = house().values()
+    everything = set().union(*(names_in(source.tree) for source in sources))
+    attributes = {node.attr for source in sources for node in source.nodes if isinstance(node, ast.Attribute)}
     for name in re.findall(r"`([A-Z]\w+\.\w+)`", text):
         owner, _, attribute = name.partition(".")
         assert name in everything or (owner in everything and attribute in attributes), name
