@@ -61,7 +61,7 @@ def test_a_refused_name_says_why_and_what_to_use(name: str) -> None:
 def test_a_row_takes_a_name_out_of_the_refused_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MisconfigurationException, match="xla"):
         make_strategy("xla", 1)
-    monkeypatch.setitem(NAMES, "xla", ("dp.DataParallelStrategy", {}))
+    monkeypatch.setitem(NAMES, "xla", ("dp.strategy.DataParallelStrategy", {}))
     assert type(make_strategy("xla", 1)) is DataParallelStrategy
     assert drives_all_devices("xla")
     assert not drives_all_devices("ddp")

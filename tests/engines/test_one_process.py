@@ -25,12 +25,12 @@ from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.callbacks.test_stage_timeline import check_file, trained
 from tests.engines.devices import CPU, MadeUpDevices, made_up
+from tests.engines.pipeline import test_balanced as of_ranks
+from tests.engines.pipeline import test_resplit as of_moves
 from tests.engines.pipeline.test_balanced import CASES, ODD, Tied, draw_split
 from tests.equivalence.models import Plain, rows
 from tests.loop.balanced import Clock, made_up_clock
 from tests.loop.pieces import Validated, numbers, quiet
-from tests.strategies import test_balanced as of_ranks
-from tests.strategies import test_resplit as of_moves
 
 one_process = partial(BalancedStrategy, one_process=True)
 

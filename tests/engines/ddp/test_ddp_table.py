@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.engines.ddp.container import DistributedDataParallel
 from tests.surface.table import is_test
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "ddp.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "ddp.md"
 
 
 def rows() -> list[list[str]]:
