@@ -73,7 +73,7 @@ class MicroBatch:
 
 
 class Window(Protocol):
-    """An engine's own road through a window: all forwards and backwards, in the order that suits it.
+    """An engine's own way through a window: all forwards and backwards, in the order that suits it.
 
     Args:
         step: the module's ``training_step``.

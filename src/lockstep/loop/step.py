@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from lockstep.loop.step_watch import StepWatch
 from lockstep.loop.weighing import Share, share_of, weighed_by_part
 from lockstep.module import LightningModule
 
-Played = tuple[tuple[int, ...], Any, int, float, float]  # (ranks without samples, batch, batch_idx, weight, share)
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
 NO_HOOK = (
     "rank {rank}: `training_step` returned None for the last micro-batch of a window, so that `on_after_backward` does "
@@ -55,6 +54,24 @@ NO_BATCH = (
 )
 
 
+class Begun(NamedTuple):
+    """A micro-batch that is on the device, and whose ``on_train_batch_start`` has run."""
+
+    batch: Any
+    number: int
+    """``batch_idx``"""
+    weight: float
+    """Samples of this rank."""
+    share: float
+    """What its loss is multiplied with."""
+    absent: tuple[int, ...]
+    """Ranks without samples of it."""
+    first: bool
+    """The first of its window."""
+    last: bool
+    """The last of its window."""
+
+
 class Step:
     """Plays the windows of a fit.
 
@@ -71,9 +88,8 @@ class Step:
     the gradients were reduced, on_before_optimizer_step, clipping, the step. Under manual optimization
     ``training_step`` does the update, so it runs on a padding batch, which leaves no trace (`loop/padding.py`).
 
-    Four roads lead through a window; :meth:`setup` takes one for the whole fit: manual optimization; the engine's own,
-    where it plays whole windows; the closure road, where the optimizer needs a closure (LBFGS) or the module overrides
-    ``optimizer_step``; and the plain one.
+    Three ways lead through a window; :meth:`setup` takes one for the whole fit: automatic optimization, manual
+    optimization, and that of an engine that plays ahead: all forwards and backwards of a window at once.
     """
 
     def __init__(self, session: Session) -> None:
@@ -120,8 +136,8 @@ class Step:
         is_own = is_replaced if by_engine is None else is_overridden
         own_step = is_own("optimizer_step", self.module, LightningModule)
         wants = may and any(takes_closure(optimizer) for optimizer in self._optimizers)
-        self._by_closure_road = automatic and (self.needs_closure or own_step or wants)
-        self._losses: list[Tensor] = []
+        self._by_closure = automatic and (self.needs_closure or own_step or wants)
+        self._losses: list[Tensor] = []  # of this window, where a closure returns their sum
         self._absent: tuple[int, ...] = ()  # ranks without samples for the micro-batch at hand
         self._bare_backward = (
             self.scaler is None and self.hooks.on_before_backward is None and self.hooks.on_after_backward is None
@@ -129,13 +145,11 @@ class Step:
         if not automatic:
             self.window = self._manual
         elif by_engine is not None:
-            self._check_engines_road()
+            self._check_ahead()
             self._play_window = by_engine
-            self.window = self._by_engine
-        elif self._by_closure_road:
-            self.window = self._by_closure
+            self.window = self._ahead
         else:
-            self.window = self._plain
+            self.window = self._automatic
         if self.scaler is not None and not automatic:
             self.scaler.refuse(*self._optimizers)
         if self.scaler is not None and self.needs_closure:
@@ -163,7 +177,7 @@ class Step:
 
     def _change_optimizers(self) -> None:
         """The user has put others in their place (``trainer.optimizers = [...]``): step those from here on."""
-        if self.optimizer is not None and not self._by_closure_road and demands_closure(self.strategy.optimizers[0]):
+        if self.optimizer is not None and not self._by_closure and demands_closure(self.strategy.optimizers[0]):
             raise MisconfigurationException(
                 f"trainer.optimizers: {type(self.strategy.optimizers[0]).__name__}, which needs a closure, takes the "
                 f"place of {type(self.optimizer).__name__} in the middle of a fit: begin with it in "
@@ -172,125 +186,119 @@ class Step:
         self.strategy.change_optimizers()
         self._use_optimizers()
 
-    # -- the roads -----------------------------------------------------------------------------------------
+    # -- the ways through a window -------------------------------------------------------------------------
 
-    def _plain(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Play one window, yielding after each micro-batch, when its hooks have run."""
-        last, absent = window.size - 1, window.absent
-        steps = self.shared or bool(window.begun)  # whether there is a batch that is not None
+    def _begun(self, window: Window, batch_idx: int) -> Iterator[Begun]:
+        """Begin one micro-batch after the other; none behind the one for which the user has ended the epoch."""
+        strategy, last, absent = self.strategy, window.size - 1, window.absent
         for i, (batch, weight, share) in enumerate(window):
-            self.strategy.sync_gradients = at_end = i == last
+            strategy.sync_gradients = at_end = i == last
             self.progress.last = at_end and window.last
             if absent is not None:
-                self._absent = self.strategy.replicas.ranks(absent[i])
-            batch = self._begin(batch, batch_idx, weight)
+                self._absent = strategy.replicas.ranks(absent[i])
+            batch = self._begin(batch, batch_idx + i, weight)
             if self.ended_by_user:
                 return
-            if self.strategy.optimizers != self._optimizers:
+            if strategy.optimizers != self._optimizers:
                 self._change_optimizers()
-            steps = steps or batch is not None
-            play = self._with_absent if self._absent else self._forward_backward
-            outputs = play(batch, batch_idx, weight, share, i == 0 and not window.begun)
-            if at_end:
+            first = i == 0 and not window.begun
+            yield Begun(batch, batch_idx + i, weight, share, self._absent, first, at_end)
+
+    def _automatic(self, window: Window, batch_idx: int) -> Iterator[None]:
+        """Play one window, yielding after each micro-batch, when its hooks have run.
+
+        Where ``optimizer.step`` takes a closure, that plays the last micro-batch. Each further call of it drops the
+        gradients and plays the whole window again; what is logged is what the last call saw.
+        """
+        played: list[Begun] = []
+        steps = self.shared or bool(window.begun)  # whether there is a batch that is not None
+        self._losses.clear()
+        for micro_batch in self._begun(window, batch_idx):
+            steps = steps or micro_batch.batch is not None
+            if self._by_closure:
+                played.append(micro_batch)
+            if not micro_batch.last:
+                outputs = self._play(micro_batch)
+            elif self._by_closure and steps:
+                outputs = self._step_by_closure(played)
+            else:
+                outputs = self._play(micro_batch)
                 if steps:
                     self._prepare_update()
-                    self.strategy.step(self.optimizer)  # type: ignore[arg-type]  # there is one on this road
-                self._end_window(batch_idx, steps)
-            self._end(outputs, batch, batch_idx)
+                    self.strategy.step(self.optimizer)  # type: ignore[arg-type]  # there is one on this way
+            if micro_batch.last:
+                self._end_window(micro_batch.number, steps)
+            self._end(outputs, micro_batch)
             yield
-            batch_idx += 1
 
-    def _by_closure(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Play one window whose update is made by ``optimizer.step(closure)``.
-
-        The closure's first call runs the window's last micro-batch; each further one drops the gradients and
-        runs the whole window again. Each micro-batch is logged once, the last one as the last call saw it.
-        """
-        last, absent = window.size - 1, window.absent
-        micro_batches: list[Played] = []
-        losses: list[Tensor] = []
-        for i, (batch, weight, share) in enumerate(window):
-            self.strategy.sync_gradients = at_end = i == last
-            self.progress.last = at_end and window.last
-            if absent is not None:
-                self._absent = self.strategy.replicas.ranks(absent[i])
-            batch = self._begin(batch, batch_idx, weight)
-            if self.ended_by_user:
-                return
-            if self.strategy.optimizers != self._optimizers:
-                self._change_optimizers()
-            micro_batches.append((self._absent, batch, batch_idx, weight, share))
-            if not at_end:
-                outputs = self._play(micro_batches[-1], i == 0 and not window.begun)
-                losses += self._take_losses()
-            else:
-                steps = self.shared or window.begun or any(played[1] is not None for played in micro_batches)
-                outputs = self._step_by_closure(micro_batches, losses, bool(window.begun)) if steps else None
-                self._end_window(batch_idx, bool(steps))
-            self._end(outputs, batch, batch_idx)
-            yield
-            batch_idx += 1
-
-    def _step_by_closure(self, micro_batches: list[Played], earlier: list[Tensor], begun: bool) -> Any:
-        last = len(micro_batches) - 1
+    def _step_by_closure(self, window: list[Begun]) -> Any:
+        """The update of a window whose last micro-batch is still to be played."""
         outputs: Any = {}
-        first_call = True
-        logged: Any = None  # before the last micro-batch, whose values of the last call count
+        logged: Any = None  # before the last micro-batch
+        played = False
 
         @torch.enable_grad()  # an optimizer's step may run under no_grad
         def closure() -> Tensor | None:
-            nonlocal outputs, first_call, logged
-            if first_call:
-                logged = self.results.snapshot()
-            else:
+            nonlocal outputs, logged, played
+            if played:
                 self.results.go_back(logged)
-            losses = list(earlier) if first_call else []
-            for i in [last] if first_call else range(last + 1):
-                self.strategy.sync_gradients = i == last
-                self.results.table = self.table
-                self.results.muted = i != last or micro_batches[i][3] == 0.0
-                outputs = self._play(micro_batches[i], i == 0 and not begun)
-                losses += self._take_losses()
-            first_call = False
+                self._losses.clear()
+            else:
+                logged = self.results.snapshot()
+            for micro_batch in window if played else window[-1:]:
+                outputs = self._play_in_closure(micro_batch)
+            played = True
             self._prepare_update()
-            if not losses:
-                if self.needs_closure and all(weight for _, _, _, weight, _ in micro_batches):
-                    raise MisconfigurationException(
-                        f"{type(self.optimizer).__name__} steers by the loss, and `training_step` returned None for "
-                        "every micro-batch of this window: return the loss."
-                    )
-                if not self.needs_closure:
-                    return None
-                losses = [torch.zeros((), device=self.strategy.root_device)]  # the others' count
-            total = torch.stack(losses).sum() * self._factor
-            if not (self.needs_closure and self.shared):
-                return total
-            # a line search steers by it, so it must be the same number on all ranks; one without samples does not know
-            # its type
-            mean: Tensor = self.strategy.reduce(total.to(widest(total.device)), reduce_op="mean")
-            return mean
+            return self._closure_loss(all(micro_batch.weight for micro_batch in window))
 
         optimizer: Any = self.wrapped[0]  # which stands for an Optimizer
-        self.module.optimizer_step(self.progress.epoch, micro_batches[last][2], optimizer, closure)
-        if first_call:
+        self.module.optimizer_step(self.progress.epoch, window[-1].number, optimizer, closure)
+        if not played:
             raise MisconfigurationException(
                 "`optimizer_step` did not run its `optimizer_closure`, in which forward and backward are: call "
                 "`optimizer.step(closure=optimizer_closure)`, or `optimizer_closure()` alone to skip the update."
             )
         return outputs
 
-    def _take_losses(self) -> list[Tensor]:
-        taken, self._losses = self._losses, []
-        return taken
+    def _play_in_closure(self, micro_batch: Begun) -> Any:
+        self.strategy.sync_gradients = micro_batch.last
+        self.results.table = self.table
+        self.results.muted = not micro_batch.last or micro_batch.weight == 0.0
+        self._absent = micro_batch.absent
+        return self._play(micro_batch)
 
-    def _check_engines_road(self) -> None:
+    def _closure_loss(self, has_samples: bool) -> Tensor | None:
+        """What the closure returns: the loss of the window; None where no step returned one.
+
+        Args:
+            has_samples: whether this rank has samples of each micro-batch.
+        """
+        losses = self._losses
+        if not losses and not self.needs_closure:
+            return None
+        if not losses and has_samples:
+            raise MisconfigurationException(
+                f"{type(self.optimizer).__name__} steers by the loss, and `training_step` returned None for "
+                "every micro-batch of this window: return the loss."
+            )
+        if not losses:
+            losses = [torch.zeros((), device=self.strategy.root_device)]  # the others' count
+        total = torch.stack(losses).sum() * self._factor
+        if not (self.needs_closure and self.shared):
+            return total
+        # a line search steers by it, so it must be the same number on all ranks; one without samples does not know
+        # its type
+        mean: Tensor = self.strategy.reduce(total.to(widest(total.device)), reduce_op="mean")
+        return mean
+
+    def _check_ahead(self) -> None:
         """Refuse what cannot be where the engine plays the window.
 
         Raises:
             MisconfigurationException: with the hook or the optimizer, and the way out.
         """
         name = type(self.strategy).__name__
-        if self._by_closure_road:
+        if self._by_closure:
             raise MisconfigurationException(
                 f"{name} plays whole windows itself, so that no closure can run them again: use an optimizer whose "
                 "`step` needs none, and do not override `optimizer_step`."
@@ -301,60 +309,56 @@ class Step:
                 "`training_step`, or gradients in `on_after_backward`, which runs once a window."
             )
 
-    def _by_engine(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Play one window on the engine's own road: all its batches are there before the first forward.
+    def _ahead(self, window: Window, batch_idx: int) -> Iterator[None]:
+        """Have the engine play one window: all its batches are there before the first forward.
 
         Hooks of the batches run before and after the window; ``on_after_backward`` runs once.
         """
-        results, progress, last = self.results, self.progress, window.size - 1
+        results, progress = self.results, self.progress
         self.at_once = window.size
-        begun: list[tuple[Any, float, int, tuple[int, ...]]] = []  # batch, weight, number, ranks without samples
-        micro_batches: list[MicroBatch] = []
+        begun = [(micro_batch, results.micro_batch) for micro_batch in self._begun(window, batch_idx)]
+        if self.ended_by_user:
+            return
         losses: dict[int, Tensor] = {}  # by number, as backward begins from them
-        for i, (batch, weight, share) in enumerate(window):
-            progress.last = i == last and window.last
-            if window.absent is not None:
-                self._absent = self.strategy.replicas.ranks(window.absent[i])
-            batch = self._begin(batch, batch_idx + i, weight)
-            if self.ended_by_user:
-                return
-            begun.append((batch, weight, results.micro_batch, self._absent))
-            arguments = (batch, batch_idx + i) if self.takes_idx else (batch,)
-            enter = partial(self._enter_part, weight, results.micro_batch)
-            loss = partial(self._scaled_loss, share, losses, results.micro_batch)
-            micro_batches.append(MicroBatch(arguments, enter, loss, empty=weight == 0.0))
-        if self.strategy.optimizers != self._optimizers:
-            self._change_optimizers()
+        parts = [self._part(micro_batch, number, losses) for micro_batch, number in begun]
         if not window.begun:
             self._zero_grad(batch_idx)
         if self.shared:
             self._publish()
         self._absent = ()
         self._parts = StepParts(results)
-        outputs = self._play_window(self.training_step, micro_batches)
+        outputs = self._play_window(self.training_step, parts)
         self._parts.keep()
         if self.hooks.on_after_backward is not None:
             self.hooks.call("on_after_backward")
         self._prepare_update()
         self.strategy.step(self.optimizer)  # type: ignore[arg-type]
-        self._end_window(batch_idx + last, True)
-        progress.batch += last  # a checkpoint of the hooks below goes on after the whole window
-        progress.total_batches += last
-        for i, (output, (batch, weight, number, absent)) in enumerate(zip(outputs, begun, strict=True)):
-            # as on the plain road: who saves at the end of a window does so behind all of its batches
-            self.strategy.sync_gradients = i == last
-            self._enter(weight, number)
+        last = begun[-1][0].number
+        self._end_window(last, True)
+        progress.batch += last - batch_idx  # a checkpoint of the hooks below goes on after the whole window
+        progress.total_batches += last - batch_idx
+        for output, (micro_batch, number) in zip(outputs, begun, strict=True):
+            # as elsewhere: who saves at the end of a window does so behind all of its batches
+            self.strategy.sync_gradients = micro_batch.last
+            self._enter(micro_batch.weight, number)
             self._parts.show()
-            self._absent = absent
+            self._absent = micro_batch.absent
             shown = {} if output is None or isinstance(output, Tensor) else _detached(output)
             if number in losses:
                 shown["loss"] = losses[number]
-            self._end(shown, batch, batch_idx + i, counts=i == 0)
+            self._end(shown, micro_batch, counts=micro_batch.number == batch_idx)
             yield
+
+    def _part(self, micro_batch: Begun, number: int, losses: dict[int, Tensor]) -> MicroBatch:
+        """What an engine that plays ahead gets of a micro-batch."""
+        arguments = (micro_batch.batch, micro_batch.number) if self.takes_idx else (micro_batch.batch,)
+        enter = partial(self._enter_part, micro_batch.weight, number)
+        loss = partial(self._scaled_loss, micro_batch.share, losses, number)
+        return MicroBatch(arguments, enter, loss, empty=micro_batch.weight == 0.0)
 
     def go_on_after(self, batch: int, accumulate: int) -> None:
         """A resumed run begins after this micro-batch."""
-        if self.window == self._by_engine:
+        if self.window == self._ahead:
             self.at_once = (batch - 1) % accumulate + 1
 
     def _enter_part(self, weight: float, number: int, part: float = 1.0) -> None:
@@ -381,19 +385,11 @@ class Step:
 
     def _manual(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one batch of manual optimization: ``training_step`` does it all."""
-        for batch, weight, share in window:
-            self.strategy.sync_gradients = True
-            self.progress.last = window.last
-            if window.absent is not None:
-                self._absent = self.strategy.replicas.ranks(window.absent[0])
-            batch = self._begin(batch, batch_idx, weight)
-            if self.ended_by_user:
-                return
-            if self.strategy.optimizers != self._optimizers:
-                self._change_optimizers()
+        for micro_batch in self._begun(window, batch_idx):
+            batch, number, weight, share = micro_batch[:4]
             if self.shared:
                 self._publish()
-            arguments = (batch, batch_idx) if self.takes_idx else (batch,)
+            arguments = (batch, number) if self.takes_idx else (batch,)
             self.watch.forget_depth()  # type: ignore[union-attr]
             rounds = self.strategy.rounds
             self._share = share if weight else 1.0
@@ -409,9 +405,8 @@ class Step:
             self.progress.phase = BATCH_END
             if self.shared:
                 self.agreement.settle(self.strategy.rounds != rounds)
-            self._end(outputs, batch, batch_idx)
+            self._end(outputs, micro_batch)
             yield
-            batch_idx += 1
 
     @staticmethod
     def _shown(output: object) -> dict[str, Any]:
@@ -477,27 +472,25 @@ class Step:
         finally:
             self.strategy.absent = ()
 
-    def _forward_backward(self, batch: object, batch_idx: int, weight: float, share: float, first: bool) -> Any:
+    def _play(self, micro_batch: Begun) -> Any:
         """Forward and backward of one micro-batch; gives what ``on_train_batch_end`` is shown."""
-        strategy, step = self.strategy, self.training_step
-        if batch is None:
-            return self._without_batch(batch_idx, first)
-        if self._absent:
-            strategy.absent = self._absent  # until the step returns: the others do not run it
-        output = strategy.run(step, batch, batch_idx) if self.takes_idx else strategy.run(step, batch)
-        if self._absent:
-            strategy.absent = ()
-        loss: Tensor | None = output
-        factor: float | Tensor = share
-        if type(output) is not Tensor:
-            loss, factor = self._read(output, share)
+        if micro_batch.absent:
+            return self._play_with_absent(micro_batch)
+        if micro_batch.batch is None:
+            return self._without_batch(micro_batch)
+        batch = micro_batch.batch
+        if self.takes_idx:
+            output = self.strategy.run(self.training_step, batch, micro_batch.number)
         else:
-            self._unweighed = True
-            if type(share) is Share:
-                warn_once(UNEVEN, key="uneven loaders")
-        if first:
-            self._zero_grad(batch_idx)
-        if self.shared and strategy.sync_gradients:
+            output = self.strategy.run(self.training_step, batch)
+        return self._learn(output, micro_batch)
+
+    def _learn(self, output: Any, micro_batch: Begun) -> Any:
+        """Backward from what ``training_step`` returned."""
+        loss, factor = self._read(output, micro_batch.share)
+        if micro_batch.first:
+            self._zero_grad(micro_batch.number)
+        if self.shared and self.strategy.sync_gradients:
             self._publish()
         if loss is None:
             self._skip()
@@ -505,10 +498,10 @@ class Step:
             loss = self._differentiate(loss, factor)
         return None if self.hooks.on_train_batch_end is None else _with_loss(output, loss)
 
-    def _without_batch(self, batch_idx: int, first: bool) -> None:
-        """What :meth:`_forward_backward` does where the loader gave None for a batch."""
-        if first and not self.strategy.sync_gradients:  # the window goes on
-            self._zero_grad(batch_idx)
+    def _without_batch(self, micro_batch: Begun) -> None:
+        """What :meth:`_play` does where the loader gave None for a batch."""
+        if micro_batch.first and not self.strategy.sync_gradients:  # the window goes on
+            self._zero_grad(micro_batch.number)
         if self.shared and self.strategy.sync_gradients:
             self._publish()
         self.strategy.skip()
@@ -524,7 +517,7 @@ class Step:
         """Backward of a loss times its factor; gives the product."""
         if isinstance(factor, Tensor) or factor != 1.0:  # of a device's nobody asks
             loss = loss * factor
-        if self._by_closure_road:
+        if self._by_closure:
             self._losses.append(loss.detach())
         try:
             if self._bare_backward:
@@ -536,45 +529,47 @@ class Step:
             raise
         return loss
 
-    def _play(self, micro_batch: Played, first: bool) -> Any:
-        self._absent, batch, batch_idx, weight, share = micro_batch
-        play = self._with_absent if self._absent else self._forward_backward
-        return play(batch, batch_idx, weight, share, first)
-
-    def _with_absent(self, batch: object, batch_idx: int, weight: float, share: float, first: bool) -> Any:
-        """:meth:`_forward_backward` of a micro-batch of which some ranks have no samples."""
-        strategy = self.strategy
-        with strategy.leaving_out(self._absent):
-            try:
-                if weight:
-                    return self._forward_backward(batch, batch_idx, weight, share, first)
-            finally:
-                strategy.absent = ()
+    def _play_with_absent(self, micro_batch: Begun) -> Any:
+        """:meth:`_play` of a micro-batch of which some ranks have no samples."""
+        strategy, step = self.strategy, self.training_step
+        with strategy.leaving_out(micro_batch.absent):
+            if micro_batch.weight and micro_batch.batch is None:
+                return self._without_batch(micro_batch)
+            if micro_batch.weight:
+                arguments = (micro_batch.batch, micro_batch.number) if self.takes_idx else (micro_batch.batch,)
+                with self._without_absent():  # until the step returns: the others do not run it
+                    output = strategy.run(step, *arguments)
+                return self._learn(output, micro_batch)
             if strategy.runs_padding:
-                self._run_padding(batch, batch_idx, first)
-                return None
-            if first:
-                self._zero_grad(batch_idx)
-            if self.scaler is not None:
-                self.scaler.scale(torch.zeros((), device=strategy.root_device))  # it is made by its first loss
-            if strategy.sync_gradients:
-                self._publish()
-            strategy.skip(absent=True)
-            if strategy.sync_gradients and self.hooks.on_after_backward is not None:
-                self.hooks.call("on_after_backward")
+                self._run_padding(micro_batch)
+            else:
+                self._take_part(micro_batch)
         return None
 
-    def _run_padding(self, batch: Any, batch_idx: int, first: bool) -> None:
+    def _take_part(self, micro_batch: Begun) -> None:
+        """Take part in the window's reduction without samples."""
+        strategy = self.strategy
+        if micro_batch.first:
+            self._zero_grad(micro_batch.number)
+        if self.scaler is not None:
+            self.scaler.scale(torch.zeros((), device=strategy.root_device))  # it is made by its first loss
+        if strategy.sync_gradients:
+            self._publish()
+        strategy.skip(absent=True)
+        if strategy.sync_gradients and self.hooks.on_after_backward is not None:
+            self.hooks.call("on_after_backward")
+
+    def _run_padding(self, micro_batch: Begun) -> None:
         """Let this rank, which has no samples, go through the step with the others."""
         strategy = self.strategy
         with padding(self.session):
-            arguments = (batch, batch_idx) if self.takes_idx else (batch,)
+            arguments = (micro_batch.batch, micro_batch.number) if self.takes_idx else (micro_batch.batch,)
             before = self.fit.weights
             loss, _ = self._read(strategy.run(self.training_step, *arguments), 1.0)
             if self.fit.weights is not before:  # it returns weights, and this one is nothing
                 self.fit.weights = 0.0 if before is None else before
-            if first:
-                self._zero_grad(batch_idx)
+            if micro_batch.first:
+                self._zero_grad(micro_batch.number)
             if strategy.sync_gradients:
                 self._publish()
             if loss is None:
@@ -591,36 +586,41 @@ class Step:
 
     def _read(self, output: Any, share: float) -> tuple[Tensor | None, float | Tensor]:
         """The loss and its factor from what ``training_step`` returned."""
-        if isinstance(output, Tensor):
-            self._unweighed = True
-            return output, share
         if output is None:
             warn_once(
                 "`training_step` returned None: the micro-batch is skipped. If that is not meant, return the loss.",
                 key="training_step None",
             )
             return None, share
+        loss = output
+        if not isinstance(output, Tensor):
+            loss = self._loss_of(output)
+            nest = self.fit.loaded.nest
+            if nest is not None and not isinstance(loss, Tensor):
+                self._unweighed = True
+                return weighed_by_part(output, nest, share), 1.0
+            if "weight" in output:
+                own = output["weight"]
+                self.fit.weights = own if self.fit.weights is None else self.fit.weights + own
+                return loss, own
+        self._unweighed = True
+        if type(share) is Share:
+            warn_once(UNEVEN, key="uneven loaders")
+        return loss, share
+
+    def _loss_of(self, output: Any) -> Any:
+        """The loss in a dict: a tensor, or a nest of them, one for each of several loaders."""
         loss = output.get("loss") if isinstance(output, dict) else None
-        nest = self.fit.loaded.nest
-        if nest is not None and isinstance(loss, (dict, list, tuple)):
-            self._unweighed = True
-            return weighed_by_part(output, nest, share), 1.0
-        if not isinstance(output, dict) or not isinstance(loss, Tensor):
+        nests = (dict, list, tuple) if self.fit.loaded.nest is not None else ()
+        if not isinstance(loss, (Tensor, *nests)):
             raise MisconfigurationException(
                 f"`training_step` returned {type(output).__name__}: return the loss (a tensor), a dict with the key "
                 '"loss", or None.'
             )
-        if not self._looked_at_keys:
+        if not self._looked_at_keys and isinstance(loss, Tensor):
             self._looked_at_keys = True
             _tell_of_unread(output)
-        if "weight" not in output:
-            self._unweighed = True
-            if type(share) is Share:
-                warn_once(UNEVEN, key="uneven loaders")
-            return loss, share
-        own = output["weight"]
-        self.fit.weights = own if self.fit.weights is None else self.fit.weights + own
-        return loss, own
+        return loss
 
     def _backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         hooks = self.hooks
@@ -701,7 +701,7 @@ class Step:
         if self.progress.last:
             self.schedulers.after_epoch()
 
-    def _end(self, outputs: object, batch: object, batch_idx: int, counts: bool = True) -> None:
+    def _end(self, outputs: object, micro_batch: Begun, counts: bool = True) -> None:
         progress = self.progress
         if self.optimizer is not None and counts:
             progress.batch += 1
@@ -711,19 +711,19 @@ class Step:
         if results.each_step:
             self.session.published.publish(results.agree_on_step())
         if self._absent:
-            self._end_with_absent(outputs, batch, batch_idx)
+            self._end_with_absent(outputs, micro_batch)
         elif self.hooks.on_train_batch_end is not None:
-            self.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+            self.hooks.call("on_train_batch_end", outputs, micro_batch.batch, micro_batch.number)
         results.muted = False
         if results.each_step and self.strategy.sync_gradients:
             self.session.agree_on_stop()  # who stops by a value of this window stops here
 
-    def _end_with_absent(self, outputs: object, batch: object, batch_idx: int) -> None:
-        if self.results.weight == 0.0:
-            self.hooks.call_without_samples("_on_any_batch_end", batch_idx)
+    def _end_with_absent(self, outputs: object, micro_batch: Begun) -> None:
+        if micro_batch.weight == 0.0:
+            self.hooks.call_without_samples("_on_any_batch_end", micro_batch.number)
         elif self.hooks.on_train_batch_end is not None:
             with self._without_absent():
-                self.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+                self.hooks.call("on_train_batch_end", outputs, micro_batch.batch, micro_batch.number)
         self._absent = ()
 
     # -- what users call -----------------------------------------------------------------------------------
