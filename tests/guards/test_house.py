@@ -36,6 +36,7 @@ FLOORS = {
     "attributes": 5,
     "trainer": 5,
     "tuner": 6,
+    "verify": 2,
     "cli": 6,
     "__main__": 6,
 }
@@ -85,7 +86,7 @@ TRAINER = "lockstep.trainer"
 NAME_THE_TRAINER = {"callbacks", "loggers", "module", "datamodule", "loop"}
 ENGINES = ("engines", "memory", "planner", "precision", "data", "hpc")
 ABOVE_ENGINES = ("trainer", "loop", "callbacks")
-READS_ENVIRONMENT = ("cluster", "launch", "supervise", "testing")
+READS_ENVIRONMENT = ("cluster", "launch", "supervise", "testing", "verify")
 FORBIDDEN_NAMES = {
     "utils",
     "util",

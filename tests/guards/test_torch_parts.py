@@ -20,7 +20,7 @@ OTHERS = {
     # Python's
     *("_exit", "_getframe", "_current_frames", "_active", "_args_from_interpreter_flags", "_run_exitfuncs"),
     *("_exit_function", "_bootstrap", "_resource_tracker", "_forkserver", "_pid", "_forkserver_pid", "_cond", "_flag"),
-    *("_actions", "_registry_get", "_mock_wraps"),
+    *("_actions", "_registry_get", "_mock_wraps", "_Environ"),
     # torchmetrics', Optuna's, DeepSpeed's, TensorBoard's, Dask's and Hugging Face's
     *("_copy_state_dict", "_defaults", "_trial_id", "_convert_to_deepspeed_param", "_register_deepspeed_module"),
     *("_param_slice_mappings", "_hp_mapping", "_lazy_init_hp_params_optimizer_state", "_get_file_writer"),
@@ -28,7 +28,7 @@ OTHERS = {
     # within a part that is listed
     *("_pcontext", "_remaining_restarts", "_base", "_context_id", "_C", "_autograd", "_distributed_c10d", "_task_info"),
     *("_sampler_iter", "_in_backward_optimizers", "_wrapped_by_lr_sched", "_make_wrapper_subclass"),
-    *("_get_build_directory",),
+    *("_get_build_directory", "_saved_other", "_saved_self"),
 }
 """Private names of others, and of torch where objects are asked whether they have them."""
 

@@ -39,6 +39,7 @@ HELP = """\
 usage: lockstep COMMAND ...
 
   run        start a script on all devices of one node or several
+  verify     say whether a script trains on N ranks what it trains as one process
   submit     submit a script to SLURM
   trials     show the trials of a search on SLURM, submit them anew, cancel them
   migrate    show what a script for Lightning needs: imports and flags as a diff, the rest by line
@@ -49,7 +50,7 @@ usage: lockstep COMMAND ...
 
 `lockstep COMMAND --help` tells more.
 """
-COMMANDS = ("run", "submit", "trials", "migrate", "checkpoint", "plan", "env")
+COMMANDS = ("run", "verify", "submit", "trials", "migrate", "checkpoint", "plan", "env")
 """``run`` is in this file; each of the others is a function in the file of its name."""
 MASTER_PORT = 29400
 

@@ -226,6 +226,7 @@ OTHER_PROCESSES = (
     "launch/spawn.py",
     "supervise/supervisor.py",
     "testing/",
+    "verify/",
 )
 """Files whose handlers and hooks are for processes that are lockstep's own."""
 

@@ -244,7 +244,7 @@ PARTS: tuple[Part, ...] = (
     Part("torch.distributed.tensor.DTensor._local_tensor", "engines/ planner/trace.py", "a shard", FSDP),
     Part(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        "engines/sharded/fully_shard.py",
+        "engines/sharded/fully_shard.py verify/steps.py",
         "where a shard lies in the whole",
         FSDP,
     ),

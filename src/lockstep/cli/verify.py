@@ -1,0 +1,88 @@
+"""The command ``lockstep verify``: does a script train on N ranks what it trains as one process?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cli.run import CommandParser, Wrong, check_script, split
+
+USAGE = "lockstep verify [options] script.py [options] [-- arguments of the script]"
+ABOUT = """\
+Run a training script on N ranks and as one process that is fed the same samples, and say whether both train the same;
+if not, what differs first, and why. For plain PyTorch (DistributedDataParallel, fully_shard), Lightning and lockstep.
+The script needs no change. It runs on this machine's CPU, and stops after a few optimizer steps.
+"""
+EXAMPLES = """\
+exit codes: 0 alike, 1 different, 2 could not tell
+
+examples:
+  lockstep verify train.py
+  lockstep verify train.py --devices 2,4 --steps 10 -- --batch-size 8
+  lockstep verify --output report -m project.train
+"""
+
+
+def verify(words: Sequence[str]) -> int:
+    """Verify what ``words`` say, print the certificates, write them, and give the exit code.
+
+    Raises:
+        Wrong: with the option, its value, and the way out.
+    """
+    options, script = split(list(words), _parser())
+    devices = _devices(options.devices)
+    if options.steps < 1:
+        raise Wrong(f"lockstep verify: --steps {options.steps}: give the number of optimizer steps, from 1")
+    if options.patience <= 0:
+        raise Wrong(f"lockstep verify: --patience {options.patience:g}: give seconds, above 0")
+    check_script("lockstep verify", options.module, script)
+    command = ("-m", options.module, *script) if options.module else tuple(script)
+    return _certify(options, command, devices)
+
+
+def _certify(options: argparse.Namespace, command: tuple[str, ...], devices: list[int]) -> int:
+    from lockstep.verify.certificate import write
+    from lockstep.verify.processes import Patience
+    from lockstep.verify.verification import Request
+    from lockstep.verify.verification import verify as certified
+
+    certificates = []
+    for number in devices:
+        patience = Patience(options.patience, 10 * options.patience)
+        keep = None if options.keep is None else Path(options.keep) / f"ranks-{number}"
+        certificate = certified(Request(command, number, options.steps, patience, keep))
+        certificates.append(certificate)
+        print(certificate, end="\n\n", flush=True)
+    for path in write(certificates, Path(options.output)):
+        print(f"written: {path}", file=sys.stderr)
+    codes = {certificate.exit_code for certificate in certificates}
+    return 1 if 1 in codes else max(codes)
+
+
+def _devices(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.strip().isdigit() and int(word) > 1 for word in words):
+        raise Wrong(f"lockstep verify: --devices {text}: give numbers of ranks from 2, as 2 or 2,4")
+    return [int(word) for word in words]
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="lockstep verify",
+        usage=USAGE,
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-m", dest="module", metavar="MODULE", help="verify a module in place of a script, as `python -m` runs it")
+    add("--devices", default="2", metavar="N[,N]", help="ranks that are compared with one process (default: 2)")
+    add("--steps", type=int, default=5, metavar="K", help="optimizer steps that are compared (default: 5)")
+    add("--output", default=".", metavar="FOLDER", help="where certificate.json and certificate.md go (default: here)")
+    add("--patience", type=float, default=90.0, metavar="S", help="seconds without any sign of a rank after which it "
+        "counts as stuck; a run may take ten times as long (default: 90)")  # fmt: skip
+    add("--keep", metavar="FOLDER", help="keep the recordings there (default: they go)")
+    return parser

@@ -1,0 +1,386 @@
+"""Finds the cause of a first difference: by of what gradients are made, by what was seen, and by switching it off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.verify.compare import (
+    BUFFERS,
+    CLIPPED,
+    FIRST,
+    GRADIENTS,
+    PARAMETERS,
+    RATES,
+    STEPS,
+    Difference,
+    aligned,
+    clips_first,
+)
+from lockstep.verify.diagnose import Parts, Shares
+from lockstep.verify.recordings import Event, Recording
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why something differs.
+
+    Attributes:
+        text: in a sentence.
+        where: the line of the script where it can be told.
+        proof: what makes it certain; "" where it is a guess.
+    """
+
+    text: str
+    where: str = ""
+    proof: str = ""
+
+    def __str__(self) -> str:
+        return self.text + (f" ({self.where})" if self.where else "")
+
+
+Retry = Callable[[str], bool]
+"""Runs both again with something switched off: "clipping", "rank in modules" or "randomness"; are they alike then?"""
+
+
+class Causes:
+    """Looks for the cause of a difference.
+
+    Args:
+        ranks: the run on ranks.
+        whole: the run of one process.
+        retry: runs again.
+    """
+
+    def __init__(self, ranks: Recording, whole: Recording, retry: Retry) -> None:
+        self.ranks = ranks
+        self.whole = whole
+        self.retry = retry
+        self.size = len(ranks.ranks)
+
+    def of(self, difference: Difference) -> Cause | None:
+        """The cause of a difference; None where none was found."""
+        finders: dict[str, Callable[[Difference], Cause | None]] = {
+            FIRST: self._of_first,
+            RATES: self._of_rates,
+            GRADIENTS: self._of_gradients,
+            CLIPPED: self._of_clipped,
+            PARAMETERS: self._of_parameters,
+            BUFFERS: self._of_buffers,
+            STEPS: self._of_steps,
+        }
+        return finders[difference.what](difference)
+
+    # -- what comes before a gradient
+
+    def _of_first(self, difference: Difference) -> Cause | None:
+        read = self._rank_in_module()
+        if read is not None and self.retry("rank in modules"):
+            return read
+        if difference.ranks and len(difference.ranks) < self.size:
+            return Cause(
+                "ranks start from several first weights, and nothing gives them rank 0's: seed all ranks alike before "
+                "the model is made, or wrap it in DistributedDataParallel"
+            )
+        return None
+
+    def _of_rates(self, difference: Difference) -> Cause | None:
+        step = self._step(difference.update)
+        if difference.ranks:
+            return Cause("ranks step their schedulers differently, or compute the rate from their rank", step["where"])
+        return Cause("the learning rate depends on the number of ranks", step["where"])
+
+    # -- gradients
+
+    def _of_gradients(self, difference: Difference) -> Cause | None:
+        parts = Parts(self.ranks, difference.update)
+        if not parts.are_known:
+            return self._of_sharded(difference)
+        if self.whole.has("clipped") and clips_first(self.ranks, difference.update):
+            text = "clipping before the gradients are averaged: each rank clips its own by another norm"
+            return Cause(text, self._clipping(), "gradients differ between ranks when they are clipped")
+        gradients = self._gradients(difference.update)
+        astray = parts.not_averaged(gradients)
+        if astray:
+            return self._of_synchronization(difference, parts, gradients, astray)
+        return self._of_ranks_own(difference, parts)
+
+    def _gradients(self, update: int) -> list[dict[str, Any]]:
+        unclipped = [rank.load("unclipped", update) for rank in self.ranks.ranks]
+        return (
+            unclipped
+            if all(unclipped) and not clips_first(self.ranks, update)
+            else [rank.load("gradients", update) for rank in self.ranks.ranks]
+        )
+
+    def _of_synchronization(
+        self, difference: Difference, parts: Parts, gradients: Sequence[dict[str, Any]], astray: list[str]
+    ) -> Cause | None:
+        """The ranks' own gradients are not averaged as they should be."""
+        step = self._step(difference.update)
+        shares = [parts.shares(gradient, astray) for gradient in gradients]
+        some = len(astray) < len(parts.keys)
+        names = ", ".join(step["names"][key] for key in astray[:_SHOWN]) + (", ..." if len(astray) > _SHOWN else "")
+        right = self._whole_shares(difference.update, parts).equal(1 / self.size)
+        proof = "the mean of the ranks' own gradients is what one process has" if right else ""
+        if all(_is_own(each, rank) for rank, each in enumerate(shares)):
+            return self._of_missing(difference, step, names if some else "", set(astray), proof)
+        constants = [each.constant() for each in shares]
+        factor = constants[0]
+        if factor is not None and all(each is not None and abs(each - factor) < 1e-5 for each in constants):
+            return self._of_factor(difference, parts, factor * self.size)
+        return self._of_window(difference, shares, step, names if some else "")
+
+    def _of_missing(self, difference: Difference, step: Event, names: str, keys: set[str], proof: str) -> Cause:
+        """Every rank keeps its own gradient."""
+        what = f"gradients of {names} are" if names else "gradients are"
+        bypassed = self.ranks.first.of("bypassed")
+        backward = self._backwards(difference.update)
+        uncovered = keys - set(step["covered"])
+        if not self.ranks.has("wrapped"):
+            return Cause(f"{what} never averaged over the ranks: the model is in no wrapper that does", "", proof)
+        if bypassed:
+            text = f"{what} not averaged: {bypassed[0]['name']} is called past DistributedDataParallel"
+            return Cause(text, bypassed[0]["where"], proof)
+        if uncovered and names:
+            text = f"{what} not averaged: DistributedDataParallel does not know them (added, or made trainable, behind "
+            wrapped = self.ranks.first.of("wrapped")
+            return Cause(text + "it, or ignored by it)", wrapped[0]["where"], proof)
+        if backward and not backward[-1]["synchronizes"]:
+            no_sync = self.ranks.first.of("no_sync")
+            where = no_sync[0]["where"] if no_sync else backward[-1]["where"]
+            last = "the last backward of a window" if len(backward) > 1 else "the backward"
+            return Cause(f"{what} not averaged: no_sync() covers {last}", where, proof)
+        return Cause(f"{what} not averaged over the ranks", backward[-1]["where"] if backward else "", proof)
+
+    def _of_factor(self, difference: Difference, parts: Parts, factor: float) -> Cause | None:
+        """The gradient is the mean over ranks, times something."""
+        own = self._whole_shares(difference.update, parts).constant()
+        whole = own * self.size if own is not None else 1.0
+        ratio = factor / whole if whole else math.inf
+        collective = self._gradient_collective(difference.update)
+        where = _called(collective) if collective is not None else self._step(difference.update)["where"]
+        proof = f"they are {ratio:.4g} times what one process has, in all parameters alike"
+        if _near(ratio, self.size):
+            return Cause("gradients are summed over the ranks, and not divided by their number", where, proof)
+        if _near(ratio, 1 / self.size):
+            if collective is None:
+                where = self._backwards(difference.update)[-1]["where"]
+            return Cause("gradients are divided by the number of ranks twice", where, proof)
+        return self._of_scale(difference, ratio, proof)
+
+    def _of_scale(self, difference: Difference, ratio: float, proof: str) -> Cause | None:
+        """The gradient of one process, times something that is neither the number of ranks nor one over it."""
+        step = self._step(difference.update)
+        if math.isfinite(ratio) and self.ranks.is_sharded:
+            root = ", the square root of the number of ranks" if _near(1 / ratio, math.sqrt(self.size)) else ""
+            size = f"{1 / ratio:.4g} times that of the whole gradient{root}"
+            text = f"gradients are clipped (scaled) by a norm that is {size}: it is not made of all shards once"
+            return Cause(text, self._clipping() or step["where"], proof)
+        for value in (math.sqrt(self.size), 1 / math.sqrt(self.size)):
+            if _near(ratio, value):
+                word = "large" if ratio < 1 else "small"
+                text = f"gradients are clipped (scaled) by a norm that is too {word} by the square root of the ranks"
+                return Cause(text, self._clipping() or step["where"], proof)
+        if self.whole.has("clipped") and self.retry("clipping"):
+            return Cause("clipping: the norm is not that of the whole gradient", self._clipping(), "alike without it")
+        text = "gradients are scaled (clipped?) by another number than on one process, before the step"
+        return Cause(text, step["where"], proof)
+
+    def _of_window(self, difference: Difference, shares: Sequence[Shares], step: Event, names: str) -> Cause | None:
+        """The micro-batches of a window are in the gradient in several ways."""
+        if not all(each.fits for each in shares):
+            return self._of_scale(difference, math.nan, "it is not made of the ranks' own gradients")
+        backward = self._backwards(difference.update)
+        what = f" of {names}" if names else ""
+        weights = "; ".join(
+            f"rank {rank}: {[round(weight, 3) for weight in each.weights.reshape(-1).tolist()]}"
+            for rank, each in enumerate(shares)
+        )
+        proof = f"micro-batches are in the gradient by {weights}; each should be by {1 / self.size:.3g}"
+        collective = self._gradient_collective(difference.update)
+        if collective is not None and len(backward) > 1:
+            text = f"gradients{what} that are reduced already are reduced again with the next micro-batch's"
+            return Cause(text, _called(collective), proof)
+        no_sync = self.ranks.first.of("no_sync")
+        if no_sync:
+            text = f"micro-batches of a window{what} are synchronized only in part: no_sync() is left too late or early"
+            return Cause(text, no_sync[0]["where"], proof)
+        return Cause(f"micro-batches of a window{what} are synchronized only in part", step["where"], proof)
+
+    def _of_ranks_own(self, difference: Difference, parts: Parts) -> Cause | None:
+        """Ranks average as they should; what they average is not what one process has."""
+        shares = self._whole_shares(difference.update, parts)
+        constant = shares.constant()
+        backward, own = self._backwards(difference.update), self.whole.first.of("backward")
+        where = backward[-1]["where"] if backward else ""
+        if constant is not None:
+            factor = constant * self.size
+            proof = f"one process has {factor:.4g} times the mean of the ranks' gradients, in all parameters alike"
+            divided = backward[-1]["divisor"] if backward else None
+            alone = next((e["divisor"] for e in own if e["update"] == difference.update), None)
+            if divided and _near(divided / (alone or 1.0), self.size) and _near(factor, self.size):
+                text = "the loss is divided by the number of ranks, and DistributedDataParallel divides once more"
+                return Cause(text, where, proof)
+            if _near(factor, self.size):
+                text = "the loss is a sum over samples: a mean over ranks makes it smaller by their number"
+                return Cause(text, where, proof)
+            return Cause("the loss is scaled by another number than on one process", where, proof)
+        if shares.fits:
+            mean = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.by_rank()))
+            proof = f"one process weighs the ranks' gradients by {mean}; the mean over ranks by {1 / self.size:.3g}"
+            text = "a mean of means: each rank divides its loss by its own count, and the counts differ"
+            return Cause(text, where, proof)
+        return self._of_mixing(difference)
+
+    def _of_mixing(self, difference: Difference) -> Cause | None:
+        """A rank's gradient on its samples is no part of one process' gradient."""
+        read = self._rank_in_module()
+        if read is not None and self.retry("rank in modules"):
+            return read
+        return None
+
+    def _rank_in_module(self) -> Cause | None:
+        for _, event in self.ranks.of("rank read"):
+            text = f"{event['within']} reads the rank, and computes something else on each"
+            return Cause(text, event["where"], "alike where every rank reads 0")
+        return None
+
+    def _whole_shares(self, update: int, parts: Parts) -> Shares:
+        gradient = self.whole.first.load("unclipped", update) or self.whole.first.load("gradients", update)
+        return parts.shares(gradient)
+
+    # -- sharded parameters, clipping, updates
+
+    def _of_sharded(self, difference: Difference) -> Cause | None:
+        read = self._rank_in_module()
+        if read is not None and self.retry("rank in modules"):
+            return read
+        ratio = self._ratio(difference.update)
+        backward = self._backwards(difference.update)
+        where = backward[-1]["where"] if backward else ""
+        if ratio is None:
+            unsynchronized = [event for event in backward if not event["synchronizes"]]
+            if unsynchronized:
+                return Cause("gradients are not reduced: synchronization is off", unsynchronized[-1]["where"])
+            return self._of_shard_factors(difference)
+        proof = f"they are {ratio:.4g} times what one process has, in all parameters alike"
+        if _near(ratio, self.size):
+            return Cause("gradients are summed over the ranks, and not averaged", where, proof)
+        if _near(ratio, 1 / self.size):
+            return Cause("the loss is a sum, or divided by the number of ranks, and a mean over ranks divides again",
+                         where, proof)  # fmt: skip
+        return self._of_scale(difference, ratio, proof)
+
+    def _of_shard_factors(self, difference: Difference) -> Cause | None:
+        """Each rank has scaled its shards by a number of its own."""
+        expected = self.whole.whole("gradients", difference.update)[0]
+        factors = []
+        for rank in self.ranks.ranks:
+            pairs = []
+            for key, value in rank.load("gradients", difference.update).items():
+                reference = expected.get(key)
+                if not isinstance(value, dict) or reference is None:
+                    continue
+                place = tuple(slice(at, at + size) for at, size in zip(value["offset"], value["own"], strict=True))
+                pairs.append((value["part"], reference[place]))
+            factors.append(_factor(pairs))
+        if any(factor is None for factor in factors):
+            return None
+        told = ", ".join(f"{factor:.4g}" for factor in factors)
+        step = self._step(difference.update)
+        text = "each rank clips (scales) its shards by a norm of its own, which is not that of the whole gradient"
+        return Cause(text, self._clipping() or step["where"], f"by rank they are {told} times what one process has")
+
+    def _ratio(self, update: int) -> float | None:
+        """By which factor all gradients differ; None where it is not one factor."""
+        found = self.ranks.whole("gradients", update)
+        expected = self.whole.whole("gradients", update)[0]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for key, reference in expected.items():
+            for part in aligned([values.get(key) for values in found], reference)[:1]:
+                if part is not None and reference is not None and part.shape == reference.shape:
+                    pairs.append((part, reference))
+        return _factor(pairs)
+
+    def _of_clipped(self, difference: Difference) -> Cause | None:
+        norms = [
+            next((e["norm"] for e in rank.of("clipped") if e["update"] == difference.update), None)
+            for rank in (*self.ranks.ranks, self.whole.first)
+        ]
+        *theirs, own = norms
+        told = ", ".join(f"{norm:.4g}" for norm in theirs if norm is not None)
+        proof = f"total norm by rank: {told}; of one process: {own:.4g}" if own is not None and told else ""
+        return Cause("clipping: the norm is not that of the whole gradient", self._clipping(), proof)
+
+    def _clipping(self) -> str:
+        events = self.ranks.first.of("clipped")
+        return str(events[0]["where"]) if events else ""
+
+    def _of_parameters(self, difference: Difference) -> Cause | None:
+        step = self._step(difference.update)
+        proof = "the gradients before the step are alike"
+        if self.ranks.is_sharded or len(difference.ranks) == self.size:
+            text = f"{step['name']} makes another update of alike gradients: on a rank it works on a part (a shard) of "
+            return Cause(f"{text}what it needs whole", step["where"], proof)
+        text = f"{step['name']} updates parameters in another way on rank {difference.ranks[0]}"
+        return Cause(text, step["where"], proof)
+
+    def _of_buffers(self, difference: Difference) -> Cause | None:
+        return Cause(
+            f"the buffer {difference.name} is made of a rank's own samples, and is not averaged over the ranks"
+        )
+
+    def _of_steps(self, difference: Difference) -> Cause | None:
+        batches = [len(rank.of("batch")) for rank in self.ranks.ranks]
+        if len(set(batches)) > 1:
+            told = ", ".join(map(str, batches))
+            return Cause(f"ranks get several numbers of batches ({told}): give all as many, or use Join")
+        return None
+
+    # -- what was seen
+
+    def _step(self, update: int) -> Event:
+        return next(event for event in self.ranks.first.of("step") if event["update"] == update)
+
+    def _backwards(self, update: int) -> list[Event]:
+        return [event for event in self.ranks.first.of("backward") if event["update"] == update]
+
+    def _gradient_collective(self, update: int) -> Event | None:
+        """The collective of the script's own that came behind a backward of this update."""
+        events = [e for e in self.ranks.first.of("collective") if e["update"] == update and e["backwards"]]
+        return next((event for event in events if event["name"] in ("all_reduce", "reduce")), None)
+
+
+def _is_own(shares: Shares, rank: int) -> bool:
+    """Whether a rank's gradient is its own alone."""
+    weights = shares.weights.clone()
+    weights[rank] -= 1.0
+    return shares.fits and bool(weights.abs().max() < 1e-5)
+
+
+def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
+    """The number by which each first tensor is its second one times; None where it is not one number."""
+    top = sum((a.double() * b.double()).sum().item() for a, b in pairs)
+    bottom = sum(b.double().square().sum().item() for _, b in pairs)
+    if not bottom:
+        return None
+    ratio = top / bottom
+    rest = sum((a.double() - ratio * b.double()).square().sum().item() for a, b in pairs)
+    return ratio if rest <= 1e-10 * bottom * ratio**2 else None
+
+
+def _called(event: Event) -> str:
+    """The line of a call, and that from which the function around it was called."""
+    lines = event["stack"][:2]
+    return ", called at ".join(lines) if len(lines) > 1 else str(event["where"])
+
+
+def _near(value: float, wanted: float) -> bool:
+    return abs(value - wanted) < 1e-4 * abs(wanted)

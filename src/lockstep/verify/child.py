@@ -1,0 +1,97 @@
+"""What a process does that runs a script under observation."""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+import sys
+import traceback
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+
+import numpy as np
+import torch
+
+from lockstep.verify import float64
+from lockstep.verify.forwards import Forwards
+from lockstep.verify.functions import Functions
+from lockstep.verify.groups import Groups
+from lockstep.verify.loaders import Loaders
+from lockstep.verify.settings import Settings, is_users, short
+from lockstep.verify.steps import Steps
+from lockstep.verify.trainers import Trainers
+from lockstep.verify.watch import Stop, Watch, put
+
+SEED = 20_260
+"""Of what a script does not seed; ranks have several, as processes have that nobody seeds."""
+
+
+def run(settings: Settings) -> None:
+    """Run the script, and write down how it ended."""
+    watch = Watch(settings)
+    torch.set_num_threads(settings.threads)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(SEED + settings.rank)
+    if settings.float64:
+        float64.enter()
+    forwards = Forwards(watch)
+    for each in (Loaders(watch), forwards, Steps(watch, forwards), Groups(watch), Trainers(settings)):
+        each.install()
+    put(torch, "compile", _as_it_is)
+    try:
+        with Functions(watch):
+            _start(list(settings.words))
+    except Stop:
+        watch.journal.end("done", steps=watch.steps)
+    except SystemExit as error:
+        ended = error.code in (None, 0)
+        watch.journal.end(
+            "ended" if ended else "failed", steps=watch.steps, message=f"exit code {error.code}", where=""
+        )
+    except BaseException as error:
+        if watch.is_done:  # what follows from the early end of an epoch
+            watch.journal.end("done", steps=watch.steps)
+            return
+        traceback.print_exc()
+        watch.journal.end(
+            "failed",
+            steps=watch.steps,
+            message=f"{type(error).__name__}: {error}"[:2000],
+            where=_last_line(error.__traceback__),
+        )
+    else:
+        watch.journal.end("ended", steps=watch.steps)
+
+
+def _as_it_is(model: object = None, *args: object, **kwargs: object) -> object:
+    """In the place of `torch.compile`: rounding of compiled code is another's."""
+    return model if model is not None else lambda function: function
+
+
+def _start(words: list[str]) -> None:
+    """Run a script, or a module, as ``__main__``."""
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv[:] = words
+    path = os.path.abspath(words[0])
+    sys.path[0] = os.path.dirname(path)
+    loader = SourceFileLoader("__main__", path)
+    main = ModuleType("__main__")
+    vars(main).update(__file__=path, __loader__=loader, __spec__=None)
+    sys.modules["__main__"] = main
+    exec(loader.source_to_code(loader.get_data(path), path), vars(main))
+
+
+def _last_line(trace: TracebackType | None) -> str:
+    """The line of the script in which it failed."""
+    found = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if is_users(file):
+            found = f"{short(file)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found

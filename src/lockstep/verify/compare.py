@@ -1,0 +1,332 @@
+"""Compares what N ranks train with what one process trains, step by step; and names what differs first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lockstep.verify.recordings import Event, Recording
+
+SAMPLES = "samples"
+COLLECTIVES = "order of collectives"
+STEPS = "number of steps"
+FIRST = "first parameters"
+RATES = "learning rates"
+GRADIENTS = "gradients"
+CLIPPED = "gradients at the step"
+PARAMETERS = "parameters"
+BUFFERS = "buffers"
+EVALUATION = "evaluation"
+IN_ORDER = (FIRST, SAMPLES, COLLECTIVES, RATES, GRADIENTS, CLIPPED, PARAMETERS, BUFFERS, STEPS, EVALUATION)
+"""What is compared, as it comes in a step."""
+
+EXACT = 1e-9
+"""The largest difference that passes in float64, as part of the largest value of the step."""
+_TINY = 1e-7
+"""A gradient's element below it, as part of the largest, is rounding, of which an optimizer such as Adam may make a
+whole step: such elements of parameters are not compared."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs.
+
+    Attributes:
+        what: one of `IN_ORDER`.
+        step: the optimizer step, from 0; -1 where it is none's.
+        update: the same, counted over all optimizers.
+        name: of the parameter, buffer or sample.
+        ranks: on which it differs.
+        size: largest difference as part of the largest value of its kind; infinite where that means nothing.
+        text: in words, where the numbers do not tell.
+    """
+
+    what: str
+    step: int
+    update: int
+    name: str
+    ranks: tuple[int, ...] = ()
+    size: float = math.inf
+    text: str = ""
+
+    def __str__(self) -> str:
+        when = f"step {self.step}: " if self.step >= 0 else ""
+        ranks = ", ".join(map(str, self.ranks))
+        where = f" on rank{'s' * (len(self.ranks) > 1)} {ranks}" if self.ranks else ""
+        if self.text:
+            return f"{when}{self.text}"
+        return f"{when}{self.what[:-1] if self.what.endswith('s') else self.what} of {self.name}{where}: off by " + (
+            f"{self.size:.2g} of the largest"
+        )
+
+
+@dataclass
+class Comparison:
+    """What two runs have in common, and what not.
+
+    Attributes:
+        differences: all that was found, in the order of steps, the largest first.
+        compared: how much of each kind was compared.
+        largest: the largest difference that passed, by kind.
+        course: by update, the largest difference of gradients, as part of the largest.
+        sizes: by kind and update, the largest difference as part of the largest value.
+        untouched: names of parameters that no gradient reached.
+        vacuous: why a pass would say nothing.
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    compared: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+    course: list[float] = field(default_factory=list)
+    sizes: dict[tuple[str, int], float] = field(default_factory=dict)
+    untouched: list[str] = field(default_factory=list)
+    untouched_share: float = 0.0
+    vacuous: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Difference | None:
+        """What differs first."""
+        return min(self.differences, key=_place, default=None)
+
+    def count(self, what: str, number: int = 1) -> None:
+        """So much of a kind was compared."""
+        self.compared[what] = self.compared.get(what, 0) + number
+
+
+def _place(difference: Difference) -> tuple[float, int, float]:
+    return difference.update, IN_ORDER.index(difference.what), -difference.size
+
+
+Tensors = dict[str, "Tensor | None"]
+Tolerance = Callable[[str, int], float]
+
+
+class Numbers:
+    """Compares the numbers of two runs.
+
+    Args:
+        ranks: the run on N ranks.
+        whole: the run of one process.
+        tolerance: gives the largest difference that passes, for a kind and an update.
+        tiny: elements of gradients below it, as part of the largest, are rounding.
+    """
+
+    def __init__(self, ranks: Recording, whole: Recording, tolerance: Tolerance, tiny: float = _TINY) -> None:
+        self.ranks = ranks
+        self.whole = whole
+        self.tolerance = tolerance
+        self.tiny = tiny
+        self.result = Comparison()
+        self._rounding: dict[str, Tensor] = {}
+
+    def compare(self) -> Comparison:
+        """Compare update by update."""
+        mine = self.whole.first.steps
+        for index, event in enumerate(self.ranks.first.steps):
+            if index >= len(mine) or mine[index]["optimizer"] != event["optimizer"]:
+                break
+            self._step(event, mine[index])
+        self._count_steps()
+        self._look_for_nothing()
+        return self.result
+
+    def _step(self, event: Event, own: Event) -> None:
+        update = event["update"]
+        self._rates(event, own)
+        if event["number"] == 0:
+            self._tensors(FIRST, f"first-{event['optimizer']}", event)
+        unclipped = (self.whole.first.folder / f"unclipped-{update}.pt").exists()
+        unclipped = unclipped and not clips_first(self.ranks, update)
+        if unclipped:
+            self._tensors(GRADIENTS, "unclipped", event)
+        self._tensors(CLIPPED if unclipped else GRADIENTS, "gradients", event)
+        self._note_rounding(update)
+        self._tensors(PARAMETERS, "parameters", event)
+        self._tensors(BUFFERS, "buffers", event)
+
+    # -- learning rates
+
+    def _rates(self, event: Event, own: Event) -> None:
+        self.result.count(RATES)
+        update = event["update"]
+        by_rank = [rank.steps[update]["rates"] for rank in self.ranks.ranks if update < len(rank.steps)]
+        strays = tuple(number for number, rates in enumerate(by_rank) if rates != by_rank[0])
+        if strays:
+            text = f"learning rate {by_rank[0]} on rank 0, {by_rank[strays[0]]} on rank {strays[0]}"
+            self._found(Difference(RATES, event["number"], update, "learning rate", strays, text=text))
+        elif any(abs(a - b) > 1e-9 * abs(b) for a, b in zip(event["rates"], own["rates"], strict=False)):
+            text = f"learning rate {event['rates']} on {len(by_rank)} ranks, {own['rates']} on one process"
+            self._found(Difference(RATES, event["number"], update, "", (), text=text))
+
+    # -- tensors
+
+    def _tensors(self, what: str, file: str, event: Event) -> None:
+        update = event["update"]
+        at = -1 if what == FIRST else update
+        expected = self._load(self.whole, file, at)[0]
+        by_rank = self._load(self.ranks, file, at)
+        members = [rank for rank, values in enumerate(by_rank) if values]  # a rank that joined makes no more steps
+        found = [by_rank[rank] for rank in members]
+        scale = max((_largest(value) for value in expected.values()), default=0.0)
+        if not found or not expected:
+            return
+        worst = 0.0
+        for key, reference in expected.items():
+            parts = [values.get(key) for values in found]
+            sizes = [self._distance(what, key, part, reference, scale) for part in aligned(parts, reference)]
+            strays = tuple(members[at] for at, size in enumerate(sizes) if not size <= self.tolerance(what, update))
+            if what == BUFFERS and 0 not in strays:
+                self.result.count(what)
+                continue  # rank 0's are those that last: a wrapper hands them to the others at the next forward
+            self.result.count(what)
+            if strays:
+                name = event["names"].get(key, key)
+                ranks = strays if len(sizes) == len(members) else tuple(members)
+                self._found(Difference(what, event["number"], update, name, ranks, max(sizes)))
+            else:
+                self.result.largest[what] = max(self.result.largest.get(what, 0.0), *sizes)
+            worst = max(worst, *sizes)
+        self.result.sizes[what, update] = worst
+        if what == GRADIENTS:
+            self.result.course.append(worst)
+
+    def _load(self, recording: Recording, file: str, update: int) -> list[Tensors]:
+        if update >= 0:
+            return recording.whole(file, update)
+        name, _, number = file.rpartition("-")
+        return recording.whole(name, int(number))
+
+    def _distance(self, what: str, key: str, found: Tensor | None, reference: Tensor | None, scale: float) -> float:
+        """How far a value is off, as part of the largest of its kind; a missing gradient is zero."""
+        if found is None or reference is None:
+            return max(_largest(found), _largest(reference)) / (scale or 1.0)
+        if found.shape != reference.shape:
+            return math.inf
+        if not reference.numel():
+            return 0.0
+        difference = (found.double() - reference.double()).abs()
+        if what == PARAMETERS and key in self._rounding and self._rounding[key].shape == difference.shape:
+            difference = difference * ~self._rounding[key]
+        own = max(_largest(reference), _largest(found)) if what == BUFFERS else scale
+        size = difference.max().item()
+        if math.isnan(size):
+            return math.nan if not torch.equal(found.isnan(), reference.isnan()) else 0.0
+        return size / (own or 1.0)
+
+    def _note_rounding(self, update: int) -> None:
+        """Elements whose gradient is rounding may go anywhere, from here on."""
+        gradients = self.whole.whole("gradients", update)[0]
+        scale = max((_largest(value) for value in gradients.values()), default=0.0)
+        for key, value in gradients.items():
+            if value is not None:
+                tiny = (value.abs() < self.tiny * scale) & (value != 0)
+                self._rounding[key] = tiny | self._rounding.get(key, torch.zeros_like(tiny))
+
+    # -- the rest
+
+    def _count_steps(self) -> None:
+        counts = [len(rank.steps) for rank in self.ranks.ranks]
+        own = len(self.whole.first.steps)
+        self.result.count(STEPS, min(counts))
+        if len(set(counts)) > 1:
+            least = min(counts)
+            text = "optimizer steps by rank: " + ", ".join(map(str, counts))
+            self._found(Difference(STEPS, least, least, "steps", tuple(range(len(counts))), text=text))
+        elif own != counts[0]:
+            least = min(own, counts[0])
+            text = f"{counts[0]} optimizer steps on {len(counts)} ranks, {own} on one process"
+            self._found(Difference(STEPS, least, least, "", (), text=text))
+
+    def _look_for_nothing(self) -> None:
+        """Runs that agree because nothing happens in them."""
+        events = self.ranks.first.steps
+        sizes: dict[str, float] = {}
+        elements: dict[str, int] = {}
+        moved = False
+        for event in events:
+            gradients = self.ranks.whole("gradients", event["update"])[0]
+            after = self.ranks.whole("parameters", event["update"])[0]
+            before = self._before(event)
+            for key in event["trainable"]:
+                name = event["names"][key]
+                value = gradients.get(key)
+                sizes[name] = max(sizes.get(name, 0.0), _largest(value))
+                there = after.get(key)
+                elements[name] = 0 if there is None else there.numel()
+                was = before.get(key)
+                moved = moved or (there is not None and was is not None and not torch.equal(there, was))
+        self.result.untouched = [name for name, size in sizes.items() if size == 0.0]
+        whole = sum(elements.values())
+        self.result.untouched_share = sum(elements[name] for name in self.result.untouched) / max(whole, 1)
+        if any(not math.isfinite(size) for size in sizes.values()):
+            self.result.vacuous.append("gradients are not finite")
+        elif sizes and not any(sizes.values()):
+            self.result.vacuous.append("all gradients are zero: no loss reaches a parameter")
+        elif events and not moved:
+            self.result.vacuous.append("no parameter is changed by a step (is the learning rate 0?)")
+        losses = {event["loss"] for event in self.ranks.first.of("backward") if event["loss"] is not None}
+        if len(events) > 1 and len(losses) == 1 and not self.result.vacuous:
+            self.result.vacuous.append(f"the loss is {next(iter(losses)):g} at every step")
+
+    def _before(self, event: Event) -> Tensors:
+        if event["number"] == 0:
+            return self.ranks.whole("first", event["optimizer"])[0]
+        earlier = [each for each in self.ranks.first.steps if each["optimizer"] == event["optimizer"]]
+        return self.ranks.whole("parameters", earlier[event["number"] - 1]["update"])[0]
+
+    def _found(self, difference: Difference) -> None:
+        self.result.differences.append(difference)
+
+
+def clips_first(ranks: Recording, update: int) -> bool:
+    """Whether ranks clip gradients that differ, and make them alike only then."""
+    if ranks.is_sharded:
+        return False
+    before = [rank.load("unclipped", update) for rank in ranks.ranks]
+    after = [rank.load("gradients", update) for rank in ranks.ranks]
+    return not _alike(before) and _alike(after)
+
+
+def _alike(values: Sequence[Tensors]) -> bool:
+    first = values[0]
+    for other in values[1:]:
+        for key, value in first.items():
+            theirs = other.get(key)
+            if value is None or theirs is None:
+                continue
+            if value.shape != theirs.shape or _largest(value - theirs) > 1e-6 * _largest(value):
+                return False
+    return True
+
+
+def aligned(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Tensor | None]:
+    """Values by rank, as they are compared with one process' value: of parts of a tensor the whole.
+
+    Example:
+        >>> [len(each) for each in aligned([torch.ones(2), torch.ones(2)], torch.ones(4))]
+        [4]
+    """
+    there = [part for part in parts if part is not None]
+    if reference is None or len(there) < len(parts) or all(part.shape == reference.shape for part in there):
+        return list(parts)
+    for dim in range(reference.dim()):
+        length = sum(part.shape[dim] for part in there if part.dim() == reference.dim())
+        if length == reference.shape[dim] and all(_fits(part, reference, dim) for part in there):
+            return [torch.cat(there, dim)]
+    flat = torch.cat([part.reshape(-1) for part in there])
+    if flat.numel() >= reference.numel() and all(part.dim() == 1 for part in there):
+        return [flat[: reference.numel()].view(reference.shape)]
+    return list(parts)
+
+
+def _fits(part: Tensor, reference: Tensor, dim: int) -> bool:
+    own, whole = list(part.shape), list(reference.shape)
+    return len(own) == len(whole) and own[:dim] + own[dim + 1 :] == whole[:dim] + whole[dim + 1 :]
+
+
+def _largest(value: Tensor | None) -> float:
+    return 0.0 if value is None or not value.numel() else value.abs().max().item()

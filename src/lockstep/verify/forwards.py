@@ -1,0 +1,266 @@
+"""Sees which modules a script calls and how: through their wrapper or past it, with which inputs, reading ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.modules import module as hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from lockstep.verify.float64 import widened_tree
+from lockstep.verify.loaders import fingerprint
+from lockstep.verify.settings import is_users, location
+from lockstep.verify.watch import Watch, put
+
+_WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+_FORWARDS = 64
+"""Calls of outermost modules that are written down."""
+
+
+class Forwards:
+    """Watches calls of modules, and the wrappers that synchronize them.
+
+    Args:
+        watch: of this process.
+
+    Attributes:
+        roots: modules that were called by no other module, without the wrappers around them.
+        wrapped: modules that a DistributedDataParallel holds, and it.
+        covered: ids of the parameters that such a wrapper synchronizes.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.roots: list[nn.Module] = []
+        self.wrapped: dict[int, DistributedDataParallel] = {}
+        self.covered: set[int] = set()
+        self._wrappers: list[DistributedDataParallel] = []
+        self._noted: set[str] = set()
+        self._forwards = 0
+        self._in_backward = False
+
+    def install(self) -> None:
+        """Put the hooks into torch."""
+        hooks.register_module_forward_pre_hook(self._before)  # type: ignore[arg-type]
+        hooks.register_module_forward_hook(self._after, always_call=True)
+        self._see_wrappers()
+        self._see_ranks()
+        self._see_backwards()
+
+    # -- calls
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        self.watch.depth += 1
+        if self.watch.depth > 1:
+            return None
+        has_parameters = any(True for _ in module.parameters())
+        training = torch.is_grad_enabled() and module.training and has_parameters
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        if all(inner is not root for root in self.roots):
+            self.roots.append(inner)
+        if training:
+            self.watch.begin_training()
+            self._note_call(module, args)
+        return widened_tree(args) if self.watch.settings.float64 else None
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.watch.depth -= 1
+
+    def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if id(module) in self.wrapped:
+            self._once("bypassed", name=type(module).__name__, where=location())
+        if self._forwards >= _FORWARDS:
+            return
+        self._forwards += 1
+        tensors = [leaf for leaf in tree_leaves(args) if type(leaf) is Tensor]
+        self.watch.journal.note(
+            "forward",
+            module=type(module).__name__,
+            inputs=fingerprint([tensor for tensor in tensors if tensor.device.type == "cpu"]) if tensors else "",
+            rows=[len(tensor) for tensor in tensors if tensor.dim()],
+            update=self.watch.updates,
+        )
+
+    def _once(self, kind: str, **what: object) -> None:
+        key = f"{kind} {what}"
+        if key not in self._noted:
+            self._noted.add(key)
+            self.watch.journal.note(kind, update=self.watch.updates, **what)
+
+    # -- wrappers
+
+    def _see_wrappers(self) -> None:
+        made, no_sync = DistributedDataParallel.__init__, DistributedDataParallel.no_sync
+
+        @functools.wraps(made)
+        def init(wrapper: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            made(wrapper, module, *args, **kwargs)
+            self.wrapped[id(module)] = wrapper
+            self._wrappers.append(wrapper)
+            ignored = set(wrapper.parameters_to_ignore)
+            named = module.named_parameters()
+            self.covered |= {id(p) for name, p in named if p.requires_grad and name not in ignored}
+            self.watch.journal.note("wrapped", name=type(module).__name__, where=location())
+
+        @functools.wraps(no_sync)
+        def without(wrapper: DistributedDataParallel) -> Any:
+            self._once("no_sync", where=location())
+            return no_sync(wrapper)
+
+        join = Join.__enter__
+
+        @functools.wraps(join)
+        def joined(context: Join) -> None:
+            self._once("join", where=location())
+            join(context)
+
+        put(Join, "__enter__", joined)
+        put(DistributedDataParallel, "__init__", init)
+        put(DistributedDataParallel, "no_sync", without)
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether no wrapper is told to leave gradients alone at the moment."""
+        return all(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
+
+    # -- the rank, read within a module
+
+    def _see_ranks(self) -> None:
+        fixed = "rank in modules" in self.watch.settings.overrides
+        for home in (dist, dist.distributed_c10d):
+            get_rank: Callable[..., int] = vars(home)["get_rank"]
+
+            @functools.wraps(get_rank)
+            def asked(*args: Any, get_rank: Callable[..., int] = get_rank, **kwargs: Any) -> int:
+                frame = sys._getframe(1)
+                if is_users(frame.f_code.co_filename):
+                    within = _module_of(frame)
+                    if within or self.watch.depth:
+                        self._once("rank read", within=within or "a module's call", where=location(frame))
+                        return 0 if fixed else get_rank(*args, **kwargs)
+                return get_rank(*args, **kwargs)
+
+            put(home, "get_rank", asked)
+
+        self._see_environment(fixed)
+
+    def _see_environment(self, fixed: bool) -> None:
+        read = os._Environ.__getitem__
+
+        def asked(environ: Any, name: str) -> str:
+            value = read(environ, name)
+            if name in ("RANK", "LOCAL_RANK"):
+                frame: FrameType | None = sys._getframe(1)
+                while frame is not None and not is_users(frame.f_code.co_filename) and frame.f_back is not None:
+                    frame = frame.f_back
+                within = _module_of(frame)
+                if within or self.watch.depth:
+                    self._once("rank read", within=within or "a module's call", where=location(frame))
+                    return "0" if fixed else value
+            return str(value)
+
+        put(os._Environ, "__getitem__", asked)
+
+    # -- backward
+
+    def _see_backwards(self) -> None:
+        backward = Tensor.backward
+        run = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def called(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            with self._one_backward(tensor):
+                backward(tensor, *args, **kwargs)
+
+        @functools.wraps(run)
+        def called_alone(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if not is_users(sys._getframe(1).f_code.co_filename):
+                run(tensors, *args, **kwargs)
+                return
+            with self._one_backward(tensors if isinstance(tensors, Tensor) else tensors[0]):
+                run(tensors, *args, **kwargs)
+
+        put(Tensor, "backward", called)
+        put(torch.autograd, "backward", called_alone)
+
+    @contextmanager
+    def _one_backward(self, loss: Tensor) -> Iterator[None]:
+        """Around a call of backward that no other one makes."""
+        if self._in_backward:
+            yield
+            return
+        self._in_backward = True
+        try:
+            self._note_backward(loss)
+            yield
+        finally:
+            self._in_backward = False
+            self.watch.backwards += 1
+
+    def _note_backward(self, loss: Tensor) -> None:
+        self.watch.journal.note(
+            "backward",
+            update=self.watch.updates,
+            number=self.watch.backwards,
+            loss=float(loss.detach()) if loss.numel() == 1 else None,
+            divisor=_divisor(loss),
+            synchronizes=self.synchronizes,
+            where=location(),
+        )
+
+    # -- names
+
+    def names(self) -> dict[int, str]:
+        """Names of parameters, by their ids, without what wrappers add."""
+        found: dict[int, str] = {}
+        models = [root for root in self.roots if any(True for _ in root.parameters())]
+        for root in sorted(models, key=lambda root: -sum(1 for _ in root.parameters())):
+            prefix = f"{type(root).__name__}." if len(models) > 1 else ""
+            for name, parameter in root.named_parameters():
+                found.setdefault(id(parameter), prefix + plain(name))
+        return found
+
+
+def plain(name: str) -> str:
+    """A parameter's name without what wrappers add."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
+    return name
+
+
+def _module_of(frame: FrameType | None) -> str:
+    """The class of the module in whose method a frame is; "" for none. Functions between them count as its own."""
+    for _ in range(4):
+        if frame is None:
+            return ""
+        own = frame.f_locals.get("self")
+        if isinstance(own, nn.Module):
+            return type(own).__name__
+        frame = frame.f_back
+    return ""
+
+
+def _divisor(loss: Tensor) -> float | None:
+    """By what a loss was divided last; None where it was not divided by a number."""
+    node: Any = loss.grad_fn
+    name = type(node).__name__
+    if name == "DivBackward0":
+        other = getattr(node, "_saved_other", None)
+        return float(other) if other is not None and other.numel() == 1 else None
+    if name == "MulBackward0":
+        other = getattr(node, "_saved_other", None)
+        own = getattr(node, "_saved_self", None)
+        factor = other if own is None or own.numel() != 1 else own if other is None else None
+        return 1.0 / float(factor) if factor is not None and factor.numel() == 1 and float(factor) else None
+    return None

@@ -1,0 +1,157 @@
+"""Sees the functions of torch that a script calls: random numbers, dropout, and batch normalization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lockstep.verify import float64
+from lockstep.verify.settings import location
+from lockstep.verify.watch import Watch
+
+_DRAWS = {
+    *("randn", "rand", "randint", "randperm", "randn_like", "rand_like", "randint_like", "normal", "bernoulli"),
+    *("multinomial", "poisson", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_"),
+    *("cauchy_", "geometric_", "rrelu"),
+}
+_DROPOUTS = {
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_"),
+    *("feature_dropout", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"),
+}
+
+
+class Functions(TorchFunctionMode):
+    """Stands before torch's functions.
+
+    Random numbers that are drawn in training are written down by the ranks, and one process gets those of all ranks,
+    put together as the samples are. Dropout is off. Batch normalization takes its statistics from each rank's part of
+    a batch, as unsynchronized ranks do.
+
+    Args:
+        watch: of this process.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+        self._update = -1
+        self._at = 0
+        self._noted: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        call = float64.call if self.watch.settings.float64 else _plainly
+        if name in _DROPOUTS and args and isinstance(args[0], Tensor):
+            return self._without_dropout(func, args, kwargs)
+        if name == "scaled_dot_product_attention":
+            args, kwargs = self._without_attention_dropout(args, kwargs)
+        elif name == "multi_head_attention_forward":
+            args, kwargs = self._without_weight_dropout(args, kwargs)
+        elif name == "batch_norm" and len(self.watch.chunks) > 1:
+            return self._batch_norm(func, args, kwargs)
+        result = call(func, args, kwargs)
+        if name in _DRAWS and isinstance(result, Tensor) and self.watch.is_training and not self.watch.in_loader:
+            return self._drawn(name, result)
+        return result
+
+    # -- random numbers
+
+    def _drawn(self, name: str, result: Tensor) -> Tensor:
+        """A tensor of random numbers: written down, or taken from the ranks."""
+        if self._update != self.watch.updates:
+            self._update, self._at = self.watch.updates, 0
+        file = f"draw-{self._update}-{self._at}.pt"
+        self._at += 1
+        if not self.watch.settings.is_replay:
+            torch.save(result.detach(), self.watch.journal.folder / file)
+            self._note("draw", name, location())
+            return result
+        paths = [Path(folder) / file for folder in self.watch.settings.feed]
+        parts = [torch.load(path) for path in paths if path.exists()]
+        found = _fitting(parts, result)
+        if found is None:
+            self._note("own draw", name, location())
+            return result
+        if found is parts[0] and any(not torch.equal(part, found) for part in parts):
+            self._note("rank 0's draw", name, location())
+        if name.endswith("_"):
+            with torch.no_grad():
+                return result.copy_(found)
+        return found.to(result.dtype)
+
+    def _note(self, kind: str, name: str, where: str) -> None:
+        if f"{kind} {name} {where}" not in self._noted:
+            self._noted.add(f"{kind} {name} {where}")
+            self.watch.journal.note(kind, name=name, where=where, step=self.watch.steps)
+
+    # -- dropout
+
+    def _without_dropout(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+        probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        if training and probability:
+            self._note("dropout", "dropout", location())
+        return args[0]
+
+    def _without_attention_dropout(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(args) > 4 and args[4]:
+            self._note("dropout", "attention", location())
+            return (*args[:4], 0.0, *args[5:]), kwargs
+        if kwargs.get("dropout_p"):
+            self._note("dropout", "attention", location())
+            return args, {**kwargs, "dropout_p": 0.0}
+        return args, kwargs
+
+    def _without_weight_dropout(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        at = 10  # of dropout_p among the arguments
+        if len(args) > at and args[at]:
+            self._note("dropout", "attention", location())
+            return (*args[:at], 0.0, *args[at + 1 :]), kwargs
+        return args, kwargs
+
+    # -- batch normalization
+
+    def _batch_norm(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        batch, total = given.pop("input"), sum(self.watch.chunks)
+        if not given.get("training") or len(batch) % total:
+            return func(*args, **kwargs)
+        self._note("batch norm", "batch_norm", location())
+        rows = [chunk * (len(batch) // total) for chunk in self.watch.chunks]
+        mean, var = given.pop("running_mean", None), given.pop("running_var", None)
+        parts = []
+        first = 0 if self.watch.settings.feed[0].endswith("rank-0") else len(rows) - 1
+        for at, part in enumerate(batch.split(rows)):
+            # the statistics that are kept are rank 0's, which its model has at the end
+            kept = (mean, var) if at == first else (None, None)
+            parts.append(func(part, *kept, **given))
+        return torch.cat(parts)
+
+
+def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _fitting(parts: list[Tensor], own: Tensor) -> Tensor | None:
+    """What ranks drew, in the place of what one process drew; None where it does not fit."""
+    if not parts:
+        return None
+    if all(part.shape == own.shape for part in parts):
+        return parts[0]
+    one_row = all(part.dim() and part.shape[1:] == own.shape[1:] for part in parts) and own.dim()
+    if one_row and sum(len(part) for part in parts) == len(own):
+        return torch.cat(parts)
+    return None

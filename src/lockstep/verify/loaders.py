@@ -1,0 +1,372 @@
+"""What loaders give: written down sample by sample in a run on ranks, and put together for the run of one process."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_convert
+from torch.utils.data.distributed import DistributedSampler
+
+from lockstep.verify.float64 import widened_tree
+from lockstep.verify.settings import location
+from lockstep.verify.watch import Stop, Watch, put
+
+_SHOWN_AFTER = 8
+"""Batches from the beginning, and from the end, that an evaluation gets once the steps are made."""
+
+_ORDER = 100_000
+"""Samples of an epoch's order that are written down."""
+
+
+def fingerprint(sample: object) -> str:
+    """A few letters for the content of a sample; "" where it cannot be read."""
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        _digest(sample, digest.update)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
+        return ""
+    return digest.hexdigest()
+
+
+def _digest(value: Any, update: Callable[[bytes], None]) -> None:
+    if isinstance(value, Tensor):
+        update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key in value:
+            update(str(key).encode())
+            _digest(value[key], update)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _digest(each, update)
+    else:
+        update(pickle.dumps(value))
+
+
+class Loaders:
+    """Stands in for the iteration of every loader.
+
+    Args:
+        watch: of this process.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._iterated: dict[int, int] = {}  # id of a loader -> its number, in the order of first iterations
+        self._iterations: dict[int, int] = {}
+        self._made: dict[int, int] = {}
+        self._kept: list[object] = []  # no other loader gets the id of one that is gone
+        self._lengths = _recorded_lengths(watch) if watch.settings.is_replay else {}
+        self._training: set[int] = set()
+
+    def install(self) -> None:
+        """Put it in the place of torch's methods."""
+        made, length = DataLoader.__init__, DataLoader.__len__
+
+        @functools.wraps(made)  # Lightning reads its signature
+        def init(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+            self._made.setdefault(id(loader), len(self._made))
+            self._kept.append(loader)
+            made(loader, *args, **kwargs)
+
+        def len_(loader: DataLoader[Any]) -> int:
+            number = self._made.get(id(loader), -1)
+            if number in self._lengths:
+                return self._lengths[number]
+            found = length(loader)
+            if not self.watch.settings.is_replay:
+                self.watch.journal.note("length", loader=number, length=found)
+            return found
+
+        def iter_(loader: DataLoader[Any]) -> Iterator[Any]:
+            return self._iterate(loader)
+
+        put(DataLoader, "__init__", init)
+        put(DataLoader, "__len__", len_)
+        put(DataLoader, "__iter__", iter_)
+
+    def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        number = self._iterated.setdefault(id(loader), len(self._iterated))
+        if self.watch.is_done and number in self._training:
+            with self.watch.inside_loader():
+                self._note_order(loader, number)
+            raise Stop
+        iteration = self._iterations[number] = self._iterations.get(number, -1) + 1
+        if self.watch.settings.is_replay:
+            return self._tracked(number, self._replayed(loader, number, iteration))
+        self._describe(loader, number, iteration)
+        return self._tracked(number, self._recorded(loader, number, iteration))
+
+    def _tracked(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches; an epoch of training ends when the steps are made."""
+        before, at = self.watch.steps, 0
+        while True:
+            if self.watch.steps > before:
+                self._training.add(number)
+                if self.watch.is_done:
+                    batches.close()  # type: ignore[attr-defined]
+                    return
+            with self.watch.inside_loader():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            self.watch.begin_training()
+            self._share_randomness(number, at)
+            at += 1
+            yield widened_tree(batch) if self.watch.settings.float64 else batch
+
+    def _share_randomness(self, number: int, at: int) -> None:
+        """Python's and NumPy's random numbers of a step: rank 0's are those of one process, too."""
+        name = f"random-{number}-{self._iterations[number]}-{at}.pkl"
+        if "randomness" in self.watch.settings.overrides:
+            random.seed(at)
+            np.random.seed(at)
+        elif not self.watch.settings.is_replay:
+            state = random.getstate(), np.random.get_state()
+            (self.watch.journal.folder / name).write_bytes(pickle.dumps(state))
+        else:
+            path = self.watch.settings.folder_of_ranks / "rank-0" / name
+            if path.exists():
+                own, numpys = pickle.loads(path.read_bytes())
+                random.setstate(own)
+                np.random.set_state(numpys)
+
+    # -- recording
+
+    def _describe(self, loader: DataLoader[Any], number: int, iteration: int) -> None:
+        """Note what is known of a loader's order before it is iterated."""
+        dataset, sampler = loader.dataset, loader.sampler
+        sized = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
+        batches = loader.batch_sampler if loader.batch_sampler is not None else sampler
+        own = None if type(batches) is BatchSampler else type(batches).__name__
+        drawn = _length(sampler) if own is None else None
+        self.watch.journal.note(
+            "iteration",
+            loader=number,
+            iteration=iteration,
+            dataset=type(dataset).__name__,
+            size=_length(dataset) if sized else None,
+            sampler=own or type(sampler).__name__,
+            drawn=drawn,
+            batch_size=loader.batch_size,
+            replacement=bool(getattr(sampler, "replacement", False)),
+            shared_out=isinstance(sampler, DistributedSampler),
+            shuffles=bool(getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler")),
+            epoch=getattr(sampler, "epoch", None),
+            probe=self._probe(dataset) if sized and iteration == 0 else None,
+            grad=torch.is_grad_enabled(),
+            step=self.watch.steps,
+            where=location(),
+        )
+
+    def _probe(self, dataset: Any) -> str:
+        """The fingerprint of a data set's first sample: have ranks the same data?"""
+        states = torch.get_rng_state(), random.getstate()
+        torch.manual_seed(0)
+        random.seed(0)
+        try:
+            return fingerprint(dataset[0])
+        except Exception:  # whatever a data set of the user's raises: its own iteration shows it
+            return ""
+        finally:
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+
+    def _recorded(self, loader: DataLoader[Any], number: int, iteration: int) -> Iterator[Any]:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch's iterators do
+        source = _stream(loader) if isinstance(loader.dataset, IterableDataset) else _indexed(loader)
+        at = 0
+        pending: Iterator[Any] = source
+        while True:
+            if at == _SHOWN_AFTER and self.watch.is_done and not isinstance(loader.dataset, IterableDataset):
+                pending = iter(list(pending)[-_SHOWN_AFTER:])
+            found = next(pending, None)
+            if found is None:
+                self.watch.journal.note("iterated", loader=number, iteration=iteration, batches=at)
+                return
+            indices, fetch = found
+            samples = fetch()
+            if samples is None:
+                self.watch.journal.note("iterated", loader=number, iteration=iteration, batches=at)
+                return
+            whole = loader.batch_sampler is None and loader.batch_size is None
+            self._write(samples, number, iteration, at, indices, whole)
+            at += 1
+            try:
+                yield loader.collate_fn(samples[0] if whole else samples)
+            except GeneratorExit:
+                self._note_rest(pending, number, iteration)
+                raise
+
+    def _write(
+        self, samples: list[Any], number: int, iteration: int, at: int, indices: list[int] | None, whole: bool
+    ) -> None:
+        path = self.watch.journal.folder / _name(number, iteration, at)
+        why = ""
+        try:
+            torch.save({"samples": samples, "whole": whole}, path)
+        except Exception as error:  # whatever cannot be pickled
+            path.unlink(missing_ok=True)
+            why = f"{type(error).__name__}: {error}"
+        self.watch.journal.note(
+            "batch",
+            loader=number,
+            iteration=iteration,
+            batch=at,
+            indices=indices,
+            prints=[fingerprint(sample) for sample in samples],
+            step=self.watch.steps,
+            grad=torch.is_grad_enabled(),
+            unwritten=why,
+        )
+
+    def _note_rest(self, pending: Iterator[Any], number: int, iteration: int) -> None:
+        """The order in which the rest of an epoch would have come."""
+        try:
+            rest = [index for indices, _ in itertools.islice(pending, _ORDER) for index in indices or ()]
+        except Exception:
+            return
+        self.watch.journal.note("rest", loader=number, iteration=iteration, indices=rest[:_ORDER])
+
+    def _note_order(self, loader: DataLoader[Any], number: int) -> None:
+        """The order of the epoch that would have come next."""
+        if self.watch.settings.is_replay or isinstance(loader.dataset, IterableDataset):
+            return
+        iteration = self._iterations[number] + 1
+        self._describe(loader, number, iteration)
+        order = itertools.islice(_indexed(loader), _ORDER)
+        indices = [index for found, _ in order for index in found or ()][:_ORDER]
+        self.watch.journal.note("order", loader=number, iteration=iteration, indices=indices)
+
+    # -- replay
+
+    def _replayed(self, loader: DataLoader[Any], number: int, iteration: int) -> Iterator[Any]:
+        seen: set[str] = set()
+        for at in itertools.count():
+            name = _name(number, iteration, at)
+            paths = [Path(folder) / name for folder in self.watch.settings.feed]
+            parts = [torch.load(path, weights_only=False) for path in paths if path.exists()]
+            if not parts:
+                return
+            if number in self.watch.settings.once:
+                parts = _once(parts, seen)
+            self.watch.chunks = tuple(len(part["samples"]) for part in parts)
+            if not parts[0]["whole"]:
+                yield loader.collate_fn([sample for part in parts for sample in part["samples"]])
+                continue
+            convert = loader.collate_fn or default_convert
+            batches = [convert(part["samples"][0]) for part in parts]
+            self.watch.chunks = tuple(_rows(batch) for batch in batches)
+            yield joined(batches)
+
+
+def _once(parts: list[dict[str, Any]], seen: set[str]) -> list[dict[str, Any]]:
+    """The parts of a batch without samples that were seen before."""
+    for part in parts:
+        prints = [fingerprint(sample) for sample in part["samples"]]
+        part["samples"] = [s for s, text in zip(part["samples"], prints, strict=True) if text not in seen]
+        seen.update(prints)
+    return [part for part in parts if part["samples"]] or parts[:1]
+
+
+def _rows(batch: Any) -> int:
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
+def joined(batches: list[Any]) -> Any:
+    """Batches as one: tensors behind each other along their first dimension.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    flat = [tree_flatten(batch) for batch in batches]
+    if any(spec != flat[0][1] for _, spec in flat):
+        raise ValueError("batches of several shapes cannot be put together")
+    leaves = []
+    for parts in zip(*(leaves for leaves, _ in flat), strict=True):
+        first = parts[0]
+        if isinstance(first, Tensor) and first.dim():
+            leaves.append(torch.cat(parts))
+        elif all(bool(part == first) for part in parts):
+            leaves.append(first)
+        else:
+            raise ValueError(f"values of type {type(first).__name__} that differ cannot be put together")
+    return tree_unflatten(leaves, flat[0][1])
+
+
+def _name(number: int, iteration: int, at: int) -> str:
+    return f"batch-{number}-{iteration}-{at}.pt"
+
+
+def _length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except TypeError:
+        return None
+
+
+def _recorded_lengths(watch: Watch) -> dict[int, int]:
+    """What `len` gave for the loaders of the run on ranks, by the order in which they were made."""
+    lengths: dict[int, int] = {}
+    with (watch.settings.folder_of_ranks / "rank-0" / "events.jsonl").open() as events:
+        for line in events:
+            if '"length"' in line:
+                event = json.loads(line)
+                if event["kind"] == "length" and event["loader"] >= 0:
+                    lengths[event["loader"]] = event["length"]
+    return lengths
+
+
+Fetch = Callable[[], list[Any] | None]
+
+
+def _indexed(loader: DataLoader[Any]) -> Iterator[tuple[list[int] | None, Fetch]]:
+    """The batches of a data set with indices: each with them, and a function that fetches the samples."""
+    dataset: Any = loader.dataset
+    if loader.batch_sampler is None and loader.batch_size is None:
+        for index in loader.sampler:
+            yield _plain([index]), lambda index=index: [dataset[index]]  # type: ignore[misc]
+        return
+    for indices in loader.batch_sampler:  # type: ignore[union-attr]
+        yield _plain(indices), lambda indices=indices: _fetched(dataset, indices)  # type: ignore[misc]
+
+
+def _fetched(dataset: Any, indices: list[Any]) -> list[Any]:
+    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        return list(dataset.__getitems__(indices))
+    return [dataset[index] for index in indices]
+
+
+def _plain(indices: Any) -> list[int] | None:
+    """Indices as numbers; None where they are something else."""
+    try:
+        return [int(index) for index in indices]
+    except (TypeError, ValueError):
+        return None
+
+
+def _stream(loader: DataLoader[Any]) -> Iterator[tuple[list[int] | None, Fetch]]:
+    """The batches of an iterable data set."""
+    samples = iter(loader.dataset)
+    size = loader.batch_size
+
+    def fetch() -> list[Any] | None:
+        found = list(itertools.islice(samples, size or 1))
+        if not found or (loader.drop_last and size is not None and len(found) < size):
+            return None
+        return found
+
+    while True:
+        yield None, fetch

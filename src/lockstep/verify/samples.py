@@ -1,0 +1,279 @@
+"""Compares which samples the ranks saw: each once, none on two ranks, no epoch in the order of the one before."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.verify.compare import EVALUATION, SAMPLES, Difference
+from lockstep.verify.recordings import Event, Recording
+
+_FEW = 8
+"""Samples from which on two equal orders are no chance."""
+
+
+@dataclass
+class SampleFindings:
+    """What was found about samples.
+
+    Attributes:
+        differences: with the cause of each.
+        notes: what is so by nature: repeated samples that fill up an epoch, samples drawn with replacement.
+        vacuous: why a comparison says nothing.
+        compared: how many batches were looked at.
+        trains: numbers of the loaders whose samples were trained on.
+        shares_inputs: whether all ranks calculated with the same inputs.
+    """
+
+    differences: list[tuple[Difference, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    vacuous: list[str] = field(default_factory=list)
+    compared: int = 0
+    trains: set[int] = field(default_factory=set)
+    shares_inputs: bool = False
+    padded: list[tuple[int, str, int]] = field(default_factory=list)
+
+
+class Samples:
+    """Looks at the samples of a run on several ranks.
+
+    Args:
+        ranks: the run.
+        splits_model: whether ranks hold parts of a model, and mean to calculate with the same samples.
+    """
+
+    def __init__(self, ranks: Recording, splits_model: bool) -> None:
+        self.ranks = ranks
+        self.splits_model = splits_model
+        self.found = SampleFindings()
+
+    def look(self) -> SampleFindings:
+        """Look at every loader."""
+        self.found.trains = _training_loaders(self.ranks)
+        self.found.shares_inputs = self._shares_inputs()
+        loaders = {event["loader"] for _, event in self.ranks.of("iteration")}
+        for number in sorted(loaders):
+            self._look_at(number)
+        if not loaders and self.found.shares_inputs and not self.splits_model:
+            self.found.vacuous.append("all ranks gave their models the same inputs, which come from no DataLoader")
+        return self.found
+
+    def _look_at(self, number: int) -> None:
+        batches = [[event for event in rank.of("batch") if event["loader"] == number] for rank in self.ranks.ranks]
+        described = [
+            [event for event in rank.of("iteration", "order") if event["loader"] == number] for rank in self.ranks.ranks
+        ]
+        if not all(batches) or number not in self.found.trains:
+            self._look_at_evaluation(number, described)
+            return
+        self.found.compared += sum(len(each) for each in batches)
+        first = described[0][0]
+        seen = {text for each in batches[0] for text in each["prints"] if text}
+        size = first["size"]
+        if size is not None and size < 2 * len(self.ranks.ranks):
+            self.found.vacuous.append(f"the data set has {size} samples, too few for {len(self.ranks.ranks)} ranks")
+        elif len(seen) == 1 and len(batches[0]) > 1:
+            self.found.vacuous.append("all samples are the same")
+        if self.splits_model:
+            self.found.notes.append("ranks hold parts of a model, and calculate with the same samples")
+        elif self._same_everywhere(batches):
+            self._all_the_same(batches, first)
+        else:
+            self._overlap(number, batches, described)
+        self._order(number, described)
+        self._lengths(number, first)
+
+    # -- ranks that read the same
+
+    def _same_everywhere(self, batches: Sequence[Sequence[Event]]) -> bool:
+        common = min(len(each) for each in batches)
+        prints = [[event["prints"] for event in each[:common]] for each in batches]
+        return all(each == prints[0] for each in prints) and bool(prints[0]) and any(prints[0][0])
+
+    def _all_the_same(self, batches: Sequence[Sequence[Event]], first: Event) -> None:
+        if not self.found.shares_inputs:
+            self.found.notes.append("every rank reads each batch whole, and calculates with its part")
+            return
+        event = batches[0][0]
+        ranks = tuple(range(len(batches)))
+        text = f"sample {_sample(event, 0)} and all others are given to every rank"
+        self.found.differences.append(
+            (
+                Difference(SAMPLES, 0, 0, _sample(event, 0), ranks, text=text),
+                f"all ranks read the same data: {_sampler(first)} gives each of {len(ranks)} ranks the same samples "
+                f"({first['where']}): give the loader a DistributedSampler",
+            )
+        )
+
+    def _shares_inputs(self) -> bool:
+        """Whether the models of all ranks got the same inputs, as far as they are known."""
+        by_rank = [[event["inputs"] for event in rank.of("forward")] for rank in self.ranks.ranks]
+        common = min(len(each) for each in by_rank)
+        known = [each[:common] for each in by_rank]
+        return all(each == known[0] for each in known) and any(known[0])
+
+    def _overlap(self, number: int, batches: Sequence[Sequence[Event]], described: Sequence[Sequence[Event]]) -> None:
+        first = described[0][0]
+        if first["replacement"]:
+            self.found.notes.append(f"{_sampler(first)} draws with replacement: a sample may come on several ranks")
+            return
+        own = {each[0]["probe"] for each in described}
+        if first["size"] is None or len(own) > 1 or batches[0][0]["indices"] is None:
+            self._overlap_of_prints(batches, first)
+            return
+        epochs = [self._epoch(number, 0, rank) for rank in range(len(batches))]
+        self._overlap_of_indices(batches, epochs, first)
+
+    def _epoch(self, number: int, iteration: int, rank: int) -> list[int]:
+        """The indices of an epoch on a rank, those that were not reached included."""
+        found: list[int] = []
+        for event in self.ranks.ranks[rank].of("batch", "rest", "order"):
+            if event["loader"] == number and event["iteration"] == iteration:
+                found.extend(event["indices"] or ())
+        return found
+
+    def _overlap_of_indices(
+        self, batches: Sequence[Sequence[Event]], epochs: Sequence[list[int]], first: Event
+    ) -> None:
+        ranks = len(epochs)
+        owners: dict[int, set[int]] = defaultdict(set)
+        for rank, indices in enumerate(epochs):
+            for index in indices:
+                owners[index].add(rank)
+        shared = [index for index, own in owners.items() if len(own) > 1]
+        filling = ranks * (first["batch_size"] or 1)
+        if len(shared) >= max(1, min(filling, min(len(each) for each in epochs) // 2 + 1)) and len(shared) >= ranks:
+            index = next((i for event in batches[0] for i in event["indices"] if i in set(shared)), shared[0])
+            which = tuple(sorted(owners[index]))
+            text = f"sample {index} comes on ranks {', '.join(map(str, which))} in one epoch ({len(shared)} do)"
+            cause = (
+                f"every rank goes through the whole data set: {_sampler(first)} does not share it out over the ranks "
+                f"({first['where']}): give the loader a DistributedSampler"
+            )
+            self.found.differences.append((Difference(SAMPLES, 0, 0, str(index), which, text=text), cause))
+            return
+        if shared:
+            self.found.notes.append(
+                f"{_sampler(first)} repeats {len(shared)} sample(s) at the end of an epoch to give all ranks as many"
+            )
+        self._lost(owners, first, ranks)
+
+    def _lost(self, owners: dict[int, set[int]], first: Event, ranks: int) -> None:
+        if not first["shared_out"] or first["size"] is None:
+            return
+        lost = first["size"] - len(owners)
+        if lost > ranks * (first["batch_size"] or 1) and lost > 0.05 * first["size"]:
+            missing = next(index for index in range(first["size"]) if index not in owners)
+            text = f"sample {missing} comes on no rank ({lost} of {first['size']} do not)"
+            cause = (
+                f"the sampler shares the data out over more ranks than there are ({first['where']}): give it "
+                "num_replicas=dist.get_world_size()"
+            )
+            self.found.differences.append((Difference(SAMPLES, 0, 0, str(missing), text=text), cause))
+        elif lost > 0:
+            self.found.notes.append(f"{lost} sample(s) of {first['size']} are left out at the end of an epoch")
+
+    def _overlap_of_prints(self, batches: Sequence[Sequence[Event]], first: Event) -> None:
+        """Samples that are known by their content alone."""
+        counts = [Counter(text for event in each for text in event["prints"] if text) for each in batches]
+        drawn = min(sum(each.values()) for each in counts)
+        own = all(len(each) > 0.9 * sum(each.values()) for each in counts)
+        for rank, each in enumerate(counts[1:], 1):
+            shared = set(counts[0]) & set(each)
+            if own and drawn >= _FEW and len(shared) > drawn / 2:
+                text = f"{len(shared)} of {drawn} samples come on ranks 0 and {rank}"
+                cause = (
+                    f"the data set {first['dataset']} gives every rank the same samples ({first['where']}): let each "
+                    "rank take every N-th, from its own on"
+                )
+                self.found.differences.append((Difference(SAMPLES, 0, 0, "", (0, rank), text=text), cause))
+                return
+
+    def _lengths(self, number: int, first: Event) -> None:
+        """Epochs that have other lengths on other ranks."""
+        if self.ranks.has("join"):
+            return
+        ends: dict[int, dict[int, int]] = defaultdict(dict)
+        for rank, event in self.ranks.of("iterated"):
+            if event["loader"] == number:
+                ends[event["iteration"]][rank] = event["batches"]
+        for iteration, counts in sorted(ends.items()):
+            if len(counts) == len(self.ranks.ranks) and len(set(counts.values())) > 1:
+                told = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(counts.items()))
+                text = f"epoch {iteration} has other numbers of batches on other ranks ({told})"
+                cause = (
+                    f"ranks get several numbers of batches ({first['where']}): give all as many (DistributedSampler), "
+                    "or train within Join"
+                )
+                at = min(counts.values())
+                self.found.differences.append((Difference(SAMPLES, at, at, "", tuple(counts), text=text), cause))
+                return
+
+    # -- the order of epochs
+
+    def _order(self, number: int, described: Sequence[Sequence[Event]]) -> None:
+        first = described[0][0]
+        epochs = [self._epoch(number, iteration, 0) for iteration in (0, 1)]
+        length = min(len(each) for each in epochs)
+        if not first["shuffles"] or length < _FEW or epochs[0][:length] != epochs[1][:length]:
+            return
+        at = sum(1 for event in self.ranks.first.of("batch") if event["loader"] == number and not event["iteration"])
+        text = "epoch 1 comes in the same order as epoch 0"
+        cause = f"{_sampler(first)} is not told the epoch: call sampler.set_epoch(epoch) before each ({first['where']})"
+        if not first["shared_out"]:
+            cause = f"{_sampler(first)} draws each epoch's order from the same seed ({first['where']})"
+        step = self.ranks.first.of("batch")[-1]["step"]
+        self.found.differences.append((Difference(SAMPLES, step, max(at, step), "", text=text), cause))
+
+    # -- evaluation
+
+    def _look_at_evaluation(self, number: int, described: Sequence[Sequence[Event]]) -> None:
+        if not all(described):
+            return
+        first = described[0][0]
+        if not first["shared_out"]:
+            return
+        epochs = [self._epoch(number, 0, rank) for rank in range(len(described))]
+        counts = Counter(index for indices in epochs for index in indices)
+        again = [index for index, count in counts.items() if count > 1]
+        if again:
+            self.found.padded.append((number, first["where"], again[0]))
+
+    def padding(self) -> Iterator[tuple[Difference, str]]:
+        """Samples that are counted twice in an evaluation."""
+        for _, where, index in self.found.padded:
+            text = f"in evaluation sample {index} comes on several ranks"
+            cause = (
+                f"DistributedSampler repeats samples to give all ranks as many, and they are counted twice in the "
+                f"metrics ({where}): leave them out, or evaluate on each rank samples[rank::world_size]"
+            )
+            step = len(self.ranks.first.steps)
+            yield Difference(EVALUATION, step, step, str(index), text=text), cause
+
+
+def _training_loaders(ranks: Recording) -> set[int]:
+    """Numbers of the loaders between whose batches a backward ran."""
+    found: set[int] = set()
+    for rank in ranks.ranks:
+        newest: int | None = None
+        open_ones: set[int] = set()
+        for event in rank.events:
+            if event["kind"] == "batch":
+                newest = event["loader"]
+                open_ones.add(newest)
+            elif event["kind"] == "iterated":
+                open_ones.discard(event["loader"])
+            elif event["kind"] == "backward" and newest is not None:
+                found |= open_ones
+                found.add(newest)
+    return found
+
+
+def _sample(event: Event, position: int) -> str:
+    indices = event["indices"]
+    return str(indices[position]) if indices else event["prints"][position]
+
+
+def _sampler(described: Event) -> str:
+    return str(described["sampler"])

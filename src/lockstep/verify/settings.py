@@ -1,0 +1,132 @@
+"""What a process that runs a script under observation is told, and where it writes what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_HERE = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one process is told.
+
+    Attributes:
+        words: the script and its arguments; or ``-m``, a module and its arguments.
+        folder: where all processes of this run write.
+        rank: of this process.
+        world: how many processes there are.
+        steps: optimizer steps after which the script is stopped.
+        float64: whether all floating-point numbers are float64.
+        feed: folders of the ranks whose samples this process is fed, in the order in which they are put together.
+        overrides: what is switched off or told otherwise: "clipping", "rank in modules", "randomness", "world size".
+        once: loaders of which a sample that comes on several ranks is fed once.
+        threads: how many threads torch takes.
+    """
+
+    words: tuple[str, ...]
+    folder: str
+    rank: int = 0
+    world: int = 1
+    steps: int = 5
+    float64: bool = True
+    feed: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    once: tuple[int, ...] = ()
+    threads: int = 1
+
+    @property
+    def own_folder(self) -> Path:
+        """The folder of this rank."""
+        return Path(self.folder) / f"rank-{self.rank}"
+
+    @property
+    def folder_of_ranks(self) -> Path:
+        """The folder of the run whose samples are fed."""
+        return Path(self.feed[0]).parent
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the samples come from a recording."""
+        return bool(self.feed)
+
+    def write(self) -> str:
+        """Write the settings into the rank's folder, and give the path."""
+        self.own_folder.mkdir(parents=True, exist_ok=True)
+        path = self.own_folder / "settings.json"
+        path.write_text(json.dumps(asdict(self)))
+        return str(path)
+
+    @classmethod
+    def read(cls, path: str) -> Settings:
+        """The settings that `write` left."""
+        found: dict[str, Any] = json.loads(Path(path).read_text())
+        values: dict[str, Any] = {}
+        for name, value in found.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+
+@dataclass
+class Journal:
+    """The events of a rank, a line each, written at once: the process may be killed at any moment."""
+
+    folder: Path
+    _events: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._events = open(self.folder / "events.jsonl", "w", buffering=1)  # noqa: SIM115
+
+    def note(self, kind: str, **what: object) -> None:
+        """Write an event."""
+        self._events.write(json.dumps({"kind": kind, **what}) + "\n")
+
+    def end(self, status: str, **what: object) -> None:
+        """Write how the process ended; nothing is noted after it."""
+        (self.folder / "end.json").write_text(json.dumps({"status": status, **what}))
+        self._events.flush()
+
+
+def location(frame: FrameType | None = None) -> str:
+    """``file:line`` of the user's code that is being run: the innermost frame outside of packages; "" for none."""
+    frame = sys._getframe(1) if frame is None else frame
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def stack() -> list[str]:
+    """The lines of the user's code that are being run, the innermost first."""
+    found: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            found.append(f"{short(frame.f_code.co_filename)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return found
+
+
+def short(file: str) -> str:
+    """A file's path, relative to the current folder if it lies in it."""
+    path = os.path.relpath(file)
+    return file if path.startswith("..") else path
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is the user's own, and no package's, Python's or lockstep's."""
+    if file.startswith(("<", _HERE)) or "site-packages" in file:
+        return False
+    return not file.startswith((_PACKAGE, _PYTHON))
+
+
+_PACKAGE = str(Path(_HERE).parent) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep

@@ -1,0 +1,396 @@
+"""Runs a script on N ranks and as one process, compares the two, and gives the certificate."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lockstep.verify import refusals
+from lockstep.verify.causes import Cause, Causes
+from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate, Row
+from lockstep.verify.compare import (
+    EXACT,
+    GRADIENTS,
+    IN_ORDER,
+    RATES,
+    SAMPLES,
+    STEPS,
+    Comparison,
+    Difference,
+    Numbers,
+    Tolerance,
+)
+from lockstep.verify.diagnose import Parts, strided_sums
+from lockstep.verify.processes import Patience, Server, run
+from lockstep.verify.recordings import RankRecording, Recording
+from lockstep.verify.samples import SampleFindings, Samples
+from lockstep.verify.settings import Settings
+
+_SPREAD = 30.0
+"""How many times the spread of rounding passes."""
+_OWN_PRECISION = 1e-5
+"""The least that passes where a script calculates in its own precision."""
+_CERTAIN = 1e-5
+"""A difference above it is no rounding of float64, and one below it is compared with the spread of rounding."""
+_UNTOUCHED = 0.1
+"""The part of a model's elements that may get no gradient."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be verified.
+
+    Attributes:
+        words: the script and its arguments, or ``-m`` and a module with its.
+        devices: ranks.
+        steps: optimizer steps.
+        patience: how long a run may take.
+        keep: a folder for the recordings; None: they go.
+    """
+
+    words: tuple[str, ...]
+    devices: int = 2
+    steps: int = 5
+    patience: Patience = field(default_factory=Patience)
+    keep: Path | None = None
+
+
+@dataclass
+class Found:
+    """What is known so far.
+
+    Attributes:
+        differences: with their causes, where those are known already.
+        nature: what differs by nature.
+        reasons: why it cannot be told.
+    """
+
+    differences: list[tuple[Difference, Cause | None]] = field(default_factory=list)
+    nature: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+
+def verify(request: Request) -> Certificate:
+    """Run, compare, and certify."""
+    begun = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-")) if request.keep is None else request.keep
+    try:
+        with Server() as server:
+            certificate = Verification(request, folder, server).certify()
+    finally:
+        if request.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return replace(certificate, seconds=round(time.monotonic() - begun, 1))
+
+
+class Verification:
+    """One script on one number of ranks.
+
+    Args:
+        request: what is asked for.
+        folder: where recordings go.
+        server: starts processes.
+    """
+
+    def __init__(self, request: Request, folder: Path, server: Server) -> None:
+        self.request = request
+        self.server = server
+        self.folder = folder
+        self.float64 = True
+        self.found = Found()
+        self._runs = 0
+
+    # -- runs
+
+    def _run(self, name: str, settings: Settings) -> Recording:
+        self._runs += 1
+        settings = replace(settings, folder=str(self.folder / f"{self._runs}-{name}"))
+        endings = run(self.server, settings, self.request.patience)
+        ranks = [replace(settings, rank=rank) for rank in range(settings.world)]
+        pairs = zip(ranks, endings, strict=True)
+        return Recording(tuple(RankRecording(each.own_folder, ending) for each, ending in pairs))
+
+    def on_ranks(self, *overrides: str) -> Recording:
+        """Run the script on all ranks."""
+        return self._run("ranks", replace(self._settings(), world=self.request.devices, overrides=overrides))
+
+    def on_one(self, ranks: Recording, *overrides: str, order: tuple[int, ...] = ()) -> Recording:
+        """Run the script as one process, which is fed what the ranks were."""
+        feed = tuple(str(ranks.ranks[rank].folder) for rank in order or range(self.request.devices))
+        return self._run("one", replace(self._settings(), feed=feed, overrides=overrides))
+
+    def _settings(self) -> Settings:
+        return Settings(self.request.words, "", steps=self.request.steps, float64=self.float64)
+
+    # -- the verdict
+
+    def certify(self) -> Certificate:
+        """The certificate."""
+        ranks = self.on_ranks()
+        if refusals.is_of_types(ranks):
+            self.float64 = False
+            ranks = self.on_ranks()
+        apart = refusals.deadlock(ranks)
+        if apart is not None:
+            return self._different(ranks, Comparison(), SampleFindings(), *apart)
+        reason = refusals.of_ranks(ranks, self.request.steps)
+        if reason:
+            return self._unknown(reason)
+        samples = Samples(ranks, self._splits_model(ranks)).look()
+        self.found.reasons += samples.vacuous
+        self.found.nature += samples.notes
+        if samples.differences:
+            difference, text = samples.differences[0]
+            return self._different(ranks, Comparison(), samples, difference, Cause(text))
+        whole = self.on_one(ranks, order=(0,) if self._splits_model(ranks) else ())
+        reason = refusals.of_one(whole, ranks)
+        if reason:
+            return self._unknown(reason)
+        comparison = self._compare(ranks, whole)
+        self._note_nature(ranks, whole)
+        return self._judge(ranks, whole, comparison, samples)
+
+    def _judge(
+        self, ranks: Recording, whole: Recording, comparison: Comparison, samples: SampleFindings
+    ) -> Certificate:
+        self._forgive(ranks, whole, comparison)
+        short = refusals.short_window(ranks)
+        first = comparison.first
+        if short is not None and (first is None or short[0].update <= first.update):
+            return self._different(ranks, comparison, samples, *short)
+        if first is not None:
+            cause = Causes(ranks, whole, self._alike_without).of(first)
+            if cause is None and first.what == GRADIENTS and self._mixes(ranks, whole, first):
+                comparison.differences.clear()
+            else:
+                return self._different(ranks, comparison, samples, first, cause or self._rank_dependent)
+        for difference, text in self._evaluation(ranks, whole, samples):
+            return self._different(ranks, comparison, samples, difference, Cause(text))
+        return self._alike(ranks, comparison, samples)
+
+    _rank_dependent: Cause | None = None
+
+    def _alike(self, ranks: Recording, comparison: Comparison, samples: SampleFindings) -> Certificate:
+        reasons = [*self.found.reasons, *comparison.vacuous]
+        counts = [self._steps(rank) for rank in ranks.ranks]
+        steps = max(counts) if ranks.has("join") else min(counts)
+        if steps < self.request.steps:
+            reasons.append(
+                f"the script made {steps} of {self.request.steps} optimizer steps: ask for fewer by --steps {steps}, "
+                "or let it train longer"
+            )
+        names = ", ".join(comparison.untouched[:3]) + (", ..." if len(comparison.untouched) > 3 else "")
+        if comparison.untouched_share > _UNTOUCHED and not comparison.vacuous:
+            reasons.append(f"no gradient reaches {comparison.untouched_share:.0%} of the parameters: {names}")
+        elif comparison.untouched:
+            self.found.nature.append(f"no gradient reaches {names}: nothing is known of it")
+        return self._certificate(ranks, UNKNOWN if reasons else ALIKE, comparison, samples, reasons=tuple(reasons))
+
+    def _different(
+        self,
+        ranks: Recording,
+        comparison: Comparison,
+        samples: SampleFindings,
+        difference: Difference,
+        cause: Cause | None,
+    ) -> Certificate:
+        if difference not in comparison.differences:
+            comparison.differences.append(difference)
+        certificate = self._certificate(ranks, DIFFERENT, comparison, samples)
+        return replace(
+            certificate, first=str(difference), cause=str(cause or ""), proof=cause.proof if cause is not None else ""
+        )
+
+    def _unknown(self, reason: str) -> Certificate:
+        return Certificate(self._script(), self.request.devices, 0, UNKNOWN, reasons=(reason,))
+
+    def _certificate(
+        self,
+        ranks: Recording,
+        verdict: str,
+        comparison: Comparison,
+        samples: SampleFindings,
+        reasons: tuple[str, ...] = (),
+    ) -> Certificate:
+        return Certificate(
+            self._script(),
+            self.request.devices,
+            min(self._steps(rank) for rank in ranks.ranks),
+            verdict,
+            "float64" if self.float64 else "own",
+            tuple(_rows(comparison, samples)),
+            reasons=reasons,
+            nature=tuple(dict.fromkeys(self.found.nature)),
+            course=tuple(comparison.course),
+        )
+
+    def _script(self) -> str:
+        return " ".join(self.request.words)
+
+    def _steps(self, rank: RankRecording) -> int:
+        """The steps of the optimizer that made most, as the user counts them."""
+        return max((event["number"] + 1 for event in rank.steps), default=0)
+
+    # -- comparing
+
+    def _compare(self, ranks: Recording, whole: Recording) -> Comparison:
+        exact: Tolerance = lambda what, update: EXACT  # noqa: E731
+        comparison = Numbers(ranks, whole, exact).compare()
+        first = comparison.first
+        if first is None or (self.float64 and not first.size < _CERTAIN):
+            return comparison
+        backwards = tuple(reversed(range(self.request.devices)))
+        other = self.on_one(ranks, order=backwards)
+        none: Tolerance = lambda what, update: float("inf")  # noqa: E731
+        spread = Numbers(other, whole, none).compare().sizes
+        least = EXACT if self.float64 else _OWN_PRECISION
+        rounding: Tolerance = lambda what, update: max(least, _SPREAD * spread.get((what, update), 0.0))  # noqa: E731
+        return Numbers(ranks, whole, rounding, 1e-7 if self.float64 else 1e-3).compare()
+
+    def _alike_without(self, override: str) -> bool:
+        """Whether the two runs are alike where something is switched off."""
+        ranks = self.on_ranks(override)
+        if refusals.of_ranks(ranks, 1):
+            return False
+        whole = self.on_one(ranks, override)
+        if refusals.of_one(whole, ranks):
+            return False
+        return self._compare(ranks, whole).first is None
+
+    def _forgive(self, ranks: Recording, whole: Recording, comparison: Comparison) -> None:
+        """Take out what differs by nature: the end of a join, rates that follow the number of ranks."""
+        if ranks.has("join"):
+            end = min(len(rank.steps) for rank in ranks.ranks)
+            late = [each for each in comparison.differences if each.update >= end]
+            if late:
+                comparison.differences = [each for each in comparison.differences if each not in late]
+                self.found.nature.append(
+                    "Join: ranks without data count as zeros, so that the steps behind their end are smaller"
+                )
+        first = comparison.first
+        if first is not None and first.what == RATES and not first.ranks:
+            told = self.on_one(ranks, "world size")
+            if [each["rates"] for each in told.first.steps] == [each["rates"] for each in ranks.first.steps]:
+                comparison.differences = [each for each in comparison.differences if each.what != RATES]
+                self.found.nature.append("the learning rate follows the number of ranks; one process was given theirs")
+
+    def _mixes(self, ranks: Recording, whole: Recording, first: Difference) -> bool:
+        """Whether ranks do what one process does with their samples alone, so that only a loss over a batch differs."""
+        parts = Parts(ranks, first.update)
+        if not parts.are_known or parts.not_averaged([rank.load("gradients", first.update) for rank in ranks.ranks]):
+            return False
+        for rank in range(self.request.devices):
+            alone = self.on_one(ranks, order=(rank,))
+            if refusals.of_one(alone, ranks):
+                return False
+            if not self._is_ranks_own(ranks, rank, alone):
+                self._rank_dependent = Cause(
+                    f"rank {rank} computes another gradient of its samples than one process does of the same: code or "
+                    "random numbers depend on the rank",
+                    "",
+                    f"one process was fed the samples of rank {rank} alone",
+                )
+                return False
+        self.found.nature.append(
+            "the loss compares the samples of a batch with each other (in-batch negatives, statistics over a batch), "
+            "so that it is another one on a larger batch; each rank's gradient is what one process computes of its part"
+        )
+        return True
+
+    def _is_ranks_own(self, ranks: Recording, rank: int, alone: Recording) -> bool:
+        """Whether one process computes a rank's own gradient of the first step."""
+        gradient = alone.first.load("unclipped", 0) or alone.first.load("gradients", 0)
+        own = ranks.ranks[rank].load("sums", 0)
+        scale = max((strided_sums(value).abs().max().item() for value in gradient.values() if value is not None),
+                    default=0.0)  # fmt: skip
+        for key, value in gradient.items():
+            total = sum(own.get(key, {}).values())
+            if value is None or isinstance(total, int):
+                continue
+            if not (strided_sums(value) - total).abs().max().item() <= 1e-6 * scale:
+                return False
+        return True
+
+    def _splits_model(self, ranks: Recording) -> bool:
+        """Whether ranks hold parts of a model: DTensors of no data parallelism, or parameters that differ in shape."""
+        if ranks.has("sharded data parallel"):
+            return False
+        if ranks.is_sharded or ranks.has("tensor parallel"):
+            return True
+        first = [rank.load("first", 0) for rank in ranks.ranks]
+        wrapped = ranks.has("wrapped")
+        return not wrapped and ranks.has("collective") and _differ(first) and _in_forward(ranks)
+
+    def _note_nature(self, ranks: Recording, whole: Recording) -> None:
+        if ranks.has("dropout"):
+            self.found.nature.append("dropout was off: ranks drop other elements than one process does")
+        if whole.has("batch norm"):
+            self.found.nature.append(
+                "BatchNorm is not synchronized: one process was made to count over each rank's samples, as ranks do"
+            )
+        if ranks.has("draw") and whole.has("draw") is False:
+            self.found.nature.append("random numbers of a step: one process was given those of the ranks")
+        for _, event in whole.of("own draw", "rank 0's draw"):
+            self.found.nature.append(f"random numbers of {event['where']} could not be handed to one process")
+
+    def _evaluation(
+        self, ranks: Recording, whole: Recording, samples: SampleFindings
+    ) -> Iterator[tuple[Difference, str]]:
+        """Samples that are counted twice in what is printed behind an evaluation."""
+        looked = Samples(ranks, False)
+        looked.found = samples
+        found = list(looked.padding())
+        if not found:
+            return
+        numbers = tuple(number for number, _, _ in samples.padded)
+        feed = tuple(str(rank.folder) for rank in ranks.ranks)
+        once = self._run("one", replace(self._settings(), feed=feed, once=numbers))
+        theirs, own, clean = ranks.first.printed, set(whole.first.printed), set(once.first.printed)
+        wrong = [line for line in theirs if line in own and line not in clean and any(c.isdigit() for c in line)]
+        if wrong:
+            difference, cause = found[0]
+            yield replace(difference, text=f"{difference.text}, and counts in {wrong[0].strip()!r}"), cause
+        else:
+            self.found.nature.append(f"{found[0][0].text}: no printed number shows it")
+
+
+def _differ(tensors: list[dict[str, object]]) -> bool:
+    import torch
+
+    first = tensors[0]
+    for other in tensors[1:]:
+        for key, value in first.items():
+            theirs = other.get(key)
+            if not isinstance(value, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+                continue
+            if value.shape != theirs.shape or not torch.equal(value, theirs):
+                return True
+    return False
+
+
+def _in_forward(ranks: Recording) -> bool:
+    """Whether collectives run while a model is called."""
+    return any(event.get("in_module") for _, event in ranks.of("collective"))
+
+
+def _rows(comparison: Comparison, samples: SampleFindings) -> Iterator[Row]:
+    first = comparison.first
+    if samples.compared:
+        bad = first is not None and first.what == SAMPLES
+        yield Row(SAMPLES, f"{samples.compared} batches", f"DIFFERENT: {first}" if bad else "each once")
+    for what in IN_ORDER:
+        count = comparison.compared.get(what)
+        if not count:
+            continue
+        of_kind = [each for each in comparison.differences if each.what == what]
+        if of_kind:
+            outcome = f"DIFFERENT: {min(of_kind, key=lambda each: (each.update, -each.size))}"
+        elif what in comparison.largest:
+            outcome = f"alike to {max(comparison.largest[what], 1e-17):.0e}"
+        else:
+            outcome = "alike"
+        yield Row(what, f"{count}{' steps' if what in (RATES, STEPS) else ''}", outcome)

@@ -1,0 +1,115 @@
+"""What a gradient is made of, and what of two runs is compared with what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.verify.compare import aligned
+from lockstep.verify.diagnose import Parts
+from lockstep.verify.processes import Ending
+from lockstep.verify.recordings import RankRecording, Recording
+from lockstep.verify.refusals import deadlock, short_window
+from lockstep.verify.steps import strided_sums
+
+
+def rank(folder: Path, own: dict[str, dict[int, torch.Tensor]], events: list[dict[str, object]]) -> RankRecording:
+    folder.mkdir()
+    sums = {key: {number: strided_sums(value) for number, value in each.items()} for key, each in own.items()}
+    torch.save(sums, folder / "sums-0.pt")
+    torch.save({}, folder / "gradients-0.pt")
+    torch.save({}, folder / "parameters-0.pt")
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return RankRecording(folder, Ending("done", 1))
+
+
+@pytest.fixture
+def gradients() -> list[dict[str, dict[int, torch.Tensor]]]:
+    """Of two ranks, each with two micro-batches, and three parameters."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            key: {number: torch.randn(5, 7, generator=generator, dtype=torch.float64) for number in (0, 1)}
+            for key in ("0.0", "0.1", "0.2")
+        }
+        for _ in range(2)
+    ]
+
+
+def test_weights_of_micro_batches_are_found(
+    tmp_path: Path, gradients: list[dict[str, dict[int, torch.Tensor]]]
+) -> None:
+    recording = Recording(tuple(rank(tmp_path / str(n), own, []) for n, own in enumerate(gradients)))
+    parts = Parts(recording, 0)
+    weights = torch.tensor([[0.5, 1.0], [0.5, 0.0]], dtype=torch.float64)
+    made = {key: sum(weights[r, m] * gradients[r][key][m] for r in range(2) for m in range(2)) for key in gradients[0]}
+    shares = parts.shares(made)
+    assert shares.fits
+    assert torch.allclose(shares.weights, weights, atol=1e-9)
+    assert shares.constant() is None
+    assert sorted(parts.not_averaged([made, made])) == ["0.0", "0.1", "0.2"]
+
+
+def test_a_mean_is_a_mean_and_what_is_none_does_not_fit(
+    tmp_path: Path, gradients: list[dict[str, dict[int, torch.Tensor]]]
+) -> None:
+    recording = Recording(tuple(rank(tmp_path / str(n), own, []) for n, own in enumerate(gradients)))
+    parts = Parts(recording, 0)
+    mean = {key: sum(own[key][m] for own in gradients for m in (0, 1)) / 2 for key in gradients[0]}
+    assert parts.shares(mean).constant() == pytest.approx(0.5)
+    assert parts.not_averaged([mean, mean]) == []
+    other = {key: value**2 for key, value in mean.items()}
+    assert not parts.shares(other).fits
+
+
+def test_parts_of_a_tensor_are_put_together() -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    assert torch.equal(aligned([whole[:2], whole[2:]], whole)[0], whole)
+    assert torch.equal(aligned([whole[:, :1], whole[:, 1:]], whole)[0], whole)
+    assert torch.equal(aligned([whole.reshape(-1)[:7], whole.reshape(-1)[7:]], whole)[0], whole)
+    assert len(aligned([whole, whole], whole)) == 2
+
+
+def backward(update: int, divisor: float) -> dict[str, object]:
+    return {"kind": "backward", "update": update, "divisor": divisor, "where": "train.py:9"}
+
+
+def test_a_short_window_that_is_divided_by_the_full_number_is_found(tmp_path: Path) -> None:
+    step = {"kind": "step", "update": 1, "number": 1, "names": {"0.0": "weight"}}
+    events = [*(backward(0, 2.0) for _ in range(2)), {**step, "update": 0, "number": 0}, backward(1, 2.0), step]
+    one = rank(tmp_path / "0", {}, events)
+    torch.save({}, one.folder / "parameters-1.pt")
+    found = short_window(Recording((one,)))
+    assert found is not None
+    assert found[0].step == 1
+    assert "divided by the full number 2" in str(found[1])
+    assert found[1].where == "train.py:9"
+
+
+def test_a_window_that_is_divided_by_its_own_number_is_none(tmp_path: Path) -> None:
+    step = {"kind": "step", "update": 1, "number": 1, "names": {"0.0": "weight"}}
+    events = [*(backward(0, 2.0) for _ in range(2)), {**step, "update": 0, "number": 0}, backward(1, 1.0), step]
+    one = rank(tmp_path / "0", {}, events)
+    torch.save({}, one.folder / "parameters-1.pt")
+    assert short_window(Recording((one,))) is None
+
+
+def call(name: str, line: int) -> dict[str, object]:
+    where = f"train.py:{line}"
+    return {"kind": "collective", "name": name, "whole": True, "shape": [], "where": where, "number": 1}
+
+
+def test_ranks_in_other_collectives_are_named_with_both_lines(tmp_path: Path) -> None:
+    ranks = [rank(tmp_path / str(n), {}, [call(*each)]) for n, each in enumerate([("all_reduce", 3), ("barrier", 5)])]
+    stuck = tuple(RankRecording(each.folder, Ending("stuck")) for each in ranks)
+    found = deadlock(Recording(stuck))
+    assert found is not None
+    assert "rank 0 calls all_reduce [] at train.py:3; rank 1 calls barrier None at train.py:5" in str(found[0])
+
+
+def test_ranks_in_the_same_collectives_are_not(tmp_path: Path) -> None:
+    ranks = [rank(tmp_path / str(n), {}, [call("all_reduce", 3)]) for n in range(2)]
+    assert deadlock(Recording(tuple(ranks))) is None

@@ -1,0 +1,108 @@
+"""`lockstep verify` on the corpora: healthy scripts are alike, wrong ones have a named cause, bad ones are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.run import main
+from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
+from lockstep.verify.processes import Patience
+from lockstep.verify.verification import Request, verify
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PATIENCE = Patience(silence=20.0, whole=100.0)
+
+
+def certified(
+    name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 2, steps: int = 5
+) -> Certificate:
+    monkeypatch.chdir(folder)  # scripts may write files
+    return verify(Request((str(SCRIPTS / f"{name}.py"),), 2, 5, PATIENCE))
+
+
+def test_a_healthy_script_is_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", str(SCRIPTS / "healthy/ddp_plain.py"), "--output", "report"]) == 0
+    (found,) = json.loads(Path("report/certificate.json").read_text())
+    assert found["verdict"] == ALIKE
+    assert found["steps"] == 5
+    assert {row["what"] for row in found["rows"]} >= {"samples", "gradients", "parameters", "number of steps"}
+    assert all(not row["outcome"].startswith("DIFFERENT") for row in found["rows"])
+    assert "alike" in Path("report/certificate.md").read_text()
+
+
+def test_a_missing_synchronization_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = certified("bugs/no_sync_everywhere", monkeypatch, tmp_path)
+    assert certificate.verdict == DIFFERENT
+    assert certificate.exit_code == 1
+    assert certificate.first.startswith("step 0: gradient of ")
+    assert "not averaged: no_sync()" in certificate.cause
+    assert "no_sync_everywhere.py:" in certificate.cause
+
+
+def test_a_script_that_needs_arguments_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = certified("bad/needs_arguments", monkeypatch, tmp_path)
+    assert certificate.verdict == UNKNOWN
+    assert certificate.exit_code == 2
+    assert "give them behind --" in certificate.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["train.py", "--devices", "1"], "--devices 1: give numbers of ranks from 2"),
+        (["train.py", "--steps", "0"], "--steps 0: give the number of optimizer steps, from 1"),
+        (["train.py", "--patience", "0"], "--patience 0: give seconds"),
+        (["nothing.py"], "nothing.py is not there"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(["verify", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+HEALTHY = sorted(path.stem for path in (SCRIPTS / "healthy").glob("*.py"))
+BAD = sorted(path.stem for path in (SCRIPTS / "bad").glob("*.py"))
+BUGS = sorted(path.stem for path in (SCRIPTS / "bugs").glob("*.py"))
+NOT_SEEN = {"resume_first_order"}  # a resume is not verified
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_healthy_script_is_called_different(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = certified(f"healthy/{name}", monkeypatch, tmp_path)
+    assert certificate.verdict != DIFFERENT, str(certificate)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name in BUGS if name not in NOT_SEEN])
+def test_each_wrong_script_is_different_with_a_cause(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = certified(f"bugs/{name}", monkeypatch, tmp_path)
+    assert certificate.verdict == DIFFERENT, str(certificate)
+    assert certificate.first
+    assert certificate.cause, str(certificate)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", BAD)
+def test_each_bad_script_is_refused_in_a_sentence(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = certified(f"bad/{name}", monkeypatch, tmp_path)
+    if name == "trains_when_imported":  # nothing is imported: it is run as it is
+        assert certificate.verdict != DIFFERENT
+        return
+    assert certificate.verdict == UNKNOWN, str(certificate)
+    assert certificate.reasons
