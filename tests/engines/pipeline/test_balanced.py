@@ -312,9 +312,14 @@ UNSPLIT = {
 """What torch's backward in two parts does not do; older releases than 2.13 do less."""
 ODD_RUNS = [(kind, schedule) for kind in ODD for schedule in ("1f1b", "zero-bubble")]
 SPLIT_RUNS = [(kind, schedule) for kind, schedule in ODD_RUNS if kind not in UNSPLIT or schedule == "1f1b"]
+# every day the others by this schedule: tests/engines/test_one_process.py
+SELDOM = [(kind, "zero-bubble") for kind in (FrozenEnd, InPlace, Views, Summed)]
 
 
-@pytest.mark.parametrize(("kind", "schedule"), SPLIT_RUNS)
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [pytest.param(*run, marks=[pytest.mark.slow] if run in SELDOM else []) for run in SPLIT_RUNS],
+)
 def test_odd_stages_train_as_one_process(ranks: RankPool, kind: type[LightningModule], schedule: str) -> None:
     if schedule == "zero-bubble" and torch.__version__ < "2.13":
         pytest.skip("an older torch does less: what it gives is refused or right, tests/engines/test_one_process.py")
@@ -696,6 +701,9 @@ REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], str]] = {
     "no loss": (NoLoss, {}, "The stages before the last one wait for a gradient of each micro-batch"),
     "the user's error": (Fails, {}, "of the user's"),
 }
+AT_THE_START = ("manual", "BatchNorm", "two chains", "no such chain", "another split", "one block", "stages", "rounds")
+AT_THE_START += ("more stages than blocks",)
+"""What each rank refuses before it waits for another."""
 
 
 def said(case: str) -> str:
@@ -705,12 +713,24 @@ def said(case: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", [case for case in REFUSED if case not in AT_THE_START])
 def test_what_a_pipeline_cannot_do_is_refused_by_name(ranks: RankPool, case: str) -> None:
     with pytest.raises(RankFailure) as raised:
         ranks(2).run(said, case, timeout=40)
     assert REFUSED[case][2] in str(raised.value)
     assert "failed to run forward" not in str(raised.value)  # torch's wrapper, with whole tensors
+
+
+def refused_at_the_start(case: str) -> str:
+    with pytest.raises(MisconfigurationException) as raised:
+        said(case)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("case", AT_THE_START)
+def test_what_all_ranks_see_is_refused_by_all(ranks: RankPool, case: str) -> None:
+    for text in ranks(2).run(refused_at_the_start, case, timeout=40):
+        assert REFUSED[case][2] in text
 
 
 @pytest.mark.parametrize(

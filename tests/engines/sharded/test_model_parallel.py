@@ -158,15 +158,15 @@ CASES: dict[str, tuple[type[Wide], int, dict[str, Any]]] = {
     "plain": (Wide, 24, {}),
     "all sharded": (AllSharded, 24, {}),
     "along the sequence": (AlongTheSequence, 24, {"gradient_clip_val": 0.05}),
-    "clipped by norm, accumulated": (Wide, 24, {"accumulate": 3, "gradient_clip_val": 0.05}),
+    "clipped by norm, accumulated": (Wide, 24, {"accumulate": 3, "gradient_clip_val": 0.05, "steps": 3}),
     "along the sequence, clipped by value": (
         AlongTheSequence,
         24,
-        {"accumulate": 2, "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+        {"accumulate": 2, "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value", "steps": 3},
     ),
-    "empty shares": (AllSharded, 9, {"accumulate": 2}),
-    "synchronized norms": (Normed, 22, {"sync_batchnorm": True}),
-    "unused": (SometimesUnused, 24, {}),
+    "empty shares": (AllSharded, 9, {"accumulate": 2, "steps": 3}),
+    "synchronized norms": (Normed, 10, {"sync_batchnorm": True, "steps": 4}),
+    "unused": (SometimesUnused, 24, {"steps": 4}),
 }
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4)]
 ON_TWO = {"plain": (2, 1), "all sharded": (1, 2), "along the sequence": (1, 2)}
@@ -244,7 +244,7 @@ def loss_over_words(world: int) -> tuple[Any, float]:
         return None, module.losses[0]
     strategy = ModelParallelStrategy(2, 2, save_distributed_checkpoint=False)
     report = check_equivalence(
-        Words, words, strategy=strategy, devices=4, batch_size=2, accumulate=2, precision="64-true"
+        Words, words, strategy=strategy, devices=4, batch_size=2, accumulate=2, steps=3, precision="64-true"
     )
     torch.manual_seed(0)
     module = Words()
@@ -385,13 +385,13 @@ def test_a_checkpoint_goes_from_and_to_a_mesh(
     ranks: RankPool, tmp_path: Path, wrote: str, many: int, reads: str, more: int
 ) -> None:
     path = str(tmp_path / "moved.ckpt")
-    written = ranks(many).run(fit_to, 3, wrote, None, path, timeout=60)[0]
+    written = ranks(many).run(fit_to, 2, wrote, None, path, timeout=60)[0]
     saved = TorchCheckpointIO().load_checkpoint(path)
     assert Path(path).is_dir() is ("in parts" in wrote)
     for name, value in written.items():
         assert torch.equal(saved["state_dict"][name], value), name
-    whole = ranks(1).run(fit_to, 6, "single", group=False)[0]
-    for found in ranks(more).run(fit_to, 6, reads, path, timeout=60):
+    whole = ranks(1).run(fit_to, 4, "single", group=False)[0]
+    for found in ranks(more).run(fit_to, 4, reads, path, timeout=60):
         for name, value in found.items():
             torch.testing.assert_close(value, whole[name], rtol=1e-7, atol=1e-9, msg=name)
 
@@ -401,7 +401,7 @@ def resumed_within_a_window(path: str, in_parts: bool) -> bool:
         trainer = quiet(
             strategy=ModelParallelStrategy(2, 2, in_parts),
             devices=4,
-            max_epochs=3,
+            max_epochs=2,
             accumulate_grad_batches=3,
             gradient_clip_val=0.5,
             precision="64-true",
