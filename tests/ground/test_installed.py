@@ -7,14 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 import lockstep
 from lockstep.ground.installed import GLOBALS, INSTALLED, OTHER_PROCESSES, Installation
-from tests.guards.source import parsed
+from tests.guards.source import house
 
 SOURCE = Path(lockstep.__file__).parent
 CALLS = ("register_at_fork", "set_wakeup_fd", "_registration_hook", "optimizer_step_pre_hook", "faulthandler.register")
@@ -22,10 +22,23 @@ CALLED = ("signal.signal", "atexit.register")
 ASSIGNED = ("sys.excepthook", "sys.stdout", "sys.stderr", "sys.meta_path", "threading.excepthook", "sys.unraisablehook")
 
 
-def _installs(tree: ast.Module) -> Iterator[str]:
+LAST = tuple(name.rpartition(".")[2] for name in (*CALLS, *CALLED))
+
+
+def _may_install(function: ast.expr) -> bool:
+    """Whether the name of a called function is worth spelling out, which takes most of the time."""
+    if isinstance(function, ast.Name):
+        return function.id.endswith((*LAST, "setattr", "_set"))
+    return isinstance(function, ast.Attribute) and (
+        function.attr.endswith(LAST)
+        or (isinstance(function.value, ast.Attribute) and function.value.attr == "meta_path")
+    )
+
+
+def _installs(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """The lines of a file that change the process around it."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
+    for node in nodes:
+        if isinstance(node, ast.Call) and _may_install(node.func):
             name = ast.unparse(node.func)
             if (
                 name.endswith(CALLS)
@@ -39,17 +52,18 @@ def _installs(tree: ast.Module) -> Iterator[str]:
                     yield f"{node.lineno}: {name}({first}, ...)"
         elif isinstance(node, ast.Assign | ast.AugAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (f"{node.lineno}: {target}" for target in map(ast.unparse, targets) if target in ASSIGNED)
+            attributes = (ast.unparse(target) for target in targets if isinstance(target, ast.Attribute))
+            yield from (f"{node.lineno}: {target}" for target in attributes if target in ASSIGNED)
 
 
 @pytest.fixture(scope="module")
-def files() -> dict[str, ast.Module]:
-    return {str(path.relative_to(SOURCE)): parsed(path.read_text(), path.name) for path in sorted(SOURCE.rglob("*.py"))}
+def files() -> dict[str, tuple[ast.AST, ...]]:
+    return {"/".join(source.path.parts[1:]): source.nodes for source in house().values()}
 
 
-def test_whatever_changes_the_process_is_on_the_list(files: dict[str, ast.Module]) -> None:
+def test_whatever_changes_the_process_is_on_the_list(files: dict[str, tuple[ast.AST, ...]]) -> None:
     homes = {home for each in INSTALLED for home in each.homes} | {"ground/installed.py"}
-    found = {name: list(_installs(tree)) for name, tree in files.items() if not name.startswith(OTHER_PROCESSES)}
+    found = {name: list(_installs(nodes)) for name, nodes in files.items() if not name.startswith(OTHER_PROCESSES)}
     strangers = {name: lines for name, lines in found.items() if lines and name not in homes}
     assert not strangers
     assert all((SOURCE / home).exists() for home in homes)
@@ -57,13 +71,17 @@ def test_whatever_changes_the_process_is_on_the_list(files: dict[str, ast.Module
 
 def test_what_would_change_the_process_elsewhere_is_found() -> None:
     text = "import signal, sys\nsignal.signal(2, print)\nsys.excepthook = print\nos.register_at_fork(before=print)"
-    assert sorted(_installs(ast.parse(text))) == ["2: signal.signal", "3: sys.excepthook", "4: os.register_at_fork"]
+    assert sorted(_installs(ast.walk(ast.parse(text)))) == [
+        "2: signal.signal",
+        "3: sys.excepthook",
+        "4: os.register_at_fork",
+    ]
 
 
-def test_what_modules_remember_is_on_the_list(files: dict[str, ast.Module]) -> None:
+def test_what_modules_remember_is_on_the_list(files: dict[str, tuple[ast.AST, ...]]) -> None:
     found = {}
-    for name, tree in files.items():
-        names = {each for node in ast.walk(tree) if isinstance(node, ast.Global) for each in node.names}
+    for name, nodes in files.items():
+        names = {each for node in nodes if isinstance(node, ast.Global) for each in node.names}
         if names and not name.startswith("testing/"):
             found[name] = names
     assert {name: names - set(GLOBALS.get(name, ())) for name, names in found.items()} == {
