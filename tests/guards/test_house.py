@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guards.source import PROJECT, Source, Sources, house, imports, numbers, read
+from tests.guards.source import PROJECT, Function, Source, Sources, house, imports, numbers, read
 
 # Part -> floor. A part is a folder or file directly under lockstep/; it imports from its floor or below.
 FLOORS = {
@@ -101,6 +101,118 @@ FORBIDDEN_NAMES = {
 }
 LINES_OF_A_FILE = 800
 LINES_OF_A_FUNCTION = 60
+DECISIONS_OF_A_FUNCTION = 12
+WITH_MORE_DECISIONS = {
+    "callbacks/model_checkpoint.py:ModelCheckpoint.load_state_dict",
+    "callbacks/model_checkpoint.py:ModelCheckpoint.on_train_batch_end",
+    "callbacks/model_checkpoint.py:ModelCheckpoint.setup",
+    "callbacks/model_checkpoint.py:ModelCheckpoint.without_effect",
+    "callbacks/pruning.py:ModelPruning.sanitize_parameters_to_prune",
+    "callbacks/pruning.py:find_method",
+    "callbacks/stochastic_weight_avg.py:StochasticWeightAveraging.__init__",
+    "checkpoint/arguments.py:_built",
+    "checkpoint/arguments.py:init_arguments",
+    "checkpoint/arguments.py:without_cli_keys",
+    "checkpoint/format.py:_load",
+    "checkpoint/format.py:_readable_other",
+    "cli/checkpoint.py:_convert",
+    "cli/checkpoint.py:_differences",
+    "cli/checkpoint.py:_lines",
+    "cli/migrate.py:_flags",
+    "cli/migrate.py:_translate",
+    "cli/migrate.py:_used",
+    "cli/migrate.py:migrated",
+    "cli/plan.py:_plan_of",
+    "cli/run.py:_meeting",
+    "cli/submit.py:_batch",
+    "config/objects.py:make_callbacks",
+    "config/objects.py:sort_plugins",
+    "engines/ddp/consistency.py:find_unusable",
+    "engines/ddp/reducer.py:Reducer.prepare",
+    "engines/deepspeed/config.py:of_precision",
+    "engines/deepspeed/folder.py:_groups",
+    "engines/deepspeed/folder.py:_model_file",
+    "engines/deepspeed/left_alone.py:LeftAlone.step",
+    "engines/deepspeed/strategy.py:DeepSpeedStrategy._load_module",
+    "engines/dp/coalesced.py:copies_of",
+    "engines/dp/replicas.py:in_threads",
+    "engines/dp/replicas.py:join",
+    "engines/pipeline/chain.py:Chain.called",
+    "engines/pipeline/gradients.py:_summed",
+    "engines/pipeline/measured_split.py:MeasuredSplit._measure",
+    "engines/pipeline/measured_split.py:MeasuredSplit._room",
+    "engines/pipeline/strategy.py:BalancedStrategy.window",
+    "engines/pipeline/strategy.py:_check_arguments",
+    "engines/sharded/fully_shard.py:place_like",
+    "ground/annotations.py:_imports",
+    "ground/device.py:_indices",
+    "ground/pages.py:common_pages",
+    "ground/tree.py:_plain",
+    "ground/tree.py:tree_map",
+    "hpc/grid.py:range_of",
+    "hpc/sbatch.py:_own_options",
+    "hpc/search.py:state_of",
+    "hpc/snapshot.py:copy",
+    "hpc/table.py:text",
+    "hpc/trial_process.py:run_trial",
+    "launch/attempts.py:Run._find",
+    "launch/processes.py:RankProcesses._watch",
+    "launch/processes.py:RankProcesses.wind_up",
+    "launch/spawn.py:_failure",
+    "lightning.py:main",
+    "loop/call.py:_set_up",
+    "loop/choice.py:plan_for",
+    "loop/evaluate.py:EvaluationLoop._steps",
+    "loop/feed.py:Feed._fetched",
+    "loop/fit.py:FitLoop._end_epoch",
+    "loop/fit.py:FitLoop.epoch",
+    "loop/logging.py:Entry.add",
+    "loop/logging.py:LogCollector.log",
+    "loop/memory.py:_message",
+    "loop/memory.py:ways_out",
+    "loop/nan_watch.py:NanWatch.look_at_weights",
+    "loop/optimizers.py:_unpack",
+    "loop/padding.py:in_step",
+    "loop/progress.py:Elastic.settle",
+    "loop/saved_ranks.py:SavedRanks.part_for",
+    "loop/signals.py:Signals.act",
+    "loop/spawn_results.py:call",
+    "loop/state.py:_first_difference",
+    "loop/state.py:_malformed_optimizer",
+    "loop/state.py:collect",
+    "loop/state.py:find",
+    "loop/step.py:Step.setup",
+    "loop/window_start.py:WindowStart._changed_of",
+    "module.py:LightningModule.log",
+    "names/old_flags.py:_gpus",
+    "names/old_flags.py:_where",
+    "planner/cost.py:_chain",
+    "planner/cost.py:_of_rank",
+    "planner/cost.py:_pipeline",
+    "planner/cost.py:_seconds",
+    "planner/cost.py:model_states",
+    "planner/cost.py:predict",
+    "planner/partition.py:choose",
+    "planner/plan.py:_nothing_fits",
+    "planner/plan.py:candidates",
+    "supervise/causes.py:also_failed",
+    "supervise/causes.py:early_cause",
+    "supervise/causes.py:first_cause",
+    "supervise/elsewhere.py:OtherRanks.exchange",
+    "supervise/elsewhere.py:OtherRanks.halted_elsewhere",
+    "supervise/hang.py:RankSnapshot.described",
+    "supervise/hang.py:_behind",
+    "supervise/monitor.py:HangMonitor._unreached",
+    "supervise/monitor.py:HangMonitor._waiting",
+    "supervise/monitor.py:HangMonitor.look",
+    "supervise/monitor.py:RankMonitor._diverged",
+    "supervise/signals.py:handling",
+    "supervise/supervisor.py:Supervisor._judged",
+    "testing/equivalence.py:_cause",
+    "testing/equivalence.py:_stale_buffers",
+    "trainer.py:Trainer.__init__",
+}
+"""Functions with more decisions than that. The list may only become shorter."""
 
 
 def is_face(module: str) -> bool:
@@ -216,6 +328,19 @@ def sizes(sources: Sources) -> Iterator[str]:
                 yield f"{where} has {function.lines} lines; at most {LINES_OF_A_FUNCTION}"
 
 
+def named(source: Source, function: Function) -> str:
+    return f"{source.path.relative_to('lockstep').as_posix()}:{function.name}"
+
+
+def decisions(sources: Sources) -> Iterator[str]:
+    """A function does one thing: what it decides, functions within it included, fits into a reader's head."""
+    for source in sources.values():
+        for function in numbers(source).functions:
+            if function.decisions > DECISIONS_OF_A_FUNCTION and named(source, function) not in WITH_MORE_DECISIONS:
+                where = f"{source.path}:{function.line} {function.name}"
+                yield f"{where} has {function.decisions} decisions; at most {DECISIONS_OF_A_FUNCTION}"
+
+
 def names(sources: Sources) -> Iterator[str]:
     for source in sources.values():
         for part in source.path.with_suffix("").parts:
@@ -294,6 +419,7 @@ LAWS: list[Callable[[Sources], Iterator[str]]] = [
     circles,
     faces,
     sizes,
+    decisions,
     names,
     docstrings,
     engines,
@@ -320,6 +446,16 @@ def test_no_crossing_is_allowed_that_is_gone() -> None:
     assert listed - used == set()
 
 
+def test_no_function_is_listed_that_has_few_decisions() -> None:
+    found = {
+        named(source, function)
+        for source in house().values()
+        for function in numbers(source).functions
+        if function.decisions > DECISIONS_OF_A_FUNCTION
+    }
+    assert WITH_MORE_DECISIONS - found == set()
+
+
 def test_the_architecture_page_names_every_part() -> None:
     page = (PROJECT / "docs" / "architecture.md").read_text()
     parts = {source.part for source in house().values()} - {""}
@@ -331,6 +467,9 @@ def test_the_architecture_page_names_every_part() -> None:
 
 LONG_FUNCTION = '"""A."""\ndef long():\n' + "    pass\n" * LINES_OF_A_FUNCTION
 LONG_CONSTRUCTOR = '"""A."""\nclass A:\n    def __init__(self):\n' + "        pass\n" * LINES_OF_A_FUNCTION
+DECIDING = "    if x: pass\n" * DECISIONS_OF_A_FUNCTION
+DECIDING_FUNCTION = f'"""A."""\ndef long(x):\n{DECIDING}'
+DECIDING_METHOD = f'"""A."""\nclass A:\n  def long(self, x):\n{DECIDING}'
 CASES = [
     (
         floors,
@@ -398,6 +537,13 @@ CASES = [
         f"has {LINES_OF_A_FILE + 1} lines; at most {LINES_OF_A_FILE}",
     ),
     (sizes, {"loop/fit.py": LONG_FUNCTION}, "fit.py:2 long has 61 lines; at most 60"),
+    (decisions, {"loop/fit.py": DECIDING_FUNCTION + "    x or 1"}, "fit.py:2 long has 13 decisions; at most 12"),
+    (decisions, {"loop/fit.py": DECIDING_METHOD + "    x if x else 1"}, "fit.py:3 A.long has 13 decisions"),
+    (
+        decisions,
+        {"loop/fit.py": DECIDING_FUNCTION + "    def within(): return [x for x in (1,)]"},
+        "fit.py:2 long has 13 decisions",
+    ),
     (names, {"ground/utils.py": '"""A."""'}, "'utils' is no noun"),
     (names, {"ground/tensor_utils.py": '"""A."""'}, "'tensor_utils' is no noun"),
     (names, {"misc/tree.py": '"""A."""'}, "'misc' is no noun"),
@@ -452,6 +598,7 @@ def test_a_law_lets_pass(law: Callable[[Sources], Iterator[str]], tmp_path: Path
         "trainer.py": '"""The Trainer."""\nfrom lockstep.callbacks.base import Callback\nisinstance(1, str)',
         "engines/ddp/container.py": '"""The container."""\nfrom lockstep.ground.tree import here',
         "config.py": LONG_CONSTRUCTOR,
+        "data/order.py": DECIDING_FUNCTION,
         "testing/pool.py": '"""A pool."""\nfrom lockstep.trainer import Trainer',
     }
     for name, text in files.items():

@@ -353,20 +353,19 @@ class Bucket:
             the scale by which the buffer is still to be multiplied: 1 if that is done.
         """
         kept = self.kept
-        if views and kept is None and _users_of(self._storage) != self._uses:  # by a user's hook in the backward
+        attached = views and kept is None
+        if attached and _users_of(self._storage) != self._uses:  # by a user's hook in the backward
             self._put_back()
         grads = [parameter.grad for parameter in self.parameters] if kept is None else kept
         self.used[:] = bytes([grad is not None for grad in grads])
         if self._large and scale != 1:
-            self._bring_scaled(grads, views and kept is None, scale)
+            self._bring_scaled(grads, attached, scale)
             scale = 1
         else:
-            self._bring(grads, views and kept is None)
+            self._bring(grads, attached)
         complete = 0 not in self.used
         if not complete:
-            absent = [view for view, grad in zip(self.views, grads, strict=True) if grad is None]
-            torch._foreach_zero_(absent)
-            torch._foreach_neg_(absent)  # -0.0, which leaves the others' summands as they are
+            self._fill_absent(grads)
         if self.holds_used:
             if complete:
                 self._tail.fill_(1)
@@ -374,6 +373,12 @@ class Bucket:
                 # a GPU reads what it is given later than here, and what is not pinned lets this process wait for it
                 self._tail.copy_(pinned(self._used_flags, self.device), non_blocking=True)
         return scale
+
+    def _fill_absent(self, grads: Sequence[Tensor | None]) -> None:
+        """Let the places of parameters without a gradient be -0.0, which leaves the others' summands as they are."""
+        absent = [view for view, grad in zip(self.views, grads, strict=True) if grad is None]
+        torch._foreach_zero_(absent)
+        torch._foreach_neg_(absent)
 
     def _bring_scaled(self, grads: list[Tensor | None], views: bool, scale: float) -> None:
         """The same as :meth:`_bring`, and multiply; large gradients are read once for both."""

@@ -308,13 +308,7 @@ class CommunicationHook:
                 f"round {getattr(state, POST_LOCAL)} on nodes train parameters of their own, which would never meet "
                 "again; give the number of steps between averages, model_averaging_period=4 for instance."
             )
-        if isinstance(period, bool) or (period is not None and not isinstance(period, (int, Mapping))) or period == 0:
-            raise MisconfigurationException(
-                f"DDPStrategy(model_averaging_period={period!r}): a number of steps above 0, or a mapping of such to "
-                "numbers of ranks."
-            )
-        if isinstance(period, int) and period < 1:
-            raise MisconfigurationException(f"DDPStrategy(model_averaging_period={period}): a number of steps above 0.")
+        _check_period(period)
         if not self.is_local:
             self._say_unused(period, outer)
         self.hook = hook
@@ -423,6 +417,17 @@ def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> An
             f"DDPStrategy(ddp_comm_wrapper={name_of(wrapper)}): a wrapper is a function that is given the hook and "
             f"returns another, fp16_wrapper for instance; {error}."
         ) from None
+
+
+def _check_period(period: object) -> None:
+    """Refuse a ``model_averaging_period`` that is no number of steps, nor a mapping of such."""
+    if isinstance(period, bool) or (period is not None and not isinstance(period, (int, Mapping))) or period == 0:
+        raise MisconfigurationException(
+            f"DDPStrategy(model_averaging_period={period!r}): a number of steps above 0, or a mapping of such to "
+            "numbers of ranks."
+        )
+    if isinstance(period, int) and period < 1:
+        raise MisconfigurationException(f"DDPStrategy(model_averaging_period={period}): a number of steps above 0.")
 
 
 def _checked_outer(outer: object) -> dict[str, Any] | None:

@@ -168,6 +168,23 @@ def sparse_names(module: nn.Module) -> set[str]:
     return {f"{name}.weight".lstrip(".") for name in found}
 
 
+def _problem_of(parameter: Tensor) -> str | None:
+    """Why a parameter has no gradient that can be averaged, if so, and the way out."""
+    if isinstance(parameter, UninitializedParameter):
+        return "belongs to a lazy module and has no shape yet: run one batch through the model before it is wrapped"
+    if parameter.is_meta:
+        return (
+            "is on the meta device and has no values: give it some before the model is wrapped "
+            "(module.to_empty(device=...), then load a state dict or reset its parameters)"
+        )
+    if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
+        return (
+            "is expanded: several of its elements are one place in memory, of which an optimizer would write each; "
+            "build it from a tensor of its own (tensor.expand(...).clone())"
+        )
+    return None
+
+
 def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.Group = None) -> str | None:
     """Why gradients of ``module`` cannot be averaged, if so: what is wrong with which parameter, and the way out.
 
@@ -178,21 +195,9 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
     kind = type(module).__name__
     for name, parameter in named:
-        if isinstance(parameter, UninitializedParameter):
-            return (
-                f"parameter {name!r} of {kind} belongs to a lazy module and has no shape yet: run one batch through "
-                "the model before it is wrapped"
-            )
-        if parameter.is_meta:
-            return (
-                f"parameter {name!r} of {kind} is on the meta device and has no values: give it some before the model "
-                "is wrapped (module.to_empty(device=...), then load a state dict or reset its parameters)"
-            )
-        if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
-            return (
-                f"parameter {name!r} of {kind} is expanded: several of its elements are one place in memory, of which "
-                "an optimizer would write each; build it from a tensor of its own (tensor.expand(...).clone())"
-            )
+        problem = _problem_of(parameter)
+        if problem is not None:
+            return f"parameter {name!r} of {kind} {problem}"
     places = {id(parameter) for _, parameter in named if parameter.requires_grad}
     for inner, part in module.named_modules():
         own = (id(parameter) for parameter in part.parameters())

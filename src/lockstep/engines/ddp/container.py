@@ -174,17 +174,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.module = module
             self.steps_together = False  # whether a rank waits in each step for the others: their states are shared out
             self.dim = dim
-            self.device = next(p for n, p in module.named_parameters() if n not in self.parameters_to_ignore).device
-            self.device_type = self.device.type
-            self._devices, out = choose_devices(device_ids, output_device, self.device)
-            if len(self._devices) > 1 and isinstance(module, DistributedDataParallel):
-                raise MisconfigurationException(
-                    f"device_ids={device_ids!r}: the module is a DistributedDataParallel already, which has no "
-                    "replicas: wrap the model inside of it (model.module)"
-                )
-            self.device_ids = [as_id(device) for device in self._devices] or None
-            self.output_device = None if out is None else as_id(out)
-            self.is_multi_device_module = len({p.device for p in module.parameters()}) > 1
+            self._take_devices(device_ids, output_device)
             self.forward_sync_buffers = buffers_in_forwards(forward_sync_buffers, broadcast_buffers)
             self.find_unused_parameters = find_unused_parameters
             self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -200,13 +190,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.static_graph = static_graph
             self.check_reduction = check_reduction
             self.shared_memory = shared_memory
-            caps = list(bucket_cap_mb_list or ())
-            self.bucket_cap_mb = max(caps) if caps else 25 if bucket_cap_mb is None else bucket_cap_mb
-            if min([self.bucket_cap_mb, *caps]) <= 0:
-                raise ValueError(f"{bucket_cap_mb=}, {bucket_cap_mb_list=}: sizes above 0")
-            self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
-            self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
-            self.bucket_bytes_cap_default = bucket_cap_mb is None and not caps
+            self._take_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
             lines = [f"init_sync={init_sync}", *(f"{name}={getattr(self, name)}" for name in ALIKE)]
             lines += describe(module, self.parameters_to_ignore) if init_sync else []
         check_alike(type(module).__name__, lines, self.process_group)
@@ -226,6 +210,31 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._low.set_up()
             self._comm_hook = self._low.comm_hook(self.process_group)
         self._attach()
+
+    def _take_devices(self, device_ids: Sequence[Device] | str | None, output_device: Device | None) -> None:
+        """Where the module is, and where its replicas and outputs are to be."""
+        module = self.module
+        self.device = next(p for n, p in module.named_parameters() if n not in self.parameters_to_ignore).device
+        self.device_type = self.device.type
+        self._devices, out = choose_devices(device_ids, output_device, self.device)
+        if len(self._devices) > 1 and isinstance(module, DistributedDataParallel):
+            raise MisconfigurationException(
+                f"device_ids={device_ids!r}: the module is a DistributedDataParallel already, which has no "
+                "replicas: wrap the model inside of it (model.module)"
+            )
+        self.device_ids = [as_id(device) for device in self._devices] or None
+        self.output_device = None if out is None else as_id(out)
+        self.is_multi_device_module = len({p.device for p in module.parameters()}) > 1
+
+    def _take_bucket_sizes(self, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
+        """How large buckets may be, all or one by one; under torch's names, too."""
+        caps = list(bucket_cap_mb_list or ())
+        self.bucket_cap_mb = max(caps) if caps else 25 if bucket_cap_mb is None else bucket_cap_mb
+        if min([self.bucket_cap_mb, *caps]) <= 0:
+            raise ValueError(f"{bucket_cap_mb=}, {bucket_cap_mb_list=}: sizes above 0")
+        self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
+        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not caps
 
     # -- the reducer
 
@@ -329,34 +338,46 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                     return self._run(inputs, kwargs)
                 self._attach()
             if torch._C._current_graph_task_id() != -1:  # a checkpoint runs it again, inside the backward
-                outputs = self._run(inputs, kwargs)
-                if grad and self._world > 1:
-                    self._watch.outputs(outputs, self.require_backward_grad_sync, expected=False)
-                return outputs
+                return self._run_again(inputs, kwargs, grad)
             alone = self._world == 1 and self._comm_hook is None
             if alone and self._weight is None and not self._join_config.enable:
                 return self._run(inputs, kwargs)
-            sync = grad and self.require_backward_grad_sync
-            weight = self._prepare_forward(grad, sync)
-            outputs = self._run(inputs, kwargs)
-            if self._buffers_at(_BufferCommHookLocation.POST_FORWARD):
-                self._align_buffers(0)
-            self.require_forward_param_sync = sync
-            if not sync:  # no backward will wait for them
-                self._await_buffers()
-            if grad:
-                if weight is not None:
-                    outputs = weight.apply(outputs)
-                empty = weight is not None and weight.weight == 0
-                self._watch.outputs(outputs, sync, empty, expected=sync and self.training)
-            return outputs
+            return self._run_together(inputs, kwargs, grad)
         except Exception as error:
-            if self._reducer is not None and self._world > 1:
-                report_failure(self.process_group, self._reducer.rounds + 1, error)
+            self._report_failure(error)
             raise
         finally:
             if profiled:
                 profiled.__exit__(None, None, None)
+
+    def _run_together(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
+        """A forward before and after which ranks meet, and whose backward is watched."""
+        sync = grad and self.require_backward_grad_sync
+        weight = self._prepare_forward(grad, sync)
+        outputs = self._run(inputs, kwargs)
+        if self._buffers_at(_BufferCommHookLocation.POST_FORWARD):
+            self._align_buffers(0)
+        self.require_forward_param_sync = sync
+        if not sync:  # no backward will wait for them
+            self._await_buffers()
+        if grad:
+            if weight is not None:
+                outputs = weight.apply(outputs)
+            empty = weight is not None and weight.weight == 0
+            self._watch.outputs(outputs, sync, empty, expected=sync and self.training)
+        return outputs
+
+    def _run_again(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
+        """A forward that a checkpoint repeats: ranks have met for it already."""
+        outputs = self._run(inputs, kwargs)
+        if grad and self._world > 1:
+            self._watch.outputs(outputs, self.require_backward_grad_sync, expected=False)
+        return outputs
+
+    def _report_failure(self, error: Exception) -> None:
+        """Tell the other ranks, which wait for this one, why a forward has failed."""
+        if self._reducer is not None and self._world > 1:
+            report_failure(self.process_group, self._reducer.rounds + 1, error)
 
     def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
         """Meet the other ranks before a forward."""

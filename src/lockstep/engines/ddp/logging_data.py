@@ -48,17 +48,7 @@ def logging_data(container: Any, parameters: list[Parameter], names: dict[int, s
         "bytes_reduced": reducer.bytes - getattr(transport, "skipped_bytes", 0),
         "shared_memory": int(isinstance(getattr(transport, "inner", transport), SharedReduction)),
     }
-    sizes = {name: parameters[index].nbytes for index, name in names.items()}
-    first, now = container._first_plan, reducer.plan()
-    found["bucket_sizes"] = _sizes(first, sizes)
-    found["num_buckets_reduced"] = len(now) - len(getattr(transport, "skipped", ()))
-    found["has_rebuilt_buckets"] = int(now != first or getattr(reducer, "_recorded", None) is not None)
-    if found["has_rebuilt_buckets"]:
-        places = {name: str(index) for index, name in names.items()}
-        found["rebuilt_bucket_sizes"] = _sizes(now, sizes)
-        found["rebuilt_per_bucket_param_indices"] = ", ".join(
-            " ".join(places[name] for name in bucket if name in places) for bucket in now
-        )
+    found.update(_layouts(container, parameters, names))
     if reducer.rounds:
         found["unused_parameter_size"] = _unused(reducer)
     if container._error is not None:
@@ -68,6 +58,27 @@ def logging_data(container: Any, parameters: list[Parameter], names: dict[int, s
 
 def _name_of(hook: tuple[Any, ...] | None) -> str | None:
     return None if hook is None else getattr(hook[1], "__qualname__", type(hook[1]).__name__)
+
+
+def _layouts(container: Any, parameters: list[Parameter], names: dict[int, str]) -> dict[str, Any]:
+    """The first layout of the buckets and, where they have been laid out anew, the present one."""
+    reducer = container.reducer
+    sizes = {name: parameters[index].nbytes for index, name in names.items()}
+    first, now = container._first_plan, reducer.plan()
+    skipped = getattr(getattr(reducer, "_transport", None), "skipped", ())
+    rebuilt = now != first or getattr(reducer, "_recorded", None) is not None
+    found: dict[str, Any] = {
+        "bucket_sizes": _sizes(first, sizes),
+        "num_buckets_reduced": len(now) - len(skipped),
+        "has_rebuilt_buckets": int(rebuilt),
+    }
+    if rebuilt:
+        places = {name: str(index) for index, name in names.items()}
+        found["rebuilt_bucket_sizes"] = _sizes(now, sizes)
+        found["rebuilt_per_bucket_param_indices"] = ", ".join(
+            " ".join(places[name] for name in bucket if name in places) for bucket in now
+        )
+    return found
 
 
 def _sizes(plan: Plan, sizes: dict[str, int]) -> str:

@@ -237,19 +237,23 @@ class Reducer:
         self._layout_settled = plan is not None
         self._build()
 
+    def _plan_for(self, awake: Mapping[str, Parameter]) -> Plan:
+        """The bucket plan that is wanted, as far as it fits these parameters; those with sparse gradients go alone."""
+        infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
+        if self._wanted is None:
+            plan = plan_buckets(infos, self._caps)
+        else:
+            dense = [[name for name in bucket if name not in self._sparse] for bucket in self._wanted]
+            plan = fit_plan(dense, infos, self._caps, frozen=self._parameters)
+        return plan + [[name] for name in awake if name in self._sparse]
+
     def _build(self) -> None:
         """Lay out the buckets for the parameters that require gradients now, or did so before."""
         # switched off for a while, as in a GAN
         placed = {id(parameter) for bucket in self._buckets for parameter in bucket.parameters}
         awake = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
         self.frozen = [p for name, p in self._parameters.items() if name not in awake]
-        infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
-        if self._wanted is None:
-            self._plan = plan_buckets(infos, self._caps)
-        else:
-            dense = [[name for name in bucket if name not in self._sparse] for bucket in self._wanted]
-            self._plan = fit_plan(dense, infos, self._caps, frozen=self._parameters)
-        self._plan += [[name] for name in awake if name in self._sparse]
+        self._plan = self._plan_for(awake)
         if self._idle:
             return
         self._remove_hooks()
@@ -328,11 +332,12 @@ class Reducer:
         self._prepared = self._started = self._started or come_last(self._hooks)
         self._arrived.clear()
         early = self._early = self.sync and self._overlap
-        self._scale = 1 / self.divisor if self._transport.divides else 1.0
         record = self._recorded
+        overlaps = early and record is None
+        self._scale = 1 / self.divisor if self._transport.divides else 1.0
         for bucket in self._buckets:
-            bucket.arm(self._views, early and record is None)
-            if early and record is None:
+            bucket.arm(self._views, overlaps)
+            if overlaps:
                 bucket.skip_frozen()
         if record is not None:
             record.arm(early)

@@ -502,6 +502,14 @@ class DDPStrategy(RankedStrategy):
         # a group belongs to its process, and so does what works with it
         return kept(self, "_norms", "_norms_group", "_local", "_late", "_owned", "_reducer")
 
+    def _own_state(self) -> dict[str, Any]:
+        """The bucket plan, and under local steps their count and the outer optimizer."""
+        plan = self._plan if self._reducer is None else self._reducer.plan()
+        own = {} if plan is None else {"plan": plan}
+        if self._local is not None:
+            own["local steps"] = self._local.state_dict()
+        return own
+
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
         """The module, of the ranks' mean where weights have parted; optimizers; what the ranks need besides.
 
@@ -515,10 +523,7 @@ class DDPStrategy(RankedStrategy):
                 state.module = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in module.items()}
         if weights_only:
             return state
-        plan = self._plan if self._reducer is None else self._reducer.plan()
-        state.own = {**(state.own or {}), **({} if plan is None else {"plan": plan})}
-        if self._local is not None:
-            state.own["local steps"] = self._local.state_dict()
+        state.own = {**(state.own or {}), **self._own_state()}
         state.by_rank = [] if self._hook is None else self._hook.rank_states(self._local, alone)
         return state
 

@@ -108,7 +108,7 @@ def _check_state(state: object, inner: object) -> None:
     elif torch_name(inner) in _TORCH_STATES:
         kind = _TORCH_STATES[torch_name(inner) or ""]
         fits, wanted = _is_torch_state(state, kind), f"torch's {kind}(...)"
-    elif inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS:
+    elif _takes_group(inner):
         fits, wanted = state is None or _is_group(state), "a process group, or None for the default one"
     else:
         return
@@ -117,6 +117,17 @@ def _check_state(state: object, inner: object) -> None:
             f"the communication hook {name_of(inner)} was given the state {_shown(state)}; it needs {wanted} "
             "(ddp_comm_state=, or the first argument of register_comm_hook)"
         )
+
+
+def _takes_group(inner: object) -> bool:
+    """Whether a hook's state is its process group."""
+    return inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS
+
+
+def _has_group(state: object) -> bool:
+    """Whether a hook's state names a process group."""
+    torchs = ("PostLocalSGDState", "PowerSGDState")
+    return isinstance(state, _OWN_STATES) or any(_is_torch_state(state, kind) for kind in torchs)
 
 
 def _is_group(state: object) -> bool:
@@ -164,20 +175,15 @@ def prepare_state(state: Any, group: comm.Group = None, hook: object = None) -> 
     Returns:
         The state to register: ``state`` itself, or ``group`` in place of None for a hook whose state is its group.
     """
-    local = isinstance(state, PostLocalSGDState)
-    torchs = _is_torch_state(state, "PostLocalSGDState")
-    has_group = local or torchs or isinstance(state, _OWN_STATES) or _is_torch_state(state, "PowerSGDState")
     named = group is not None and group is not dist.group.WORLD  # with the default one it could not be pickled
-    if has_group and named and state.process_group is None:
+    if named and _has_group(state) and state.process_group is None:
         state.process_group = group
-    if local:
+    if isinstance(state, PostLocalSGDState):
         state.prepare()
-    elif torchs and state.subgroup is None and _averages_in_nodes(state):
+    elif _is_torch_state(state, "PostLocalSGDState") and state.subgroup is None and _averages_in_nodes(state):
         state.subgroup = node_group(state.process_group)
-    if state is None and group is not None:
-        inner = innermost(hook)
-        if inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS:
-            return group
+    if state is None and group is not None and _takes_group(innermost(hook)):
+        return group
     return state
 
 

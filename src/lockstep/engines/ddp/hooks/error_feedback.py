@@ -189,7 +189,7 @@ def share_states(saved: Sequence[dict[str, Any] | None], world: int) -> list[dic
 def _merged(values: list[Any], errors: bool) -> Any:
     first = values[0]
     if isinstance(first, dict):
-        alike = (key for key in first if all(key in value for value in values))
+        alike = set(first).intersection(*values)
         return {**first, **{key: _merged([value[key] for value in values], errors or key in _ERRORS) for key in alike}}
     if isinstance(first, list) and all(len(value) == len(first) for value in values):
         return [_merged(list(those), errors) for those in zip(*values, strict=True)]
