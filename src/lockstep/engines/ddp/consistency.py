@@ -185,6 +185,16 @@ def _problem_of(parameter: Tensor) -> str | None:
     return None
 
 
+def _inner_container(module: nn.Module, trained: set[int], group: comm.Group) -> str | None:
+    """The name of a part that averages some of the ``trained`` parameters itself: torch's container, or ours."""
+    for name, part in module.named_modules():
+        own = (id(parameter) for parameter in part.parameters())
+        averages = hasattr(part, "require_backward_grad_sync") and not trained.isdisjoint(own)
+        if averages and not (part is module and _yields(part, group)):
+            return name
+    return None
+
+
 def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.Group = None) -> str | None:
     """Why gradients of ``module`` cannot be averaged, if so: what is wrong with which parameter, and the way out.
 
@@ -198,17 +208,13 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
         problem = _problem_of(parameter)
         if problem is not None:
             return f"parameter {name!r} of {kind} {problem}"
-    places = {id(parameter) for _, parameter in named if parameter.requires_grad}
-    for inner, part in module.named_modules():
-        own = (id(parameter) for parameter in part.parameters())
-        if hasattr(part, "require_backward_grad_sync") and not places.isdisjoint(own):  # torch's container, or ours
-            if part is module and _yields(part, group):
-                continue
-            where = f"part {inner!r} of {kind}" if inner else "the module"
-            return (
-                f"{where} is a DistributedDataParallel already, and two cannot average the same gradients: wrap the "
-                "model as a whole, once"
-            )
+    inner = _inner_container(module, {id(parameter) for _, parameter in named if parameter.requires_grad}, group)
+    if inner is not None:
+        where = f"part {inner!r} of {kind}" if inner else "the module"
+        return (
+            f"{where} is a DistributedDataParallel already, and two cannot average the same gradients: wrap the "
+            "model as a whole, once"
+        )
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
         return f"{kind} has parameters on {' and '.join(types)}; move it to devices of one type"

@@ -332,14 +332,16 @@ class Reducer:
         self._prepared = self._started = self._started or come_last(self._hooks)
         self._arrived.clear()
         early = self._early = self.sync and self._overlap
-        record = self._recorded
-        overlaps = early and record is None
         self._scale = 1 / self.divisor if self._transport.divides else 1.0
-        for bucket in self._buckets:
-            bucket.arm(self._views, overlaps)
-            if overlaps:
-                bucket.skip_frozen()
-        if record is not None:
+        record = self._recorded
+        if record is None:
+            for bucket in self._buckets:
+                bucket.arm(self._views, early)
+                if early:
+                    bucket.skip_frozen()
+        else:
+            for bucket in self._buckets:
+                bucket.arm(self._views, False)
             record.arm(early)
         if self.zero_weight:
             for bucket in self._buckets:

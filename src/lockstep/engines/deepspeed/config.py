@@ -280,6 +280,11 @@ def disk(config: Mapping[str, Any]) -> str | None:
 # -- the Trainer's flags -------------------------------------------------------------------------------------
 
 
+def _enabled(config: Config, block: str) -> object:
+    """What the block of a precision says of itself; None where it says nothing."""
+    return (config.get(block) or {}).get("enabled")
+
+
 def of_precision(config: Config, precision: str, device: str) -> None:
     """Let the config say the Trainer's precision.
 
@@ -291,7 +296,7 @@ def of_precision(config: Config, precision: str, device: str) -> None:
     """
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
-    if device == "cpu" and ((config.get("fp16") or {}).get("enabled") is True or precision.startswith("16")):
+    if device == "cpu" and (_enabled(config, "fp16") is True or precision.startswith("16")):
         place = f'Trainer(precision="{precision}", accelerator="cpu", strategy="deepspeed")'
         said = (
             place
@@ -303,7 +308,7 @@ def of_precision(config: Config, precision: str, device: str) -> None:
         )
     wanted = PRECISIONS[precision]
     for block in ("fp16", "bf16"):
-        enabled = (config.get(block) or {}).get("enabled")
+        enabled = _enabled(config, block)
         if enabled is not None and enabled != "auto" and bool(enabled) != (block == wanted):
             flag = {"fp16": "16-mixed", "bf16": "bf16-true"}[block]
             fits = f'Trainer(precision="{flag}")' if enabled else 'Trainer(precision="32-true")'

@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib.metadata
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -167,17 +167,23 @@ class _Group:
         return torch.cat(found).view(shape)
 
 
+def _sizes(shapes: Mapping[str, Any], number: int, states: list[dict[str, Any]], even: bool) -> list[int]:
+    """The elements that each parameter takes: of the flattened group, or, where it is ``even``, of a rank's run."""
+    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+    if even:
+        return [-(-size // len(states)) for size in sizes]
+    paddings = states[0].get("param_alignment_paddings")
+    if paddings is None:
+        return sizes
+    return [size + padding for size, padding in zip(sizes, paddings[number], strict=True)]
+
+
 def _groups(model: Mapping[str, Any], states: list[dict[str, Any]]) -> Iterator[_Group]:
     even = "fp32_flat_groups" in states[0]
     inner = "optimizer_state_dict" if even else "base_optimizer_state"
     weights = "fp32_flat_groups" if even else "single_partition_of_fp32_groups"
-    paddings = states[0].get("param_alignment_paddings")
     for number, shapes in enumerate(model["param_shapes"]):
-        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-        if even:
-            sizes = [-(-size // len(states)) for size in sizes]
-        elif paddings is not None:
-            sizes = [size + padding for size, padding in zip(sizes, paddings[number], strict=True)]
+        sizes = _sizes(shapes, number, states, even)
         starts = dict(zip(shapes, accumulate(sizes, initial=0), strict=False))
         runs = [state[weights][number] for state in states]
         found = [state[inner]["state"].get(number, {}) for state in states]
@@ -277,21 +283,23 @@ _Trained = list[tuple[dict[str, Any], dict[int, str]]]
 """The optimizer's groups that are trained, each with its parameters: number to name."""
 
 
+def _untrained(weights: Mapping[str, Any], trained: Sequence[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Other names of trained tensors, and the tensors that are not trained.
+
+    Which of the latter are buffers is not known, and the engine looks for its frozen parameters alone.
+    """
+    known = {weights[name].data_ptr(): name for name in trained}
+    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    originals = {name: known.get(value.data_ptr(), name) for name, value in tensors.items()}
+    shared = {name: original for name, original in originals.items() if original != name}
+    others = {*shared, *trained}
+    return shared, {name: value for name, value in tensors.items() if name not in others}
+
+
 def _model_file(checkpoint: Mapping[str, Any], groups: _Trained) -> dict[str, Any]:
     weights = checkpoint["state_dict"]
     shapes = [{name: weights[name].shape for name in trained.values()} for _, trained in groups]
-    known = {weights[name].data_ptr(): name for each in shapes for name in each}
-    shared = {
-        name: known[value.data_ptr()]
-        for name, value in weights.items()
-        if isinstance(value, Tensor) and known.get(value.data_ptr(), name) != name
-    }
-    trained = {name for each in shapes for name in each}
-    rest = {  # which of these are buffers is not known, and the engine looks for its frozen parameters alone
-        name: value
-        for name, value in weights.items()
-        if isinstance(value, Tensor) and name not in shared and name not in trained
-    }
+    shared, rest = _untrained(weights, [name for each in shapes for name in each])
     return {
         **{key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")},
         "optimizer_states": [{**checkpoint["optimizer_states"][0], "state": {}}],

@@ -82,10 +82,13 @@ class LeftAlone:
                 self._put_back(parameter, flat, kept)
         for flat, state in idle:
             self._optimizer.state[flat] = state
-        alone = {id(flat) for flat, _ in idle}
+        self._note_missed(parts, {id(flat) for flat, _ in idle})
+
+    def _note_missed(self, parts: Sequence[tuple[Parameter, Tensor, Any]], idle: set[int]) -> None:
+        """Note parameters without a gradient in a step that was counted for their group: not for one of ``idle``."""
         for parameter, flat, _ in parts:
             counts = len(self._flat_states(flat)) < len(self._optimizer.state.get(flat, {}))
-            if counts and id(flat) not in alone:
+            if counts and id(flat) not in idle:
                 self._missed.add(id(parameter))
 
     def _copied(self, flat: Tensor) -> dict[str, Any]:

@@ -672,15 +672,20 @@ class DeepSpeedStrategy(ShardedStrategy):
             if saved is not None and self._zero is not None:
                 self._zero.load_optimizer_state(saved)
 
+    def _load_all_but(self, others: set[str], saved: dict[str, Any]) -> None:
+        """Let the module take what is saved, strictly if it says so; ``others`` come by other ways."""
+        strict = self.module.strict_loading
+        rest = {name: value for name, value in saved.items() if name not in others}
+        found = self.module.load_state_dict(rest, strict=strict and not others)
+        missing = [name for name in found.missing_keys if name not in others]
+        if strict and (missing or found.unexpected_keys):
+            raise RuntimeError(f"missing keys {missing}, unexpected keys {found.unexpected_keys}")
+
     def _load_module(self, given: dict[str, Any], kept: set[str]) -> None:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         cut = {name for name, p in parameters.items() if is_partitioned(p) and name in given}
         saved = {name: value if name in cut else self._made_whole(value) for name, value in given.items()}
-        rest = {name: value for name, value in saved.items() if name not in cut | kept}
-        found = self.module.load_state_dict(rest, strict=self.module.strict_loading and not cut and not kept)
-        missing = [name for name in found.missing_keys if name not in cut | kept]
-        if self.module.strict_loading and (missing or found.unexpected_keys):
-            raise RuntimeError(f"missing keys {missing}, unexpected keys {found.unexpected_keys}")
+        self._load_all_but(cut | kept, saved)
         for name in cut - kept:
             put(parameters[name], _elements(saved[name]))
         for name in (name for name in saved if name in parameters and name not in kept):

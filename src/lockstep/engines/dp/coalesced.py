@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 
 from lockstep.ground.device import has_pinned_memory
 from lockstep.ground.tensor_groups import grouped
@@ -71,20 +71,26 @@ def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[i
     away = [device for device in devices if homes != {device}]
     trained = [p for p in parameters if p.requires_grad]
     rest = [p for p in parameters if not p.requires_grad]
-    moved: list[dict[int, Tensor]] = [{} for _ in away]
-    if away and trained:
-        # The views are nodes of the first device's thread, made before all others: they come last there, so that a
-        # parameter that is used several times gets its gradients in one order.
-        copies = CopiesOfAll.apply(away, *[p.view_as(p) for p in trained])
-        for place, tensors in enumerate(moved):
-            own = copies[place * len(trained) : (place + 1) * len(trained)]
-            tensors.update(zip(map(id, trained), own, strict=True))
+    moved = _trained_copies(trained, away)
     with torch.no_grad():
         for tensors, device in zip(moved, away, strict=True):
             fixed = [*rest, *buffers]
             tensors.update(zip(map(id, fixed), copied(fixed, device), strict=True))
-        here = {id(p): p for p in parameters}
         found = iter(moved)
-        return [
-            next(found) if homes != {device} else {**here, **{id(b): b.clone() for b in buffers}} for device in devices
-        ]
+        return [next(found) if homes != {device} else _beside(parameters, buffers) for device in devices]
+
+
+def _trained_copies(trained: Sequence[Parameter], devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
+    """For each device, by the id of the parameter: copies whose gradients arrive at the parameters."""
+    if not trained or not devices:
+        return [{} for _ in devices]
+    # The views are nodes of the first device's thread, made before all others: they come last there, so that a
+    # parameter that is used several times gets its gradients in one order.
+    copies = CopiesOfAll.apply(devices, *[p.view_as(p) for p in trained])
+    starts = range(0, len(copies), len(trained))
+    return [dict(zip(map(id, trained), copies[at : at + len(trained)], strict=True)) for at in starts]
+
+
+def _beside(parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> dict[int, Tensor]:
+    """On the device where the module is: the parameters themselves, and copies of the buffers."""
+    return {**{id(p): p for p in parameters}, **{id(b): b.clone() for b in buffers}}

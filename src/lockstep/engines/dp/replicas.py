@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,6 +198,14 @@ def _replica(module: nn.Module, copies: Mapping[int, Tensor], stand_in: Callable
     return replica
 
 
+def _autocast_of(devices: Sequence[torch.device]) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes this thread's autocast in another one: that of the first device that has one, else the CPU's."""
+    kinds = [device.type for device in devices if device.type != "cpu" and torch.is_autocast_enabled(device.type)]
+    kind = kinds[0] if kinds else "cpu"
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
+
+
 def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device] = ()) -> list[Any]:
     """Call each in a thread of its own (the first in this one), and give what they return.
 
@@ -209,9 +218,7 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
     Raises:
         BaseException: the first one that a call raised, by its place, which is noted in it (from Python 3.11 on).
     """
-    kinds = [device.type for device in devices if device.type != "cpu" and torch.is_autocast_enabled(device.type)]
-    kind = kinds[0] if kinds else "cpu"
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    autocast = _autocast_of(devices)
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     places = [place_on(device) for device in devices[: len(calls)]] or [nullcontext() for _ in calls]
     results: list[Any] = [None] * len(calls)
@@ -228,7 +235,7 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
 
     def thread(number: int) -> None:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
-            with torch.autocast(kind, dtype=dtype, enabled=enabled):
+            with autocast():
                 work(number)
 
     others = [threading.Thread(target=thread, args=(number,)) for number in range(1, len(calls))]
@@ -270,25 +277,9 @@ def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
     if len(kinds) > 1:
         raise ValueError(f"DataParallel: the replicas gave {sorted(kind.__name__ for kind in kinds)}; give one kind.")
     if isinstance(first, Mapping):
-        if any(output.keys() != first.keys() for output in outputs):
-            raise ValueError(f"DataParallel: the replicas gave dicts with different keys, {sorted(first)} first.")
-        joined = {key: join([output[key] for output in outputs], tensors) for key in first}
-        if not isinstance(first, MutableMapping):
-            return type(first)(joined)  # type: ignore[call-arg]
-        made = copy.copy(first)  # with what it has beside its items: a default factory, attributes
-        for key, value in joined.items():
-            made[key] = value
-        return made
-    if isinstance(first, list) and not any(isinstance(item, Tensor | dict | list | tuple) for item in first):
-        return [item for output in outputs for item in output]
+        return _join_mappings(outputs, tensors)
     if isinstance(first, list | tuple):
-        if any(len(output) != len(first) for output in outputs):
-            raise ValueError(
-                f"DataParallel: the replicas gave a {type(first).__name__} of {sorted({len(o) for o in outputs})} "
-                "members, which are put together one by one; give equally many."
-            )
-        members = [join(list(places), tensors) for places in zip(*outputs, strict=True)]
-        return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
+        return _join_members(outputs, tensors)
     if hasattr(first, "__dataclass_fields__"):
         made = copy.copy(first)
         for field in first.__dataclass_fields__:
@@ -301,6 +292,34 @@ def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
                 "give a tensor, or a list."
             )
     return first
+
+
+def _join_mappings(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
+    """Mappings of one class as one, by key."""
+    first = outputs[0]
+    if any(output.keys() != first.keys() for output in outputs):
+        raise ValueError(f"DataParallel: the replicas gave dicts with different keys, {sorted(first)} first.")
+    joined = {key: join([output[key] for output in outputs], tensors) for key in first}
+    if not isinstance(first, MutableMapping):
+        return type(first)(joined)
+    made = copy.copy(first)  # with what it has beside its items: a default factory, attributes
+    for key, value in joined.items():
+        made[key] = value
+    return made
+
+
+def _join_members(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
+    """Lists, tuples or named tuples as one, by place; lists of plain things one after the other."""
+    first = outputs[0]
+    if isinstance(first, list) and not any(isinstance(item, Tensor | dict | list | tuple) for item in first):
+        return [item for output in outputs for item in output]
+    if any(len(output) != len(first) for output in outputs):
+        raise ValueError(
+            f"DataParallel: the replicas gave a {type(first).__name__} of {sorted({len(o) for o in outputs})} "
+            "members, which are put together one by one; give equally many."
+        )
+    members = [join(list(places), tensors) for places in zip(*outputs, strict=True)]
+    return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -147,8 +147,7 @@ class Chain:
         if self.mode is _Mode.REFUSES:
             raise MisconfigurationException(OUTSIDE.format(chain=self.name))
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            given = ", ".join([*(type(each).__name__ for each in args), *(f"{key}=" for key in kwargs)])
-            raise MisconfigurationException(ARGUMENTS.format(place=place, chain=self.name, given=given or "nothing"))
+            raise MisconfigurationException(ARGUMENTS.format(place=place, chain=self.name, given=_shown(args, kwargs)))
         value: Tensor = args[0]
         if self._count == 0 and place != 0:
             raise MisconfigurationException(NOT_FIRST.format(chain=self.name, place=place))
@@ -191,6 +190,11 @@ class Chain:
                 ENDED_EARLY.format(count=self._count, blocks=len(self.blocks), chain=self.name)
             )
         return returned
+
+
+def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Arguments of a call: those by place by their classes, the others by name."""
+    return ", ".join([*(type(each).__name__ for each in args), *(f"{key}=" for key in kwargs)]) or "nothing"
 
 
 def _candidates(module: nn.Module) -> list[str]:

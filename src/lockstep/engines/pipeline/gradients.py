@@ -50,6 +50,23 @@ TOGETHER = 2**23
 """Bytes of small gradients that travel together at most; a large one is summed where it lies."""
 
 
+def _sum_as_one(
+    parameters: Sequence[Parameter], device: torch.device, group: comm.Group, factor: float
+) -> list[Tensor]:
+    """The sums of small gradients, which travel as one tensor; a gradient that is there takes its sum in place."""
+    sizes = [parameter.numel() for parameter in parameters]
+    flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=device)
+    stretches = flat.split(sizes)
+    for stretch, parameter in zip(stretches, parameters, strict=True):
+        if parameter.grad is not None:
+            stretch.copy_(parameter.grad.reshape(-1))
+    _sum_in_place(flat, group, factor)
+    return [
+        stretch.view(p.shape).clone() if p.grad is None else p.grad.copy_(stretch.view(p.shape))
+        for stretch, p in zip(stretches, parameters, strict=True)
+    ]
+
+
 @torch.no_grad()
 def _summed(parameters: Sequence[Parameter], group: comm.Group, factor: float) -> list[Tensor | None]:
     """The gradients times a factor, added up over a group, in place; None where none of its ranks has one.
@@ -62,22 +79,13 @@ def _summed(parameters: Sequence[Parameter], group: comm.Group, factor: float) -
     anywhere = comm.all_reduce(flags, "max", group)
     found: list[Tensor | None] = [p.grad for p in parameters]
     for numbers in grouped(parameters, TOGETHER):
-        parts = [found[number] for number in numbers]
-        first = parts[0]
+        first = found[numbers[0]]
         if len(numbers) == 1 and first is not None and first.is_contiguous():
             _sum_in_place(first, group, factor)
             continue
-        sizes = [parameters[number].numel() for number in numbers]
-        flat = torch.zeros(sum(sizes), dtype=parameters[numbers[0]].dtype, device=device)
-        for stretch, part in zip(flat.split(sizes), parts, strict=True):
-            if part is not None:
-                stretch.copy_(part.reshape(-1))
-        _sum_in_place(flat, group, factor)
-        for number, stretch, part in zip(numbers, flat.split(sizes), parts, strict=True):
-            if part is None:
-                found[number] = stretch.view(parameters[number].shape).clone()
-            else:
-                part.copy_(stretch.view(part.shape))
+        together = [parameters[number] for number in numbers]
+        for number, gradient in zip(numbers, _sum_as_one(together, device, group, factor), strict=True):
+            found[number] = gradient
     if all(has):
         return found
     return [gradient if used else None for gradient, used in zip(found, anywhere.tolist(), strict=True)]

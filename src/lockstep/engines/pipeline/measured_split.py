@@ -6,10 +6,11 @@ A process that drives several devices measures each of them, and has as many row
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.engines.pipeline.control import BlockCost, Resplit, SplitControl, StageCost, StageLook, shares_of_blocks
@@ -117,20 +118,10 @@ class MeasuredSplit:
         ranks: list[_Told] = [each for of_rank in comm.all_gather_object(told) for each in of_rank]
         if not ranks:
             return None
-        keeps = [max(of_block) for of_block in zip(*(rank.keeps for rank in ranks), strict=True)]
-        sizes = sizes_of(stages, max(rank.states for rank in ranks))
-        shares = shares_of_blocks([rank.seconds for rank in ranks], [kind_of(block) for block in stages.chain.blocks])
-        blocks = [BlockCost(share, *size, float(kept)) for share, size, kept in zip(shares, sizes, keeps, strict=True)]
         count = max(rank.count for rank in ranks)
-        costs, layout = [], stages.layout
-        each_of, in_flight = layout.stages // layout.ranks, _in_flight(stages, count)
-        for stage in range(layout.stages):
-            place = layout.place_of(stage)
-            mine = [rank for rank in ranks if rank.place == place]
-            chain, memory = max(sum(rank.seconds) for rank in mine), min(rank.memory for rank in mine)
-            costs.append(StageCost(chain, 0.0, memory / each_of, in_flight[stage], layout.place_of(stage)))
-        self.control = SplitControl(blocks, costs, layout.counts)
-        took = ", ".join(f"{cost.chain * 1e3:.3g}" for cost in costs[: layout.ranks])
+        costs = _costs_of_stages(stages, ranks, count)
+        self.control = SplitControl(_costs_of_blocks(stages, ranks), costs, stages.layout.counts)
+        took = ", ".join(f"{cost.chain * 1e3:.3g}" for cost in costs[: stages.layout.ranks])
         self._forget()
         who = "devices" if stages.has_all else "ranks"
         return self.control.first(f"the stages' {who} run all blocks in {took} ms", count)
@@ -161,13 +152,14 @@ class MeasuredSplit:
             return math.inf
         chain, layout = stages.chain, stages.layout
         here = [number for stage in layout.stages_of(place) for number in layout.blocks_of(stage)]
-        own = {id(parameter) for number in here for parameter in chain.blocks[number].parameters()}
-        inside = {id(parameter) for block in chain.blocks for parameter in block.parameters()}
-        now = sum(p.nbytes for p in owned.held if id(p) in own)
-        kept = [o.state[p] for o in optimizers for p in owned.held if id(p) in own and p in o.state]
-        now += sum(v.nbytes for state in kept for v in state.values() if isinstance(v, torch.Tensor))
-        outside = [p for p in owned.held if id(p) not in inside and p.requires_grad and place == stages.root]
-        to_come = sum(p.nbytes for p in outside) * (1 + states)
+        in_blocks = _parameters_of(chain.blocks[number] for number in here)
+        own = [parameter for parameter in owned.held if id(parameter) in in_blocks]
+        now = sum(parameter.nbytes for parameter in own) + _bytes_of_states(optimizers, own)
+        to_come = 0.0
+        if place == stages.root:
+            inside = _parameters_of(chain.blocks)
+            outside = [p for p in owned.held if id(p) not in inside and p.requires_grad]
+            to_come = sum(p.nbytes for p in outside) * (1 + states)
         return ROOM * max(free + now - to_come, 0.0)
 
     def close(self) -> None:
@@ -177,10 +169,41 @@ class MeasuredSplit:
             self._rows = None
 
 
+def _costs_of_blocks(stages: Stages, ranks: Sequence[_Told]) -> list[BlockCost]:
+    """What each block takes, by all devices' measurements."""
+    keeps = [max(of_block) for of_block in zip(*(rank.keeps for rank in ranks), strict=True)]
+    sizes = sizes_of(stages, max(rank.states for rank in ranks))
+    shares = shares_of_blocks([rank.seconds for rank in ranks], [kind_of(block) for block in stages.chain.blocks])
+    return [BlockCost(share, *size, float(kept)) for share, size, kept in zip(shares, sizes, keeps, strict=True)]
+
+
+def _costs_of_stages(stages: Stages, ranks: Sequence[_Told], count: int) -> list[StageCost]:
+    """What each stage's device needs for all blocks, and has room for; of several pipelines the least able counts."""
+    costs, layout = [], stages.layout
+    each_of, in_flight = layout.stages // layout.ranks, _in_flight(stages, count)
+    for stage in range(layout.stages):
+        place = layout.place_of(stage)
+        mine = [rank for rank in ranks if rank.place == place]
+        chain, memory = max(sum(rank.seconds) for rank in mine), min(rank.memory for rank in mine)
+        costs.append(StageCost(chain, 0.0, memory / each_of, in_flight[stage], place))
+    return costs
+
+
 def _in_flight(stages: Stages, micro_batches: int) -> list[float]:
     """Micro-batches whose activations each of all stages holds at the same time, at most."""
     of_stages = {stage: most for mine in stages.actions(micro_batches) for stage, most in held(mine).items()}
     return [of_stages[stage] for stage in range(stages.layout.stages)]
+
+
+def _parameters_of(blocks: Iterable[nn.Module]) -> set[int]:
+    """The ids of the parameters of blocks."""
+    return {id(parameter) for block in blocks for parameter in block.parameters()}
+
+
+def _bytes_of_states(optimizers: Sequence[Optimizer], parameters: Sequence[Parameter]) -> int:
+    """What optimizers hold for parameters."""
+    kept = [optimizer.state[p] for optimizer in optimizers for p in parameters if p in optimizer.state]
+    return sum(value.nbytes for state in kept for value in state.values() if isinstance(value, Tensor))
 
 
 def _input_of(stages: Stages, turn: Turn) -> Like:

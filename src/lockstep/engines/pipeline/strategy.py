@@ -378,14 +378,27 @@ class BalancedStrategy(RankedStrategy):
             output = comm.broadcast_object(output, 0, self.members)
         return output
 
-    def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
-        """Forwards and backwards of a window by the schedule; then gradients are those of the whole batch."""
-        count = self._micro_batches or 2 * self._size(self.world)
+    def _turns(
+        self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch], count: int
+    ) -> list[tuple[int, Turn]]:
+        """What a window plays: ``count`` parts of each micro-batch that is not empty, with the micro-batch's number."""
         needed = tuple(parameter.requires_grad for parameter in self.module.parameters())
         turns: list[tuple[int, Turn]] = []
         for number, each in enumerate(micro_batches):
             if not each.empty and each.args[0] is not None:
                 turns += [(number, self._turn(step, each, part, needed)) for part in cut(each.args[0], count)]
+        return turns
+
+    def _refuse_freed_gradients(self) -> None:
+        """A parameter of another rank's stage, which has no memory here, got a gradient on the user's own way."""
+        if any(parameter.grad is not None for parameter in self._ownership.freed):
+            name = next(n for n, p in self.module.named_parameters() if p.grad is not None and stands_in(p))
+            raise MisconfigurationException(ELSEWHERE.format(name=name))
+
+    def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
+        """Forwards and backwards of a window by the schedule; then gradients are those of the whole batch."""
+        count = self._micro_batches or 2 * self._size(self.world)
+        turns = self._turns(step, micro_batches, count)
         self._follow([turn for _, turn in turns])
         owned, stages = self._ownership, self._stages
         assert stages is not None
@@ -398,9 +411,7 @@ class BalancedStrategy(RankedStrategy):
             for run in _alike(turns):
                 for (number, _), returned in zip(run, stages.train([turn for _, turn in run]), strict=True):
                     outputs[number].append(returned)
-        if any(parameter.grad is not None for parameter in owned.freed):
-            name = next(n for n, p in self.module.named_parameters() if p.grad is not None and stands_in(p))
-            raise MisconfigurationException(ELSEWHERE.format(name=name))
+        self._refuse_freed_gradients()
         gradients.reduce(owned, self.members, self.peers, self.replicas.count)
         self.rounds += 1
         return [_put_together(each) for each in outputs]
@@ -536,17 +547,18 @@ class BalancedStrategy(RankedStrategy):
             self.resplit(split)
 
 
+def _is_number(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _check_arguments(
     stages: object, micro_batches: object, schedule: object, split: object, stages_per_rank: object, one_process: object
 ) -> None:
-    def is_number(value: object, least: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-    if stages != "all" and not is_number(stages, 2):
+    if stages != "all" and not _is_number(stages, 2):
         raise MisconfigurationException(
             f'BalancedStrategy(stages={stages!r:.100}): give a number of ranks above 1, or "all".'
         )
-    if micro_batches is not None and not is_number(micro_batches, 1):
+    if micro_batches is not None and not _is_number(micro_batches, 1):
         raise MisconfigurationException(
             f"BalancedStrategy(micro_batches={micro_batches!r:.100}): give a number above 0, or None for twice the "
             "stages."
@@ -555,7 +567,7 @@ def _check_arguments(
         raise MisconfigurationException(
             f"BalancedStrategy(schedule={schedule!r:.100}): choose {', '.join(map(repr, SCHEDULES))}."
         )
-    if stages_per_rank is not None and not is_number(stages_per_rank, 1):
+    if stages_per_rank is not None and not _is_number(stages_per_rank, 1):
         raise MisconfigurationException(
             f"BalancedStrategy(stages_per_rank={stages_per_rank!r:.100}): give a number above 0."
         )
@@ -569,7 +581,11 @@ def _check_arguments(
     refuse_without(PIPELINES, "BalancedStrategy", "take DDPStrategy(shard_optimizer=True)")
     if one_process:
         refuse_without(ONE_PROCESS, "BalancedStrategy(one_process=True)", "leave one_process out")
-    numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(is_number(n, 1) for n in split)
+    _check_split(split)
+
+
+def _check_split(split: object) -> None:
+    numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(_is_number(n, 1) for n in split)
     if split not in KINDS and not numbers:
         raise MisconfigurationException(
             f'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage, '

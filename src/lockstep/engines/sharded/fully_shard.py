@@ -619,6 +619,16 @@ def cut_like(own: object, value: Any) -> Any:
     return found.to(own.device)  # torch puts it onto the mesh's device, and offloaded shards are on the CPU
 
 
+def _cut_along_first(shape: torch.Size, dtype: torch.dtype, example: Any) -> Tensor:
+    """What a tensor that has no like is read into, cut along its first dimension as ``example``'s mesh is."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if example is None or not shape:
+        return torch.empty(shape, dtype=dtype)
+    mesh = example.device_mesh
+    return _empty_part(shape, dtype, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], example)
+
+
 def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
     """What makes, for a tensor of a checkpoint in parts, the tensor into which it is read.
 
@@ -630,7 +640,7 @@ def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, 
         in_place: read its shards into its own memory, so that a rank needs no second one beside it. The module has
             changed before anybody sees what was read.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     own = module.state_dict()
     cut = [value for value in own.values() if isinstance(value, DTensor)]
@@ -640,9 +650,8 @@ def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, 
         mine = own.get(name.removeprefix("model.")) if name.startswith("model.") else None
         is_own = isinstance(mine, Tensor) and mine.shape == shape
         like = mine if is_own else by_shape.get(shape)
-        if like is None and cut and len(shape):
-            mesh = cut[0].device_mesh
-            return _empty_part(shape, dtype, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], cut[0])
+        if like is None:
+            return _cut_along_first(shape, dtype, next(iter(cut), None))
         if isinstance(like, DTensor):
             if is_own and in_place and like.dtype == dtype:
                 return like
