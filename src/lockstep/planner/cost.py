@@ -52,6 +52,11 @@ class Candidate:
     precision: str = "32-true"
 
     @property
+    def uses_host(self) -> bool:
+        """Whether model states are in the host's memory."""
+        return self.offload or self.kind == "fsdp_offload"
+
+    @property
     def name(self) -> str:
         """As the table shows it."""
         names = {
@@ -184,13 +189,20 @@ def model_states(profile: ModelProfile, candidate: Candidate, ranks: int) -> dic
     if candidate.kind == "sharded" and ranks > 1:
         found["optimizer states"] = _owned_states(profile, ranks)
     if candidate.kind.startswith("fsdp"):
-        parts = [(p, p.elements if not p.shape else shard_elements(p, ranks)) for p in every]
-        found["parameters"] = float(sum(count * p.itemsize for p, count in parts))
-        found["gradients"] = float(sum(count * p.itemsize for p, count in parts if p.trainable))
-        found["optimizer states"] = float(sum(p.like * count + p.fixed for p, count in parts))
+        found.update(_fully_sharded(profile, ranks))
     if candidate.kind == "deepspeed":
         found.update(_zero(profile, candidate.stage, ranks))
     return found
+
+
+def _fully_sharded(profile: ModelProfile, ranks: int) -> dict[str, float]:
+    """FSDP's: each rank has a part of each parameter."""
+    parts = [(p, p.elements if not p.shape else shard_elements(p, ranks)) for p in profile.parameters]
+    return {
+        "parameters": float(sum(count * p.itemsize for p, count in parts)),
+        "gradients": float(sum(count * p.itemsize for p, count in parts if p.trainable)),
+        "optimizer states": float(sum(p.like * count + p.fixed for p, count in parts)),
+    }
 
 
 def _zero(profile: ModelProfile, stage: int, ranks: int) -> dict[str, float]:
@@ -304,7 +316,10 @@ def span_seconds(span: SpanProfile, hardware: Hardware, precision: str) -> float
 
 def phase_seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, phase: str) -> float:
     """Seconds of a phase on one device."""
-    spans = steps_of(profile, candidate).spans
+    return _seconds_of(steps_of(profile, candidate).spans, profile, hardware, phase)
+
+
+def _seconds_of(spans: Iterable[SpanProfile], profile: ModelProfile, hardware: Hardware, phase: str) -> float:
     return sum(span_seconds(span, hardware, profile.precision) for span in spans if span.phase == phase)
 
 
@@ -371,37 +386,61 @@ def _seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ra
     elif candidate.kind == "ddp":
         sent = _exposed(profile, candidate, hardware, ranks)
     elif cost is not None:
-        groups = sum(1 for block in profile.blocks if block.repeated) + 1
-        sent, update = cost.seconds(groups, len(profile.parameters), size, ranks), update / ranks
+        sent, update = cost.seconds(_groups(profile), len(profile.parameters), size, ranks), update / ranks
     elif candidate.kind == "sharded":  # owners broadcast what they have updated
         sent, update = _exposed(profile, candidate, hardware, ranks) + ring(trained, ranks, hardware, 1), update / ranks
     elif candidate.kind == "deepspeed" and candidate.stage < 3:
         sent, update = _exposed(profile, candidate, hardware, ranks), update / ranks
     else:
-        gathers = 1 if candidate.kind == "fsdp_grads" else 2
-        groups = sum(1 for block in profile.blocks if block.repeated) + 1
-        total = gathers * ring(size, ranks, hardware, 1) + ring(trained, ranks, hardware, 1)
-        latency = hardware.slowest_link()[1]
-        total += (gathers + 1) * (groups - 1) * (ranks - 1) * latency
-        copied = (gathers + 1) * 2 * size / hardware.moved  # between flat tensors and parameters or gradients
-        if not hardware.overlaps:
-            compute += copied + (gathers + 1) * groups * GROUP_CALLS * hardware.call
-        sent = total if not hardware.overlaps else max(total - compute, total / (groups + 1))
+        compute, sent = _in_shards(profile, candidate, hardware, ranks, compute)
         update /= ranks
-    if candidate.offload or candidate.kind == "fsdp_offload":
-        share = 1 if candidate.kind in ("single", "ddp") else ranks
-        states = _states(profile.parameters)
-        if candidate.kind in ("single", "ddp"):  # states come to the device and go back
-            update += 2 * states / hardware.host_link
-        else:  # the host steps: gradients go there, weights come back
-            moved = sum(s.work.moved for s in steps_of(profile, candidate).spans if s.phase == UPDATE)
-            calls = sum(s.work.calls for s in steps_of(profile, candidate).spans if s.phase == UPDATE)
-            update = moved / share * hardware.devices / hardware.host_moved + 2 * trained / share / hardware.host_link
-            update = max(update, calls / share * hardware.call)
+    if candidate.uses_host and candidate.kind in ("single", "ddp"):  # states come to the device and go back
+        update += 2 * _states(profile.parameters) / hardware.host_link
+    elif candidate.uses_host:
+        update = _update_on_host(profile, candidate, hardware, ranks)
     return compute, sent, update
 
 
+def _groups(profile: ModelProfile) -> int:
+    """How many groups of parameters are gathered one by one: the repeated blocks, and all the rest."""
+    return sum(1 for block in profile.blocks if block.repeated) + 1
+
+
+def _in_shards(
+    profile: ModelProfile, candidate: Candidate, hardware: Hardware, ranks: int, compute: float
+) -> tuple[float, float]:
+    """Seconds of computation and of waiting where each rank has a part of each parameter."""
+    size, trained = sum(p.size for p in profile.parameters), _gradients(profile.parameters)
+    gathers = 1 if candidate.kind == "fsdp_grads" else 2
+    groups = _groups(profile)
+    total = gathers * ring(size, ranks, hardware, 1) + ring(trained, ranks, hardware, 1)
+    latency = hardware.slowest_link()[1]
+    total += (gathers + 1) * (groups - 1) * (ranks - 1) * latency
+    if hardware.overlaps:
+        return compute, max(total - compute, total / (groups + 1))
+    copied = (gathers + 1) * 2 * size / hardware.moved  # between flat tensors and parameters or gradients
+    return compute + (copied + (gathers + 1) * groups * GROUP_CALLS * hardware.call), total
+
+
+def _update_on_host(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ranks: int) -> float:
+    """Seconds of an update by the host: gradients go there, weights come back."""
+    work = [span.work for span in steps_of(profile, candidate).spans if span.phase == UPDATE]
+    moved, calls = sum(each.moved for each in work), sum(each.calls for each in work)
+    trained = _gradients(profile.parameters)
+    update = moved / ranks * hardware.devices / hardware.host_moved + 2 * trained / ranks / hardware.host_link
+    return max(update, calls / ranks * hardware.call)
+
+
 # -- together --------------------------------------------------------------------------------------------------------
+
+
+def _on_host(candidate: Candidate) -> tuple[str, ...]:
+    """The model states that are in the host's memory."""
+    if not candidate.uses_host:
+        return ()
+    if candidate.kind == "fsdp_offload" or (candidate.kind == "deepspeed" and candidate.stage == 3):
+        return "optimizer states", "parameters", "gradients"
+    return ("optimizer states",)
 
 
 def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
@@ -418,14 +457,9 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
     states = model_states(profile, candidate, ranks)
     rest = {"buffers": float(profile.buffers), "batches": float(profile.batch)}
     parts = {**states, **rest, "activations": _working(profile, candidate, ranks, states)}
-    host = 0.0
-    if candidate.offload or candidate.kind == "fsdp_offload":
-        leaves = ["optimizer states"]
-        if candidate.kind == "fsdp_offload" or (candidate.kind == "deepspeed" and candidate.stage == 3):
-            leaves += ["parameters", "gradients"]
-        per_device = sum(parts[name] for name in leaves)
-        host = per_device * (1 if ranks == 1 else hardware.devices)
-        parts |= dict.fromkeys(leaves, 0.0)
+    away = _on_host(candidate)
+    host = sum((parts[name] for name in away), 0.0) * (1 if ranks == 1 else hardware.devices)
+    parts |= dict.fromkeys(away, 0.0)
     memory = sum(parts.values())
     compute, sent, update = _seconds(profile, candidate, hardware, ranks)
     if ranks > 1 and hardware.kind == "cpu":  # ranks of a host share its memory, and perhaps its cores
@@ -439,6 +473,16 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
     return replace(found, missing=max(memory - hardware.memory, 0.0), why=most if memory > hardware.memory else "")
 
 
+def _outside(step: StepProfile) -> tuple[list[SpanProfile], list[SpanProfile]]:
+    """What runs outside of blocks before the first and behind the last one, but for the update."""
+    early: list[SpanProfile] = []
+    late: list[SpanProfile] = []
+    for span in step.spans:
+        if span.unit == REST and span.phase != UPDATE:
+            (early if _early(step, span) else late).append(span)
+    return early, late
+
+
 def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Iterator[Block]:
     """The blocks as a chain; what runs before the first and behind the last one goes with these.
 
@@ -446,25 +490,22 @@ def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> I
     """
     step, count = profile.steps["kept"], candidate.micro_batches
     last, (before, behind) = len(profile.blocks) - 1, profile.outside
-    outside = [(s, _early(step, s)) for s in step.spans if s.unit == REST and s.phase != UPDATE]
-    early, late = [s for s, is_early in outside if is_early], [s for s, is_early in outside if not is_early]
+    early, late = _outside(step)
     there = before  # bytes that the forwards up to a block keep
     for number, block in enumerate(profile.blocks):
         own = [s for s in step.spans if s.unit == number]
-        spans = own + (early if number == 0 else []) + (late if number == last else [])
-        seconds = {
-            p: sum(span_seconds(s, hardware, profile.precision) for s in spans if s.phase == p)
-            for p in (FORWARD, BACKWARD)
-        }
+        ahead, after = early if number == 0 else [], late if number == last else []
+        spans = own + ahead + after
+        forward = _seconds_of(spans, profile, hardware, FORWARD)
+        backward = _seconds_of(spans, profile, hardware, BACKWARD)
         mine = [p for p in profile.parameters if p.unit == number]
         there += block.kept
         kept = block.kept + (before if number == 0 else 0) + (behind if number == last else 0)
         working = max((s.peak for s in own if s.phase == BACKWARD), default=0) - there
-        if number == last:
-            working = max([working, *(s.peak - there - behind for s in late)])
+        working = max([working, *(s.peak - there - behind for s in after)])
         yield Block(
-            sum(seconds.values()) / count,
-            seconds[FORWARD] / count if block.repeated else math.inf,
+            (forward + backward) / count,
+            forward / count if block.repeated else math.inf,
             sum(_model_states(mine).values()),
             kept / count,
             min(block.sends, block.kept) / count,
@@ -486,6 +527,21 @@ def _early(step: StepProfile, span: SpanProfile) -> bool:
     return not blocks or (here < blocks[0] if span.phase == FORWARD else here > blocks[-1])
 
 
+def _at_borders(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> tuple[float, float]:
+    """What stages receive (inputs, and gradients of outputs), and the outputs that no backward needs.
+
+    Received are those of all micro-batches; an output is there until its gradient has come.
+    """
+    followed = [stage for stage in stages if stage.stop < len(profile.blocks)]
+    inputs = [profile.blocks[stage.start - 1].sends for stage in stages if stage.start]
+    outputs = [profile.blocks[stage.stop - 1] for stage in followed]
+    not_kept = [max(block.sends - block.kept, 0) for block in outputs]
+    return (
+        sum(inputs) + sum(block.sends for block in outputs),
+        sum(flights[stage.device] * size for stage, size in zip(followed, not_kept, strict=True)),
+    )
+
+
 def _of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> dict[str, float]:
     """What a rank of a pipeline holds: its stages, and what is outside of blocks.
 
@@ -497,16 +553,7 @@ def _of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[f
     inside = {number for stage in stages for number in range(stage.start, stage.stop)}
     mine = [p for p in profile.parameters if p.unit == REST or p.unit in inside]
     states = sum(_model_states([p for p in mine if p.unit != REST]).values())
-    received = sum(  # by all micro-batches: inputs, and gradients of outputs
-        (profile.blocks[stage.start - 1].sends if stage.start else 0)
-        + (profile.blocks[stage.stop - 1].sends if stage.stop < len(profile.blocks) else 0)
-        for stage in stages
-    )
-    sent = sum(  # outputs that no backward needs are there until the gradient has come
-        flights[stage.device] * max(profile.blocks[stage.stop - 1].sends - profile.blocks[stage.stop - 1].kept, 0)
-        for stage in stages
-        if stage.stop < len(profile.blocks)
-    )
+    received, sent = _at_borders(profile, stages, flights)
     update = max((s.peak for s in profile.steps["kept"].spans if s.phase == UPDATE), default=0)
     return {
         **_model_states(mine),
@@ -517,18 +564,23 @@ def _of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[f
     }
 
 
+def _row(profile: ModelProfile, hardware: Hardware, each: int, in_flight: Sequence[float]) -> list[Device]:
+    """The devices in the order of the stages, ``each`` stages on one, with the memory that a stage may fill there."""
+    bandwidth, latency = hardware.slowest_link()
+    everywhere = sum(_of_rank(profile, (), ()).values())
+    received = 2 * each * max(block.sends for block in profile.blocks)
+    memory = (hardware.memory - everywhere - received) / each
+    return [Device(1.0, memory, bandwidth, latency, most) for most in in_flight]
+
+
 def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
     """One batch in micro-batches through stages, of which each device has one, or several that go round the devices."""
     schedule, count = candidate.schedule.lower(), candidate.micro_batches
     each = STAGES_OF_RANK.get(schedule, 1)
     ranks = min(hardware.world, len(profile.blocks) // each)
-    bandwidth, latency = hardware.slowest_link()
-    everywhere = sum(_of_rank(profile, (), ()).values())
-    received = 2 * each * max(block.sends for block in profile.blocks)
-    memory = (hardware.memory - everywhere - received) / each
     actions = actions_of(schedule, ranks, count, each)
     in_flight = [held(actions[at % ranks])[at] for at in range(each * ranks)]
-    row = [Device(1.0, memory, bandwidth, latency, most) for most in in_flight]
+    row = _row(profile, hardware, each, in_flight)
     blank = Prediction(candidate, ranks, {}, math.inf, 0.0, 0.0, 0.0, profile.samples)
     spares = schedule not in IN_ROUNDS
     try:

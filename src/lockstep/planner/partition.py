@@ -224,28 +224,33 @@ def memory_of(blocks: Sequence[Block], device: Device, recomputed: frozenset[int
     return stays + device.in_flight * kept + max(peaks, default=0.0)
 
 
+def _peaks(blocks: Sequence[Block]) -> list[float]:
+    """Bytes that backwards may need where blocks are computed again: at most `PEAKS` values to try, the largest last."""
+    least = max(block.working for block in blocks)
+    peaks = sorted({max(block.working + block.saves, least) for block in blocks if block.saves})
+    step = -(-len(peaks) // PEAKS) or 1
+    return peaks[::-step][::-1]
+
+
 def choose(blocks: Sequence[Block], device: Device) -> frozenset[int] | None:
     """Which of ``blocks`` to compute again so that they fit a device, in the least time; None where nothing helps."""
     if memory_of(blocks, device) <= device.memory:
         return frozenset()
     fixed = sum(block.states + device.in_flight * block.kept for block in blocks)
-    least = max(block.working for block in blocks)
-    best: tuple[float, frozenset[int]] | None = None
+    least_seconds, best = math.inf, None
     tries = _Tries()
-    peaks = sorted({max(block.working + block.saves, least) for block in blocks if block.saves})
-    step = -(-len(peaks) // PEAKS) or 1
-    for peak in peaks[::-step][::-1]:
+    for peak in _peaks(blocks):
         able = [at for at, block in enumerate(blocks) if block.saves and block.working + block.saves <= peak]
         sizes = [device.in_flight * blocks[at].saves for at in able]
         costs = [blocks[at].again for at in able]
-        taken = cheapest(costs, sizes, fixed + peak - device.memory, math.inf if best is None else best[0], tries)
+        taken = cheapest(costs, sizes, fixed + peak - device.memory, least_seconds, tries)
         if taken is None:
             continue
         chosen = frozenset(able[at] for at in taken)
         seconds = sum(blocks[at].again for at in chosen)
-        if memory_of(blocks, device, chosen) <= device.memory * (1 + 1e-12) and (best is None or seconds < best[0]):
-            best = seconds, chosen
-    return None if best is None else best[1]
+        if memory_of(blocks, device, chosen) <= device.memory * (1 + 1e-12) and seconds < least_seconds:
+            least_seconds, best = seconds, chosen
+    return best
 
 
 def stage_of(blocks: Sequence[Block], device: Device, at: int, start: int, stop: int) -> Stage | None:

@@ -35,8 +35,19 @@ def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
         profile: of the model.
         hardware: the devices.
     """
+    for way in _ways(hardware):
+        yield replace(way, precision=profile.precision)
+        # under stage 3 a second forward keeps other tensors than the first, which torch's checkpointing refuses
+        again = way.kind != "dp" and way.stage < 3 and way.bucket_mb == 25.0 and not way.hook
+        if again and "recomputed" in profile.steps:
+            yield replace(way, precision=profile.precision, recomputed=True)
+    if hardware.world > 1 and len(profile.blocks) > 1:
+        yield from _pipelines(profile, hardware)
+
+
+def _ways(hardware: Hardware) -> list[Candidate]:
+    """The ways in which each device runs the whole model."""
     from lockstep.planner.cost import Candidate
-    from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK
 
     several, on_gpu = hardware.world > 1, hardware.kind != "cpu"
     ways = [Candidate("single")]
@@ -50,20 +61,21 @@ def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
         ways += [Candidate("single", offload=True), Candidate("fsdp_offload")]
         ways += [Candidate("ddp", offload=True)] if several else []
         ways += [Candidate("deepspeed", stage=stage, offload=True) for stage in (2, 3)]
-    for way in ways:
-        yield replace(way, precision=profile.precision)
-        # under stage 3 a second forward keeps other tensors than the first, which torch's checkpointing refuses
-        again = way.kind != "dp" and way.stage < 3 and way.bucket_mb == 25.0 and not way.hook
-        if again and "recomputed" in profile.steps:
-            yield replace(way, precision=profile.precision, recomputed=True)
-    if several and len(profile.blocks) > 1:
-        for times in (1, 2, 4):
-            count = times * hardware.world
-            if count <= profile.samples:
-                for schedule in ("GPipe", "1F1B", *IN_ROUNDS):
-                    stages = hardware.world * STAGES_OF_RANK.get(schedule, 1)
-                    if schedule not in IN_ROUNDS or len(profile.blocks) >= stages:
-                        yield Candidate("pipeline", micro_batches=count, schedule=schedule, precision=profile.precision)
+    return ways
+
+
+def _pipelines(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]:
+    """Pipelines of all devices, by schedule and number of micro-batches."""
+    from lockstep.planner.cost import Candidate
+    from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK
+
+    for times in (1, 2, 4):
+        count = times * hardware.world
+        if count <= profile.samples:
+            for schedule in ("GPipe", "1F1B", *IN_ROUNDS):
+                stages = hardware.world * STAGES_OF_RANK.get(schedule, 1)
+                if schedule not in IN_ROUNDS or len(profile.blocks) >= stages:
+                    yield Candidate("pipeline", micro_batches=count, schedule=schedule, precision=profile.precision)
 
 
 def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, packages: frozenset[str]) -> str:
@@ -293,18 +305,24 @@ def _nothing_fits(profile: ModelProfile, rows: Sequence[Row], hardware: Hardware
         f"Nothing fits: {found.candidate.name} is nearest and needs {readable(found.missing)} more than the "
         f"{readable(hardware.memory)} of a device."
     )
-    ways = []
-    by_batch = max(span.peak for span in profile.steps["recomputed" if found.candidate.recomputed else "kept"].spans)
-    if by_batch / 2 >= found.missing:
-        ways.append("half the batch with accumulate_grad_batches=2")
     fitting = sorted({row.prediction.candidate.precision for row in rows if row.other and row.prediction.fits})
-    ways += [f'precision="{precision}"' for precision in fitting if precision != found.candidate.precision]
-    states = sum(found.parts.get(name, 0.0) for name in ("parameters", "gradients", "optimizer states"))
-    if states > found.missing:
-        count = hardware.world * states / (states - found.missing)
-        ways.append(f"about {max(hardware.world + 1, round(count + 0.5))} devices with fsdp")
+    precisions = [f'precision="{precision}"' for precision in fitting if precision != found.candidate.precision]
+    ways = [*_by_smaller_batch(profile, found), *precisions, *_by_more_devices(found, hardware)]
     ways.append(f"devices of {readable(found.memory * 1.1)}")
     return f"{said} What would fit: {'; '.join(ways)}."
+
+
+def _by_smaller_batch(profile: ModelProfile, found: Prediction) -> list[str]:
+    by_batch = max(span.peak for span in profile.steps["recomputed" if found.candidate.recomputed else "kept"].spans)
+    return ["half the batch with accumulate_grad_batches=2"] if by_batch / 2 >= found.missing else []
+
+
+def _by_more_devices(found: Prediction, hardware: Hardware) -> list[str]:
+    states = sum(found.parts.get(name, 0.0) for name in ("parameters", "gradients", "optimizer states"))
+    if states <= found.missing:
+        return []
+    count = hardware.world * states / (states - found.missing)
+    return [f"about {max(hardware.world + 1, round(count + 0.5))} devices with fsdp"]
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
