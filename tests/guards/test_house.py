@@ -103,18 +103,6 @@ LINES_OF_A_FILE = 800
 LINES_OF_A_FUNCTION = 60
 DECISIONS_OF_A_FUNCTION = 12
 WITH_MORE_DECISIONS = {
-    "callbacks/model_checkpoint.py:ModelCheckpoint.load_state_dict",
-    "callbacks/model_checkpoint.py:ModelCheckpoint.on_train_batch_end",
-    "callbacks/model_checkpoint.py:ModelCheckpoint.setup",
-    "callbacks/model_checkpoint.py:ModelCheckpoint.without_effect",
-    "callbacks/pruning.py:ModelPruning.sanitize_parameters_to_prune",
-    "callbacks/pruning.py:find_method",
-    "callbacks/stochastic_weight_avg.py:StochasticWeightAveraging.__init__",
-    "checkpoint/arguments.py:_built",
-    "checkpoint/arguments.py:init_arguments",
-    "checkpoint/arguments.py:without_cli_keys",
-    "checkpoint/format.py:_load",
-    "checkpoint/format.py:_readable_other",
     "cli/checkpoint.py:_convert",
     "cli/checkpoint.py:_differences",
     "cli/checkpoint.py:_lines",

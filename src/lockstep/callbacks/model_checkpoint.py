@@ -6,7 +6,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -225,9 +225,8 @@ class ModelCheckpoint(Checkpoint):
             max_steps: of the fit; -1: no limit.
         """
         epochs, steps, name = self._every_n_epochs, self._every_n_train_steps, "ModelCheckpoint"
-        never = not epochs and not steps and self._train_time_interval is None
-        if never or (self.save_top_k == 0 and not self.save_last and not self.save_on_exception):
-            asked = f"every_n_epochs={epochs}" if never else "save_top_k=0"
+        asked = self._saves_nothing_by()
+        if asked:
             yield f"{name}({asked}) saves nothing: leave it out, or say what is to be saved (save_last=True)."
             return
         if epochs > max_epochs > 0:
@@ -259,17 +258,17 @@ class ModelCheckpoint(Checkpoint):
 
     # -- when ----------------------------------------------------------------------------------------------
 
+    def _saves_nothing_by(self) -> str:
+        """The argument by which nothing is ever saved; "" where something is."""
+        if not self._every_n_epochs and not self._every_n_train_steps and self._train_time_interval is None:
+            return f"every_n_epochs={self._every_n_epochs}"
+        keeps = self.save_top_k != 0 or self.save_last or self.save_on_exception
+        return "" if keeps else "save_top_k=0"
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Rank 0 looks at its disk and tells the others what it found, so that all go on, or all stop.
-        problem, dirpath = None, None
-        if trainer.is_global_zero:
-            dirpath = self._choose_folder(trainer)
-            try:
-                if stage == "fit" and (self.save_top_k != 0 or self.save_last) and not trainer.fast_dev_run:
-                    storage.check_writable(dirpath)
-            except OSError as error:
-                problem = error
-        self.dirpath, problem = trainer.strategy.broadcast((dirpath, problem))
+        found = self._find_folder(trainer, stage) if trainer.is_global_zero else (None, None)
+        self.dirpath, problem = trainer.strategy.broadcast(found)
         if problem is not None:
             raise problem
         if self.save_last == "link" and storage.is_remote(str(self.dirpath)):
@@ -290,6 +289,28 @@ class ModelCheckpoint(Checkpoint):
         # A run that was resumed is already saved as it is now.
         self._step_of_last_save = self._step_of_last_batch = trainer.global_step
 
+    def _find_folder(self, trainer: Trainer, stage: str) -> tuple[str, OSError | None]:
+        """The folder, and why a fit cannot write into it, if so."""
+        dirpath = self._choose_folder(trainer)
+        try:
+            if stage == "fit" and (self.save_top_k != 0 or self.save_last) and not trainer.fast_dev_run:
+                storage.check_writable(dirpath)
+        except OSError as error:
+            return dirpath, error
+        return dirpath, None
+
+    def _is_due(self, trainer: Trainer, step: int) -> bool:
+        """Whether to save behind this step, by time or by the number of steps; the time begins anew then."""
+        if self._train_time_interval is None:
+            return self._every_n_train_steps >= 1 and step % self._every_n_train_steps == 0
+        # Alone, the loop settles no requests: the answer is there at once.
+        asked = trainer.agreement.now if trainer.world_size == 1 else trainer.agreement.is_up
+        if not asked(self._time_bit):
+            return False
+        trainer.agreement.lower(self._time_bit)
+        self._time_of_last_save = time.monotonic()
+        return True
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
@@ -301,16 +322,7 @@ class ModelCheckpoint(Checkpoint):
         if step == self._step_of_last_batch or not trainer.strategy.sync_gradients:  # inside a window
             return
         self._step_of_last_batch = step
-        if self._train_time_interval is not None:
-            # Alone, the loop settles no requests: the answer is there at once.
-            asked = trainer.agreement.now if trainer.world_size == 1 else trainer.agreement.is_up
-            if not asked(self._time_bit):
-                return
-            trainer.agreement.lower(self._time_bit)
-            self._time_of_last_save = time.monotonic()
-        elif self._every_n_train_steps < 1 or step % self._every_n_train_steps != 0:
-            return
-        if self._should_skip(trainer):
+        if not self._is_due(trainer, step) or self._should_skip(trainer):
             return
         with trainer.strategy.with_all_ranks():  # those without samples save, too
             metrics = self._metrics(trainer)
@@ -602,6 +614,16 @@ class ModelCheckpoint(Checkpoint):
             "values_of_earlier_steps": dict(self.values_of_earlier_steps),
         }
 
+    def _foreign(self, paths: Sequence[str]) -> list[str]:
+        """Those that name no file of this one's folder; a warning tells of the first."""
+        foreign = [path for path in paths if path and not self._is_ours(path)]
+        if foreign:
+            rank_zero_warn(
+                f"The checkpoint names {foreign[0]!r} as one that this ModelCheckpoint has kept, which is no "
+                f"{self.FILE_EXTENSION} file in {self.dirpath!r}: such files are neither ranked nor deleted."
+            )
+        return foreign
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_model_path = state_dict["best_model_path"]
         folder = state_dict.get("dirpath", self.dirpath)
@@ -616,12 +638,7 @@ class ModelCheckpoint(Checkpoint):
             float(score)  # a malformed one is found here, not when another comes to be compared with it
         last = state_dict.get("last_model_path", self.last_model_path)
         named = [self.best_model_path, last, *ranked, state_dict.get("kth_best_model_path", "")]
-        foreign = [path for path in named if path and not self._is_ours(path)]
-        if foreign:
-            rank_zero_warn(
-                f"The checkpoint names {foreign[0]!r} as one that this ModelCheckpoint has kept, which is no "
-                f"{self.FILE_EXTENSION} file in {self.dirpath!r}: such files are neither ranked nor deleted."
-            )
+        foreign = self._foreign(named)
         self.last_model_path = "" if last in foreign else last
         self.best_model_score = state_dict["best_model_score"]
         self.best_k_models = {path: score for path, score in ranked.items() if path not in foreign}

@@ -61,21 +61,21 @@ def find_method(
     if names or isinstance(asked, str):
         return _method_by_name(names[0] if names else str(asked).lower(), across, dim, norm)
     is_method = inspect.isclass(asked) and issubclass(asked, prune.BasePruningMethod)
-    if is_method and not across:
-        raise MisconfigurationException(
-            f"ModelPruning(pruning_fn={asked.__name__}, use_global_unstructured=False): a class of pruning method "
-            "works with use_global_unstructured=True; to prune each parameter by itself, give a function "
-            "`fn(module, name=..., amount=...)`, such as the class's `apply`."
-        )
-    if not is_method and (across or not callable(asked)):
+    if is_method:
+        if not across:
+            raise MisconfigurationException(
+                f"ModelPruning(pruning_fn={asked.__name__}, use_global_unstructured=False): a class of pruning method "
+                "works with use_global_unstructured=True; to prune each parameter by itself, give a function "
+                "`fn(module, name=..., amount=...)`, such as the class's `apply`."
+            )
+        _check_type(cast("type[prune.BasePruningMethod]", asked))
+    elif across or not callable(asked):
         hint = "; give the class, not an object of it" if isinstance(asked, prune.BasePruningMethod) else ""
         raise MisconfigurationException(
             f"ModelPruning(pruning_fn={asked!r:.100}): it is expected to be a str in {list(FUNCTIONS)} or a class "
             f"derived from torch.nn.utils.prune.BasePruningMethod{hint}; with use_global_unstructured=False also a "
             "function `fn(module, name=..., amount=...)`."
         )
-    if is_method:
-        _check_type(cast("type[prune.BasePruningMethod]", asked))
     return asked, {}
 
 
@@ -229,30 +229,12 @@ class ModelPruning(Callback):
         if not parameters_to_prune:
             names = parameter_names or ModelPruning.PARAMETER_NAMES
             return [(module, name) for name in names for module in modules if _holds(module, name)]
-        pairs = isinstance(parameters_to_prune, (list, tuple)) and all(
-            isinstance(pair, (list, tuple))
-            and len(pair) == 2
-            and isinstance(pair[0], nn.Module)
-            and isinstance(pair[1], str)
-            for pair in parameters_to_prune
-        )
-        if not pairs:
+        if not isinstance(parameters_to_prune, (list, tuple)) or not all(map(_is_pair, parameters_to_prune)):
             raise MisconfigurationException(
                 f"ModelPruning(parameters_to_prune={parameters_to_prune!r:.200}): give a list of tuples with 2 "
                 "elements, (nn.Module, name of the parameter)."
             )
-        known = set(map(id, modules))
-        strange = [type(module).__name__ for module, _ in parameters_to_prune if id(module) not in known]
-        lacking = [
-            f"{type(module).__name__}.{name}"
-            for module, name in parameters_to_prune
-            if id(module) in known and not _holds(module, name)
-        ]
-        if strange or lacking:
-            raise MisconfigurationException(
-                "ModelPruning(parameters_to_prune=...): some don't exist in the model: "
-                f"missing modules: {strange}, missing parameters: {lacking}."
-            )
+        _refuse_missing(modules, parameters_to_prune)
         return parameters_to_prune
 
     # -- hooks ---------------------------------------------------------------------------------------------
@@ -467,6 +449,30 @@ class ModelPruning(Callback):
 def _holds(module: nn.Module, name: str) -> bool:
     """Whether a module has a parameter, pruned or not."""
     return isinstance(module._parameters.get(name), nn.Parameter) or f"{name}_orig" in module._parameters
+
+
+def _is_pair(pair: object) -> bool:
+    """Whether this is ``(module, name)``."""
+    return (
+        isinstance(pair, (list, tuple))
+        and len(pair) == 2
+        and isinstance(pair[0], nn.Module)
+        and isinstance(pair[1], str)
+    )
+
+
+def _refuse_missing(modules: Sequence[nn.Module], pairs: ParameterList) -> None:
+    """Refuse pairs that are not among ``modules`` and their parameters."""
+    known = set(map(id, modules))
+    strange = [type(module).__name__ for module, _ in pairs if id(module) not in known]
+    lacking = [
+        f"{type(module).__name__}.{name}" for module, name in pairs if id(module) in known and not _holds(module, name)
+    ]
+    if strange or lacking:
+        raise MisconfigurationException(
+            "ModelPruning(parameters_to_prune=...): some don't exist in the model: "
+            f"missing modules: {strange}, missing parameters: {lacking}."
+        )
 
 
 def _label(pair: object) -> str:

@@ -75,13 +75,8 @@ class StochasticWeightAveraging(Callback):
         avg_fn: AverageFn | None = None,
         device: torch.device | str | None = "cpu",
     ) -> None:
-        rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
-        if not rates or not all(isinstance(rate, float) and rate > 0 for rate in rates):
-            raise _refused("swa_lrs", swa_lrs, "give a float above 0, or a list of such, one for each parameter group")
-        begin = swa_epoch_start
-        whole = isinstance(begin, int) and not isinstance(begin, bool) and begin >= 1
-        if not whole and not (isinstance(begin, float) and 0 <= begin <= 1):
-            raise _refused("swa_epoch_start", begin, "give an int of at least 1, or a float between 0 and 1")
+        _check_rates(swa_lrs)
+        _check_begin(swa_epoch_start)
         if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
             raise _refused("annealing_epochs", annealing_epochs, "give an int of at least 0")
         if annealing_strategy not in ("cos", "linear"):
@@ -90,7 +85,7 @@ class StochasticWeightAveraging(Callback):
             raise _refused("avg_fn", avg_fn, "give a function of (average, weights, number), or None")
         if device is not None and not isinstance(device, (torch.device, str)):
             raise _refused("device", device, "give a torch.device, its name, or None")
-        self.swa_epoch_start = begin
+        self.swa_epoch_start = swa_epoch_start
         self._swa_lrs = swa_lrs
         self._annealing_epochs = annealing_epochs
         self._annealing_strategy = annealing_strategy
@@ -315,6 +310,18 @@ class SWALR(swa_utils.SWALR):
         for group in self.optimizer.param_groups:
             rate = group.setdefault("swa_lr", rate)
         return super().get_lr()
+
+
+def _check_rates(rates: object) -> None:
+    each = rates if isinstance(rates, list) else [rates]
+    if not each or not all(isinstance(rate, float) and rate > 0 for rate in each):
+        raise _refused("swa_lrs", rates, "give a float above 0, or a list of such, one for each parameter group")
+
+
+def _check_begin(begin: object) -> None:
+    whole = isinstance(begin, int) and not isinstance(begin, bool) and begin >= 1
+    if not whole and not (isinstance(begin, float) and 0 <= begin <= 1):
+        raise _refused("swa_epoch_start", begin, "give an int of at least 1, or a float between 0 and 1")
 
 
 def _refused(argument: str, value: object, way_out: str) -> MisconfigurationException:

@@ -13,7 +13,7 @@ import sys
 import types
 import typing
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import update_wrapper
 from os import PathLike, fspath
@@ -70,7 +70,12 @@ def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) ->
     inner = {key: value for key, value in saved.items() if key not in given and any(_paths(value))}
     if not inner:
         return saved
-    for path in _paths(inner):
+    return {**saved, **_instantiated(cls, inner)}
+
+
+def _instantiated(cls: type, described: dict[str, Any]) -> dict[str, Any]:
+    """Objects in place of their descriptions, as jsonargparse makes them for the arguments of ``cls``."""
+    for path in _paths(described):
         if _imported(path) is None:
             raise MisconfigurationException(
                 f"{cls.__name__}.load_from_checkpoint: the checkpoint asks for an object of the class {path!r}, which "
@@ -83,10 +88,10 @@ def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) ->
             "jsonargparse", "cli", f"{cls.__name__}.load_from_checkpoint, with inner classes,"
         ) from None
     parser = ArgumentParser(exit_on_error=False)
-    others = {name for name in _parameters(cls) if name not in inner}
+    others = {name for name in _parameters(cls) if name not in described}
     parser.add_class_arguments(cls, "built", fail_untyped=False, skip=others)
-    built = parser.instantiate(parser.parse_object({"built": inner}), instantiate_groups=False).built
-    return {**saved, **{key: built[key] for key in inner}}
+    built = parser.instantiate(parser.parse_object({"built": described}), instantiate_groups=False).built
+    return {key: built[key] for key in described}
 
 
 def _parameters(cls: type) -> Iterator[str]:
@@ -194,6 +199,15 @@ def _of_items(value: Collection[Any], origin: object, inside: tuple[Any, ...]) -
     return items if origin in _SEQUENCES else value
 
 
+def _named_tuple(value: Sequence[Any], kind: Any) -> Any:
+    """A named tuple of a class; the value itself where it has another number of members."""
+    hints = _hints(kind)
+    fields: tuple[str, ...] = kind._fields
+    if len(fields) != len(value):
+        return value
+    return kind(*(rebuilt(item, hints.get(name)) for name, item in zip(fields, value, strict=True)))
+
+
 def _built(value: object, kind: type) -> Any:
     """An object of a class, made of the plain form that it has had; the value itself where that is another one."""
     if isinstance(value, Mapping):
@@ -206,10 +220,7 @@ def _built(value: object, kind: type) -> Any:
     if issubclass(kind, PurePath) and isinstance(value, str):
         return kind(value)
     if issubclass(kind, tuple) and hasattr(kind, "_fields") and isinstance(value, (list, tuple)):
-        hints = _hints(kind)
-        fields: tuple[str, ...] = kind._fields
-        if len(fields) == len(value):
-            return kind(*(rebuilt(item, hints.get(name)) for name, item in zip(fields, value, strict=True)))
+        return _named_tuple(value, kind)
     if kind.__module__.partition(".")[0] == "omegaconf" and kind.__name__ in ("DictConfig", "ListConfig"):
         return importlib.import_module("omegaconf").OmegaConf.create(value)
     return value
@@ -256,6 +267,26 @@ def rebuilt_arguments(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
 # -- arguments -----------------------------------------------------------------------------------------------
 
 
+def _taken(
+    cls: type, parameters: Mapping[str, inspect.Parameter], whole: object, saved: dict[str, Any], given: dict[str, Any]
+) -> dict[str, Any]:
+    """Those of the saved and given hyperparameters that ``__init__`` takes, in the form in which it takes them.
+
+    Args:
+        cls: of the ``__init__``.
+        parameters: of it.
+        whole: the one of them, if any, that took a dict or Namespace with all hyperparameters.
+        saved, given: hyperparameters.
+    """
+    if whole in parameters and whole != "kwargs":
+        own = {key: value for key, value in given.items() if key in parameters}
+        return {str(whole): AttributeDict({**saved, **given}), **own}
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return {**saved, **given}
+    _say_left_out(cls, [key for key in given if key not in parameters], list(parameters)[1:])
+    return {key: value for key, value in {**saved, **given}.items() if key in parameters}
+
+
 def init_arguments(
     cls: type[HasHyperparameters],
     checkpoint: dict[str, Any],
@@ -278,16 +309,8 @@ def init_arguments(
     if hparams_file is not None:
         saved = _read_file(hparams_file)
     saved = without_cli_keys(cls, saved, given)
-    whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
     parameters = inspect.signature(cls.__init__).parameters
-    if whole in parameters and whole != "kwargs":  # __init__ took one dict or Namespace that held them all
-        own = {key: value for key, value in given.items() if key in parameters}
-        found = {str(whole): AttributeDict({**saved, **given}), **own}
-    elif any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-        found = {**saved, **given}
-    else:
-        found = {key: value for key, value in {**saved, **given}.items() if key in parameters}
-        _say_left_out(cls, [key for key in given if key not in parameters], list(parameters)[1:])
+    found = _taken(cls, parameters, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME), saved, given)
     _check_complete(cls, list(parameters.values())[1:], found)
     try:
         rebuilt = rebuilt_arguments(cls, {name: value for name, value in found.items() if name not in given})

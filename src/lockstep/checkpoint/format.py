@@ -161,9 +161,24 @@ def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: 
     if not sealed:
         _check_archive(file, name)
     file.seek(0)
+    checkpoint = _unpickled(file, name, map_location, weights_only)
+    if not isinstance(checkpoint, dict):
+        raise CorruptCheckpoint(
+            f"The file {name!r} holds a {type(checkpoint).__name__}, so it is no checkpoint, which is a "
+            "dict: check the path."
+        )
+    own = checkpoint.get(KEY)
+    # without a hash it may be one that a user has read, changed and saved by torch.save, which ends with the archive
+    if isinstance(own, dict) and "format" in own and not sealed and not _ends_with_archive(file):
+        raise CorruptCheckpoint(f"The checkpoint {name!r} has lost the hash at its end: {_WAY_OUT}.")
+    return checkpoint
+
+
+def _unpickled(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool) -> Any:
+    """What torch reads of a file."""
     try:
         with torch.serialization.safe_globals(_LIGHTNING_DICTS):
-            checkpoint = torch.load(file, map_location=map_location, weights_only=weights_only)
+            return torch.load(file, map_location=map_location, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         foreign = _foreign_classes(file)
         if foreign:
@@ -180,16 +195,6 @@ def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: 
         raise CorruptCheckpoint(
             f"The file {name!r} is damaged or no checkpoint ({first_line(error)}): {_WAY_OUT}."
         ) from error
-    if not isinstance(checkpoint, dict):
-        raise CorruptCheckpoint(
-            f"The file {name!r} holds a {type(checkpoint).__name__}, so it is no checkpoint, which is a "
-            "dict: check the path."
-        )
-    own = checkpoint.get(KEY)
-    # without a hash it may be one that a user has read, changed and saved by torch.save, which ends with the archive
-    if isinstance(own, dict) and "format" in own and not sealed and not _ends_with_archive(file):
-        raise CorruptCheckpoint(f"The checkpoint {name!r} has lost the hash at its end: {_WAY_OUT}.")
-    return checkpoint
 
 
 def _check_seal(file: IO[bytes], name: str) -> bool:
@@ -363,6 +368,12 @@ def _sequence(value: list[Any], keys: Keys, done: dict[int, tuple[Any, Any]]) ->
     return value if unchanged else type(value)(forms)
 
 
+def _is_safe(kind: type) -> bool:
+    """Whether the user has told torch that objects of a class may be read."""
+    safe = torch.serialization.get_safe_globals()
+    return any(kind is (known[0] if isinstance(known, tuple) else known) for known in safe)
+
+
 def _readable_other(value: object, keys: Keys) -> Any:
     """The form of a value of an uncommon type, which is tried out if nothing is known of it."""
     numpy = sys.modules.get("numpy")
@@ -373,8 +384,7 @@ def _readable_other(value: object, keys: Keys) -> Any:
     if hasattr(value, "full_tensor"):  # torch could read a DTensor back: as this rank's part, taken for the whole
         raise _refused(value, keys)
     if isinstance(value, torch.Tensor):  # of a subclass, whose data shall not be copied to try it
-        safe = torch.serialization.get_safe_globals()
-        if any(type(value) is (known[0] if isinstance(known, tuple) else known) for known in safe):
+        if _is_safe(type(value)):
             return value
     elif (numpy is None or not isinstance(value, numpy.ndarray)) and can_be_read_back(value):
         return value

@@ -225,7 +225,7 @@ def memory_of(blocks: Sequence[Block], device: Device, recomputed: frozenset[int
 
 
 def _peaks(blocks: Sequence[Block]) -> list[float]:
-    """Bytes that backwards may need where blocks are computed again: at most `PEAKS` values to try, the largest last."""
+    """Bytes that backwards may need where blocks are computed again: `PEAKS` values to try, with the largest."""
     least = max(block.working for block in blocks)
     peaks = sorted({max(block.working + block.saves, least) for block in blocks if block.saves})
     step = -(-len(peaks) // PEAKS) or 1
