@@ -116,18 +116,30 @@ def _show(path: str, everything: bool, pickled: bool) -> int:
 
 def _lines(path: str, found: dict[str, Any], everything: bool) -> Iterator[str]:
     own = found.get(format.KEY) or {}
-    writer = own.get("writer") or {}
     yield f"kind: {_kind(path)}"
-    if writer:
-        yield f"written by: {writer['strategy']} on {writer['world']} rank(s), torch {writer['torch']}"
-    elif "pytorch-lightning_version" in found:
-        yield f"written by: {'lockstep' if own else 'Lightning ' + str(found['pytorch-lightning_version'])}"
+    yield from _writer(found, own)
     hashed = storage.is_index_folder(path) if sharded.is_sharded(path) else own
     yield "hashes: hold" if hashed else "hashes: none"
     for key in ("epoch", "global_step"):
         if key in found:
             yield f"{key}: {found[key]}"
-    weights = found.get("state_dict") or {}
+    yield from _weights(found.get("state_dict") or {}, everything)
+    yield from _optimizers(found, own.get("optimizers", []))
+    if found.get("callbacks"):
+        yield f"callbacks: {', '.join(map(str, found['callbacks']))}"
+    if "optimizer_states" not in found:
+        yield "no optimizers: a fit cannot go on from here"
+
+
+def _writer(found: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
+    writer = own.get("writer") or {}
+    if writer:
+        yield f"written by: {writer['strategy']} on {writer['world']} rank(s), torch {writer['torch']}"
+    elif "pytorch-lightning_version" in found:
+        yield f"written by: {'lockstep' if own else 'Lightning ' + str(found['pytorch-lightning_version'])}"
+
+
+def _weights(weights: dict[str, Any], everything: bool) -> Iterator[str]:
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     yield f"parameters and buffers: {len(tensors)}, {_size(sum(each.nbytes for each in tensors.values()))}"
     shown = list(tensors.items()) if everything else list(tensors.items())[:SHOWN]
@@ -136,16 +148,14 @@ def _lines(path: str, found: dict[str, Any], everything: bool) -> Iterator[str]:
         yield f"  {name:<{width}}  {tuple(value.shape)!s:<16} {_dtype(value):<10} {_size(value.nbytes)}"
     if len(shown) < len(tensors):
         yield f"  and {len(tensors) - len(shown)} more (--all)"
-    names = own.get("optimizers", [])
+
+
+def _optimizers(found: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
     for number, state in enumerate(found.get("optimizer_states") or []):
         inner = [value for each in state.get("state", {}).values() for value in each.values()]
         size = sum(value.nbytes for value in inner if isinstance(value, Tensor))
         name = names[number] if number < len(names) else "optimizer"
         yield f"{name}: states of {len(state.get('state', {}))} parameters, {_size(size)}"
-    if found.get("callbacks"):
-        yield f"callbacks: {', '.join(map(str, found['callbacks']))}"
-    if "optimizer_states" not in found:
-        yield "no optimizers: a fit cannot go on from here"
 
 
 def _kind(path: str) -> str:
@@ -182,6 +192,13 @@ def _convert(source: str, target: str, kind: str | None, pickled: bool) -> int:
         raise MisconfigurationException(f"lockstep checkpoint convert: {source!r} has no 'state_dict'")
     if kind is None:
         kind = "file" if sharded.is_sharded(source) and not deepspeed_folder.is_engines(source) else "parts"
+    _write(found, target, kind)
+    print(f"{target}: {_kind(target)}")
+    return 0
+
+
+def _write(found: dict[str, Any], target: str, kind: str) -> None:
+    """Write a checkpoint as weights alone, as a file, as a folder of DeepSpeed's or as a folder of parts."""
     if target.endswith(WEIGHTS):
         # tied weights share memory, which safetensors refuses
         tensors = {n: v.detach().clone().contiguous() for n, v in found["state_dict"].items() if isinstance(v, Tensor)}
@@ -196,8 +213,6 @@ def _convert(source: str, target: str, kind: str | None, pickled: bool) -> int:
     else:
         parts = sharded.split(found)
         sharded.write(parts, sharded.plan(parts, 0), target)
-    print(f"{target}: {_kind(target)}")
-    return 0
 
 
 # -- diff ----------------------------------------------------------------------------------------------------
@@ -217,12 +232,7 @@ def _diff(both: list[dict[str, Any]], everything: bool, rtol: float, atol: float
 def _differences(one: Any, other: Any, name: str, rtol: float, atol: float) -> Iterator[str]:
     """A line for each key that one of two trees lacks, and for each value that differs."""
     if isinstance(one, dict) and isinstance(other, dict):
-        for key in [*one, *(key for key in other if key not in one)]:
-            inner = f"{name}.{key}" if name else str(key)
-            if key not in other or key not in one:
-                yield f"{inner}: only in the {'first' if key in one else 'second'}"
-            else:
-                yield from _differences(one[key], other[key], inner, rtol, atol)
+        yield from _differences_by_key(one, other, name, rtol, atol)
     elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         if len(one) != len(other):
             yield f"{name}: {len(one)} and {len(other)} entries"
@@ -232,8 +242,24 @@ def _differences(one: Any, other: Any, name: str, rtol: float, atol: float) -> I
         said = _difference(one, other, rtol, atol)
         if said:
             yield f"{name}: {said}"
-    elif isinstance(one, Tensor) or isinstance(other, Tensor) or (one != other and not (one != one and other != other)):
+    elif isinstance(one, Tensor) or isinstance(other, Tensor) or _is_other(one, other):
         yield f"{name}: {_short(one)} and {_short(other)}"
+
+
+def _differences_by_key(
+    one: dict[Any, Any], other: dict[Any, Any], name: str, rtol: float, atol: float
+) -> Iterator[str]:
+    for key in {**one, **other}:
+        inner = f"{name}.{key}" if name else str(key)
+        if key not in other or key not in one:
+            yield f"{inner}: only in the {'first' if key in one else 'second'}"
+        else:
+            yield from _differences(one[key], other[key], inner, rtol, atol)
+
+
+def _is_other(one: Any, other: Any) -> bool:
+    """Whether two plain values differ; one nan is as the other."""
+    return bool(one != other and not (one != one and other != other))
 
 
 def _difference(one: Tensor, other: Tensor, rtol: float, atol: float) -> str:

@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -130,6 +130,18 @@ CLEARED = re.compile(rf"(?m)^[ \t]*{GONE}[ \t]*,?[ \t]*(#.*)?(\r\n|\n)|{GONE}[ \
 """An argument that goes: with its line and comment, where it has a line of its own; else with a comma."""
 
 
+def _learn_names(script: _Script) -> None:
+    """Which names of a script stand for what of Lightning: by imports, and by ``name = Trainer(...)``."""
+    for node in script.nodes:
+        if isinstance(node, ast.Import):
+            script.import_(node)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            script.import_from(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            made = script.meant(node.value.func)
+            script.names |= {ast.unparse(target): made for target in node.targets if made.endswith(".Trainer")}
+
+
 def migrated(text: str, name: str = "script.py") -> tuple[str, list[Note]]:
     """A script for Lightning as one for lockstep, and the report.
 
@@ -145,14 +157,7 @@ def migrated(text: str, name: str = "script.py") -> tuple[str, list[Note]]:
         'from lockstep import Trainer\\nTrainer(max_epochs=1)\\n'
     """
     script = _Script(text, name)
-    for node in script.nodes:
-        if isinstance(node, ast.Import):
-            script.import_(node)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            script.import_from(node)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            made = script.meant(node.value.func)
-            script.names |= {ast.unparse(target): made for target in node.targets if made.endswith(".Trainer")}
+    _learn_names(script)
     if not script.names:
         return text, script.notes
     script.names |= dict.fromkeys(("trainer", "self.trainer"), f"{ROOT}.Trainer")
@@ -289,9 +294,8 @@ def _flags(script: _Script, call: ast.Call) -> None:
     today = {flag: values.get(flag, default) for flag, default in FLAGS.items()}
     old = old_flags_of(today, {name: value for name, value in values.items() if name in OLD_FLAGS})
     together = {name: value for name, value in old.items() if name in TOGETHER}
-    places = [name for name in given if name in TOGETHER or (name == "accelerator" and today[name] is not values[name])]
     if together:
-        _translate(script, given, places, together, today)
+        _translate(script, given, _together(values, today), together, today)
     for name in old.keys() - TOGETHER:
         _translate(script, given, [name], {name: old[name]}, today)
 
@@ -301,6 +305,41 @@ def _value(script: _Script, node: ast.expr) -> object:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
         return _Open(script.of(node))
+
+
+def _together(values: Today, today: Today) -> list[str]:
+    """The arguments of a call that say together where it runs."""
+    return [name for name in values if name in TOGETHER or (name == "accelerator" and today[name] is not values[name])]
+
+
+def _meaning(old: Today, today: Today, others: Set[str]) -> tuple[Translation, str]:
+    """What old flags mean today, and what is told in place of an edit; "" where the script can be edited.
+
+    Args:
+        old: the values of the old flags.
+        today: today's flags, as they are given or by default.
+        others: the names of the call's other arguments.
+    """
+    told, found = "what it means today depends on the value, and a warning tells it when it runs.", Translation()
+    read = (today[flag] for flag in ("accelerator", "devices", "num_nodes", "strategy") if old.keys() & TOGETHER)
+    is_open = _some_open((*old.values(), *read))
+    try:
+        found = meaning(old, today, FLAGS, here=False)
+        if found.callbacks or found.resume is not None:
+            told = f"today {', '.join(found.spelled)}."
+        elif found.flags.keys() & others:
+            told = f"today {', '.join(found.spelled)}, and another was given, too."
+        elif not is_open or _some_open(found.flags.values()):
+            told = ""
+    except (TypeError, ValueError) as error:
+        if not is_open or "this flag of old is gone" in str(error):
+            told = str(error).partition("): ")[2] or str(error)
+    return found, told
+
+
+def _some_open(values: Iterable[object]) -> bool:
+    """Whether there is a value that is not known here."""
+    return any(isinstance(value, _Open) for value in values)
 
 
 def _translate(script: _Script, given: dict[str, ast.keyword], names: list[str], old: Today, today: Today) -> None:
@@ -313,20 +352,7 @@ def _translate(script: _Script, given: dict[str, ast.keyword], names: list[str],
         today: today's flags, as they are given or by default.
     """
     places = [given[name] for name in names]
-    told, found = "what it means today depends on the value, and a warning tells it when it runs.", Translation()
-    read = (today[flag] for flag in ("accelerator", "devices", "num_nodes", "strategy") if old.keys() & TOGETHER)
-    is_open = any(isinstance(value, _Open) for value in (*old.values(), *read))
-    try:
-        found = meaning(old, today, FLAGS, here=False)
-        if found.callbacks or found.resume is not None:
-            told = f"today {', '.join(found.spelled)}."
-        elif given.keys() & found.flags.keys() - set(names):
-            told = f"today {', '.join(found.spelled)}, and another was given, too."
-        elif not is_open or any(isinstance(value, _Open) for value in found.flags.values()):
-            told = ""
-    except (TypeError, ValueError) as error:
-        if not is_open or "this flag of old is gone" in str(error):
-            told = str(error).partition("): ")[2] or str(error)
+    found, told = _meaning(old, today, given.keys() - set(names))
     if told:
         what = f"Trainer({', '.join(map(script.of, places)):.90})"
         script.notes.append(Note(places[0].lineno, f"{what}: {told}"))
@@ -353,13 +379,17 @@ def found_in(script: _Script) -> Iterator[Note]:
         yield from (Note(line, text, by_hand=False) for text in new)
 
 
+def _flags_used(script: _Script, call: ast.Call) -> Iterator[tuple[int, str]]:
+    meant = (script.meant(call.func) or ast.unparse(call.func)).rpartition(".")[2]
+    for keyword in call.keywords:
+        yield from ((call.lineno, f"flag {meant}({used})") for used in _argument(keyword))
+
+
 def _used(script: _Script) -> Iterator[tuple[int, str]]:
     """What a script uses, as the keys of the table: ``flag Trainer(devices)``, ``name self.log``, ``name LBFGS``."""
     for node in script.nodes:
         if isinstance(node, ast.Call):
-            meant = (script.meant(node.func) or ast.unparse(node.func)).rpartition(".")[2]
-            for keyword in node.keywords:
-                yield from ((node.lineno, f"flag {meant}({used})") for used in _argument(keyword))
+            yield from _flags_used(script, node)
         elif isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             of = "trainer" if script.meant(node.value).endswith(".Trainer") else owner

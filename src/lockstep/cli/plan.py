@@ -115,10 +115,10 @@ def _plan_of(given: argparse.Namespace, script: list[str]) -> Plan:
     named = [name for name in (given.blocks or "").split(",") if name]
 
     def fit(trainer: Trainer, model: LightningModule, *args: Any, **kwargs: Any) -> NoReturn:
-        hardware = None
+        hardware: Hardware | None
         if elsewhere:
             hardware = described(devices or trainer.world_size, given.nodes or 1, memory, link, given.chip)
-        elif devices is not None and devices != trainer.world_size:
+        else:
             hardware = _here(trainer, devices)
         loader, data = args[0] if args else kwargs.get("train_dataloaders"), kwargs.get("datamodule")
         trainer._attach(TrainerFn.FITTING, model, {"train": loader}, data)
@@ -131,7 +131,10 @@ def _plan_of(given: argparse.Namespace, script: list[str]) -> Plan:
     return _run(script, fit, elsewhere)
 
 
-def _here(trainer: Trainer, devices: int) -> Hardware:
+def _here(trainer: Trainer, devices: int | None) -> Hardware | None:
+    """So many devices of this machine; None where they are those of the trainer."""
+    if devices is None or devices == trainer.world_size:
+        return None
     from lockstep.planner.hardware import hardware_of
 
     return hardware_of(trainer.strategy.root_device, devices)

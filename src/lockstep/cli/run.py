@@ -253,6 +253,15 @@ def _devices(text: str) -> int:
     return int(text)
 
 
+def _endpoint(given: str) -> tuple[str, int]:
+    """Host and port of ``--rdzv-endpoint``."""
+    address, _, text = given.rpartition(":")
+    address, text = (address, text) if address else (text, str(MASTER_PORT))
+    if not text.isdigit():
+        raise Wrong(f"lockstep run: --rdzv-endpoint {given}: give HOST:PORT")
+    return address, int(text)
+
+
 def _meeting(options: argparse.Namespace, few: int, most: int) -> tuple[str | None, int]:
     """Where the nodes meet."""
     given = [
@@ -268,11 +277,7 @@ def _meeting(options: argparse.Namespace, few: int, most: int) -> tuple[str | No
     if options.rdzv_endpoint is not None:
         if address is not None or port is not None:
             raise Wrong(f"lockstep run: {', '.join(given)}: give either --rdzv-endpoint or --master-addr and its port")
-        address, _, text = options.rdzv_endpoint.rpartition(":")
-        address, text = (address, text) if address else (text, str(MASTER_PORT))
-        if not text.isdigit():
-            raise Wrong(f"lockstep run: --rdzv-endpoint {options.rdzv_endpoint}: give HOST:PORT")
-        port = int(text)
+        address, port = _endpoint(options.rdzv_endpoint)
     if address is None:
         raise Wrong(
             f"lockstep run: --nodes {options.nodes} without --master-addr: give the host of node 0, as all nodes know "

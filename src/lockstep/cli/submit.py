@@ -87,6 +87,15 @@ def _parser() -> CommandParser:
     return parser
 
 
+def _further_options(options: argparse.Namespace) -> list[sbatch.Option]:
+    """The options of sbatch that are handed on as they are, and the partition."""
+    parts = [each.partition("=") for each in options.sbatch]
+    more = [sbatch.option(name, value if equals else None) for name, equals, value in parts]
+    if options.partition is not None:
+        more.append(sbatch.option("partition", options.partition))
+    return more
+
+
 def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
     tasks = options.tasks_per_node or options.gpus_per_node or 1
     if options.gpus_per_node and tasks != options.gpus_per_node:
@@ -100,10 +109,6 @@ def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
             f"lockstep submit: --time {options.time} is no longer than --save-before {options.save_before} (minutes): "
             "the job would be requeued as soon as it begins"
         )
-    more = [sbatch.option(name, value if equals else None) for name, equals, value in
-            (each.partition("=") for each in options.sbatch)]  # fmt: skip
-    if options.partition is not None:
-        more.append(sbatch.option("partition", options.partition))
     words = ["-m", options.module, *script] if options.module else script
     name = options.module or os.path.basename(os.path.normpath(script[0])).removesuffix(".py")
     return Batch(
@@ -119,7 +124,7 @@ def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
         memory_mb=options.mem,
         time=options.time,
         signal_minutes=options.save_before,
-        options=more,
+        options=_further_options(options),
         commands=[*map(sbatch.module_command, options.modules), *options.commands],
     )
 

@@ -145,16 +145,22 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
             f"Trainer(precision={precision_flag!r}, plugins={type(found['precision']).__name__}()): both choose the "
             "precision; leave one out."
         )
-    cluster = found.get("cluster")
-    if cluster is not None and not cluster.creates_processes_externally:
-        kinds = [kind.__name__ for kind in type(cluster).__mro__]
-        if "LightningEnvironment" not in kinds:  # that one describes what lockstep does by itself
-            raise MisconfigurationException(
-                f"Trainer(plugins={type(cluster).__name__}()): its creates_processes_externally is False, and lockstep "
-                'starts ranks by its own means: leave the plugin out and let strategy="ddp" start them, or return True.'
-            )
-        found["cluster"] = LightningEnvironment()
+    if "cluster" in found:
+        found["cluster"] = _cluster(found["cluster"])
     return Plugins(**found)
+
+
+def _cluster(given: Any) -> Any:
+    """The cluster environment of a run: the given one, where it has its ranks started by somebody else."""
+    if given.creates_processes_externally:
+        return given
+    kinds = [kind.__name__ for kind in type(given).__mro__]
+    if "LightningEnvironment" not in kinds:  # that one describes what lockstep does by itself
+        raise MisconfigurationException(
+            f"Trainer(plugins={type(given).__name__}()): its creates_processes_externally is False, and lockstep "
+            'starts ranks by its own means: leave the plugin out and let strategy="ddp" start them, or return True.'
+        )
+    return LightningEnvironment()
 
 
 def _kind(plugin: object) -> str | None:
@@ -176,6 +182,22 @@ def _reason(plugin: object) -> str:
 
 
 # -- callbacks -----------------------------------------------------------------------------------------------
+
+
+def _refuse_alike(callbacks: Sequence[Callback]) -> None:
+    """Refuse callbacks that a checkpoint could not tell apart, and a second progress bar."""
+    keys = [callback.state_key for callback in callbacks if is_overridden("state_dict", callback, Callback)]
+    twice = {key for key in keys if keys.count(key) > 1}
+    if twice:
+        raise MisconfigurationException(
+            f"Trainer(callbacks=...): {len(keys)} callbacks share the state_key {sorted(twice)}, so a checkpoint could "
+            "keep only one: give their classes a `state_key` property that tells them apart."
+        )
+    bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
+    if len(bars) > 1:
+        raise MisconfigurationException(
+            f"Trainer(callbacks=[{', '.join(bars)}]): two progress bars would draw over each other: keep one."
+        )
 
 
 def make_callbacks(
@@ -201,23 +223,12 @@ def make_callbacks(
     callbacks: list[Any] = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
     for callback in callbacks:
         check_kind("Trainer(callbacks=...)", callback, Callback, "Callback")
-    keys = [callback.state_key for callback in callbacks if is_overridden("state_dict", callback, Callback)]
-    twice = {key for key in keys if keys.count(key) > 1}
-    if twice:
-        raise MisconfigurationException(
-            f"Trainer(callbacks=...): {len(keys)} callbacks share the state_key {sorted(twice)}, so a checkpoint could "
-            "keep only one: give their classes a `state_key` property that tells them apart."
-        )
+    _refuse_alike(callbacks)
     defaults: list[tuple[str, bool | None, type[Callback], Callable[[], Callback]]] = [
         ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),
         ("enable_progress_bar", bar, ProgressBar, choose_progress_bar),
         ("enable_model_summary", summary, ModelSummary, lambda: choose_model_summary(callbacks)),
     ]
-    bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
-    if len(bars) > 1:
-        raise MisconfigurationException(
-            f"Trainer(callbacks=[{', '.join(bars)}]): two progress bars would draw over each other: keep one."
-        )
     for flag, given_for, kind, make in defaults:
         asked = switch(flag, given_for, optional=True)
         there = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]

@@ -240,6 +240,14 @@ def through(option: str, value: Any, type: Callable[[Any], Any] | None) -> Any:
     ) from error
 
 
+def _check_base(where: str, log_base: float, low: float) -> None:
+    """Refuse a logarithmic scale that is none."""
+    if not log_base > 0 or log_base == 1:
+        raise MisconfigurationException(f"{where}, log_base={log_base!r}): a base is above 0, and not 1; 10, say")
+    if low <= 0:
+        raise MisconfigurationException(f"{where}, log_base={log_base!r}): on a logarithmic scale low is above 0")
+
+
 def range_of(
     option: str,
     low: float | None,
@@ -271,10 +279,8 @@ def range_of(
         raise MisconfigurationException(f"{where}): low is the smaller of the two")
     if not isinstance(nb_samples, int) or nb_samples < 1:
         raise MisconfigurationException(f"{where}, nb_samples={nb_samples!r}): give a number of points from 1")
-    if log_base is not None and (not log_base > 0 or log_base == 1):
-        raise MisconfigurationException(f"{where}, log_base={log_base!r}): a base is above 0, and not 1; 10, say")
-    if log_base is not None and low <= 0:
-        raise MisconfigurationException(f"{where}, log_base={log_base!r}): on a logarithmic scale low is above 0")
+    if log_base is not None:
+        _check_base(where, log_base, low)
     whole = type is int
     if whole and (low != int(low) or high != int(high)):
         raise MisconfigurationException(f"{where}, type=int): give whole numbers")

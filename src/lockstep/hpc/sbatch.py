@@ -197,11 +197,18 @@ def _options(batch: Batch) -> list[str]:
     return lines
 
 
+def _mail(batch: Batch) -> dict[str, str]:
+    """To whom SLURM writes, and of what."""
+    if batch.email is None:
+        return {}
+    kinds = [kind for kind, asked in (("END", batch.on_done), ("FAIL", batch.on_fail)) if asked]
+    return {"mail-user": batch.email, "mail-type": ",".join(kinds or ["NONE"])}
+
+
 def _own_options(batch: Batch) -> dict[str, str | None]:
     """What the script asks for by itself."""
     found: dict[str, str | None] = {"job-name": batch.name}
-    array = batch.trials is not None and batch.trials.number is None
-    if batch.trials is not None and array:
+    if batch.trials is not None and batch.trials.number is None:
         limit = "" if batch.trials.at_most is None else f"%{batch.trials.at_most}"
         found["array"] = f"0-{batch.trials.count - 1}{limit}"
     if batch.output is not None:
@@ -220,10 +227,7 @@ def _own_options(batch: Batch) -> dict[str, str | None]:
         found["time"] = batch.time
     if batch.signal_minutes:
         found["signal"] = f"USR1@{60 * batch.signal_minutes}"
-    if batch.email is not None:
-        kinds = [kind for kind, asked in (("END", batch.on_done), ("FAIL", batch.on_fail)) if asked]
-        found["mail-user"] = batch.email
-        found["mail-type"] = ",".join(kinds or ["NONE"])
+    found.update(_mail(batch))
     found["open-mode"] = "append"  # or a second start truncates what the first one has printed
     found["requeue"] = None
     return found

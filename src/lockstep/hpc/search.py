@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.checkpoint import storage
 from lockstep.hpc import queue
 from lockstep.hpc.queue import Job, SlurmRefused
-from lockstep.hpc.trials import TrialFolder, TrialHistory, folders, read_events
+from lockstep.hpc.trials import Attempt, TrialFolder, TrialHistory, folders, read_events
 
 SEARCH = "search.json"
 SCRIPT = "job.sh"
@@ -170,6 +170,12 @@ def state_of(history: TrialHistory, job: Job | None, asked: bool = True) -> tupl
         return PREEMPTED, known.lower()
     if last is not None and last.end == "failed":
         return FAILED, last.error
+    return _without_end(history, last, job, asked)
+
+
+def _without_end(history: TrialHistory, last: Attempt | None, job: Job | None, asked: bool) -> tuple[str, str]:
+    """The state of a trial that neither waits nor has said how its last attempt ended."""
+    known = "" if job is None else job.state
     if known in _RUNS:
         return RUNNING, ""
     if history.cancelled or known == "CANCELLED":

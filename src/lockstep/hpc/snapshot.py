@@ -27,6 +27,23 @@ class Copied:
     python_path: str | None
 
 
+def _place_of_program(words: Sequence[str]) -> int:
+    """The place of the script, or of ``-m``, in a command of Python's."""
+    at = 1
+    while at < len(words) and words[at].startswith("-") and words[at] != "-m":
+        at += 2 if words[at] in ("-X", "-W") else 1
+    if at == len(words):
+        raise MisconfigurationException(f"snapshot=True: there is no script in {' '.join(words)!r}")
+    return at
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Copy a file or link, if it is there: what git tracks may have been removed."""
+    if source.is_symlink() or source.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
 def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> Copied:
     """Copy the files that git tracks, as they are now, and let a command run them there.
 
@@ -42,11 +59,7 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
     Raises:
         MisconfigurationException: git is missing, the script is in no work tree, or git does not track it.
     """
-    at = 1
-    while at < len(words) and words[at].startswith("-") and words[at] != "-m":
-        at += 2 if words[at] in ("-X", "-W") else 1
-    if at == len(words):
-        raise MisconfigurationException(f"snapshot=True: there is no script in {' '.join(words)!r}")
+    at = _place_of_program(words)
     is_module = words[at] == "-m"
     script = os.path.realpath(folder if is_module else os.path.join(folder, words[at]))
     top = Path(_git(script if is_module else os.path.dirname(script), "rev-parse", "--show-toplevel").strip())
@@ -59,10 +72,7 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
         )
     shutil.rmtree(target, ignore_errors=True)
     for name in names:
-        source = top / name
-        if source.is_symlink() or source.is_file():  # what git tracks may have been removed
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name, follow_symlinks=False)
+        _copy_file(top / name, target / name)
     moved = [_moved(entry, top, target, folder) for entry in python_path.split(os.pathsep) if entry]
     where = _moved(folder, top, target, folder) if is_module else folder
     new = list(words) if is_module else [*words[:at], _moved(script, top, target, folder), *words[at + 1 :]]

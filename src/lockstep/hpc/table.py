@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,25 +116,33 @@ def text(name: str, statuses: Sequence[Status], order: Order | None, everything:
     values, metrics = value_names(statuses, everything), metric_names(statuses)
     if order is not None:
         metrics = [order.metric, *(name for name in metrics if name != order.metric)]
-    left_out = [] if everything else metrics[MOST_METRICS:]
-    metrics = metrics if everything else metrics[:MOST_METRICS]
+    shown = metrics if everything else metrics[:MOST_METRICS]
     has_why = any(status.error for status in statuses)
-    heads = ["trial", "state", *map(_cell, values), *map(_cell, metrics), "node", "restarts", "seconds"]
+    heads = ["trial", "state", *map(_cell, values), *map(_cell, shown), "node", "restarts", "seconds"]
     rows = [[*heads, *(["why"] if has_why else [])]]
     for status in statuses:
         row = [str(status.trial.number), status.state]
-        row += [_cell(status.values[name]) if name in status.values else "" for name in values]
-        row += [_cell(status.metrics[name]) if name in status.metrics else "" for name in metrics]
+        row += [*_cells(status.values, values), *_cells(status.metrics, shown)]
         row += [status.node, str(status.history.restarts), f"{seconds(status):.0f}"]
         rows.append([*row, *([_printable(status.error)] if has_why else [])])
     lines = [heading, *_aligned(rows, {1, len(heads) - 3, len(heads)})]
-    if left_out:
-        lines.append(f"and {len(left_out)} more metric(s) (--all)")
+    if len(shown) < len(metrics):
+        lines.append(f"and {len(metrics) - len(shown)} more metric(s) (--all)")
+    return "\n".join([*lines, *_best(statuses, order)])
+
+
+def _best(statuses: Sequence[Status], order: Order | None) -> list[str]:
+    """The line that tells which trial is the best."""
     found = best(statuses, order)
-    if found is not None and order is not None:
-        which = "largest" if order.largest else "smallest"
-        lines.append(f"best: trial {found.trial.number}, {order.metric} {_cell(order.of(found))} (the {which})")
-    return "\n".join(lines)
+    if found is None or order is None:
+        return []
+    which = "largest" if order.largest else "smallest"
+    return [f"best: trial {found.trial.number}, {order.metric} {_cell(order.of(found))} (the {which})"]
+
+
+def _cells(found: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """A cell for each name, empty where nothing of the name was found."""
+    return [_cell(found[name]) if name in found else "" for name in names]
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:

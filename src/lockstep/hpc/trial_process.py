@@ -35,6 +35,15 @@ class Saves(Protocol):
         """Load."""
 
 
+def _note_failure(trial: TrialFolder, hparams: Hyperparameters | None, here: Trial, error: BaseException) -> None:
+    """Note why a trial has failed, and tell the study, if this rank leads; a later attempt speaks for itself."""
+    if isinstance(error, Superseded):
+        return
+    trial.note("failed", attempt=here.attempt, rank=rank_zero_only.rank, error=last_words(error))
+    if hparams is not None:
+        hparams.finish(trial.number, "failed")
+
+
 def run_trial(main: Callable[..., Any], options: Hyperparameters | None, cluster: Saves, here: Trial) -> None:
     """Call ``main(hparams)``, or ``main(hparams, cluster)``, as the trial ``here``.
 
@@ -62,10 +71,7 @@ def run_trial(main: Callable[..., Any], options: Hyperparameters | None, cluster
         metrics, value = measured(returned)
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            if not isinstance(error, Superseded):
-                trial.note("failed", attempt=here.attempt, rank=rank_zero_only.rank, error=last_words(error))
-                if hparams is not None and leads:
-                    hparams.finish(trial.number, "failed")
+            _note_failure(trial, hparams if leads else None, here, error)
             raise
         metrics, value = {}, None
     if leads:

@@ -267,32 +267,57 @@ def _where(old: Today, given: Today, translation: Translation, here: bool) -> No
     Without a backend several GPUs of one node were DataParallel in one process, and several nodes were
     DistributedDataParallel; without ``gpus`` a run was on the CPU.
     """
-    nodes = next((old[name] for name in ("nb_gpu_nodes", "num_gpu_nodes") if name in old), given["num_nodes"])
-    backend, today = old.get("distributed_backend"), {}
-    if "nb_gpu_nodes" in old or "num_gpu_nodes" in old:
-        today["num_nodes"] = nodes
-    several_nodes = isinstance(nodes, int) and nodes > 1
+    nodes = [old[name] for name in ("nb_gpu_nodes", "num_gpu_nodes") if name in old]
+    today: Today = {"num_nodes": nodes[0]} if nodes else {}
+    devices, gpus = _devices(old, given, translation, here)
+    strategy = _strategy(old, given, nodes[0] if nodes else given["num_nodes"], gpus)
+    if strategy is not None:
+        devices["strategy"] = strategy
+    _add(translation, "gpus", {**today, **devices})
+
+
+def _devices(old: Today, given: Today, translation: Translation, here: bool) -> tuple[Today, int | None]:
+    """Accelerator and devices, and how many GPUs; None where nothing tells."""
+    backend, processes = old.get("distributed_backend"), old.get("num_processes", 1)
+    today: Today = {}
+    gpus: int | None = None
     if "gpus" in old:
-        devices, count = _gpus(old["gpus"], here)
-        today["accelerator"], today["devices"] = ("gpu", devices) if count else ("cpu", "auto")
-        if count > 1 and backend is None and not several_nodes and given["strategy"] == "auto":
-            backend = "dp"
-        elif count <= 1 and backend == "dp":
-            backend = None  # one device is as it is
+        devices, gpus = _gpus(old["gpus"], here)
+        today["accelerator"], today["devices"] = ("gpu", devices) if gpus else ("cpu", "auto")
     elif backend is not None and given["accelerator"] == given["devices"] == "auto" and "num_processes" not in old:
-        today["accelerator"] = "cpu"
+        today["accelerator"], gpus = "cpu", 0
         translation.notes.append("without `gpus` a run was on the CPU")
-        backend = None if backend == "dp" else backend
-    processes = old.get("num_processes", 1)
     if processes is not None and (processes != 1 or backend == "ddp_cpu") and today.get("accelerator") != "gpu":
         today["accelerator"], today["devices"] = "cpu", processes
-    if backend == "ddp_cpu":
-        backend = "ddp_spawn"
-    if several_nodes and (backend is None or backend == "dp") and given["strategy"] == "auto":
-        backend = "ddp"
-    if backend is not None:
-        today["strategy"] = backend
-    _add(translation, "gpus", today)
+    return today, gpus
+
+
+def _strategy(old: Today, given: Today, nodes: object, gpus: int | None) -> str | None:
+    """The strategy that a backend of old stands for, on so many nodes with so many GPUs."""
+    backend, is_open = old.get("distributed_backend"), given["strategy"] == "auto"
+    several_nodes = isinstance(nodes, int) and nodes > 1
+    if backend == "dp" and gpus is not None and gpus <= 1:
+        backend = None  # one device is as it is
+    elif backend is None and gpus is not None and gpus > 1 and is_open:
+        backend = "dp"
+    if several_nodes and backend in (None, "dp") and is_open:
+        return "ddp"
+    return "ddp_spawn" if backend == "ddp_cpu" else backend
+
+
+def _gpus_of_text(text: str) -> int | list[int]:
+    """The numbers of GPUs, -1 for all; False where it is neither."""
+    if text.strip() == "-1":
+        return -1
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        return False
+
+
+def _all_gpus(here: bool) -> int:
+    """How many there are; 2 stands for those of another machine."""
+    return CUDAAccelerator.auto_device_count() if here else 2
 
 
 def _gpus(value: object, here: bool) -> tuple[Any, int]:
@@ -301,14 +326,9 @@ def _gpus(value: object, here: bool) -> tuple[Any, int]:
     Raises:
         MisconfigurationException: no such value, or no GPU here.
     """
-    if isinstance(value, str) and value.strip() != "-1":
-        try:
-            value = [int(part) for part in value.split(",") if part.strip()]
-        except ValueError:
-            value = False
-    elif isinstance(value, str):
-        value = -1
-    if value is None or (not isinstance(value, bool) and isinstance(value, int) and value == 0) or value == []:
+    if isinstance(value, str):
+        value = _gpus_of_text(value)
+    if value is None or value == [] or (not isinstance(value, bool) and isinstance(value, int) and value == 0):
         return "auto", 0
     if isinstance(value, bool) or not isinstance(value, (int, list, tuple)):
         raise MisconfigurationException(
@@ -321,7 +341,7 @@ def _gpus(value: object, here: bool) -> tuple[Any, int]:
             f"devices={value!r}; to run on the CPU leave `gpus` out."
         )
     if isinstance(value, int):
-        return value, (CUDAAccelerator.auto_device_count() if here else 2) if value == -1 else value
+        return value, _all_gpus(here) if value == -1 else value
     return list(value), len(value)
 
 
