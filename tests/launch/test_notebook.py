@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -87,6 +88,8 @@ def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executes:
         made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in cells])
         client = nbclient.NotebookClient(made, timeout=150, allow_errors=True, kernel_name="python3")
         client.execute(env=environ, cwd=str(tmp_path))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "ipykernel"]:
+            del sys.modules[name]  # the client has imported it to find the kernel
         done: list[Any] = made.cells
         return done
 
