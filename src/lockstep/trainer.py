@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Never
 
@@ -63,6 +63,9 @@ from lockstep.names.old_flags import old_flags_of, translate
 from lockstep.planner.plan import Plan
 from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
+
+if TYPE_CHECKING:
+    from lockstep.verify.certificate import Certificate
 
 
 class Trainer(Attributes):
@@ -127,10 +130,6 @@ class Trainer(Attributes):
             are on each rank.
         balance: let each rank take as many samples of a global batch as its measured speed and memory allow, under
             "ddp" and "fsdp"; the global batch and its gradient stay what they are.
-        compile: compile the module's layers by ``torch.compile`` for the length of each call: True, or a dict of its
-            arguments ("mode", "fullgraph", "dynamic", "backend", "options"), "blocks" (True: the repeated blocks, as
-            by default on several ranks; False: the whole module, as by default on one; or classes of layers) and
-            "graph_breaks" (True: tell where the compiler could not follow). Recompilations are told with their reason.
         hang_timeout: how long a rank may wait for others, in seconds or as a timedelta, before it is told which rank
             waits where, and what the others do. None: nobody is told.
         hang_kill: the same, before the run is ended; one whose ranks provably went different ways ends at once. None:
@@ -194,7 +193,6 @@ class Trainer(Attributes):
         debug: str | None = None,
         keep_global_batch: bool = True,
         balance: bool = False,
-        compile: bool | Mapping[str, Any] = False,
         hang_timeout: float | timedelta | None = 60.0,
         hang_kill: float | timedelta | None = 1800.0,
         **others: Never,
@@ -212,6 +210,7 @@ class Trainer(Attributes):
             flags.update(today.flags)
             callbacks, self._resume_from = today.with_callbacks(callbacks), today.resume
         self.barebones = strip(flags)
+        self._given_flags = dict(flags)
         refuse_what_is_not_there(flags["model_registry"])
         config = config_of(flags)
         for name in ("accelerator", "strategy", "profiler"):
@@ -359,6 +358,39 @@ class Trainer(Attributes):
         """
         self._attach(TrainerFn.FITTING, model, {"train": train_dataloaders}, datamodule)
         return choice.plan_for(self, choice.first_batch(self) if batch is None else batch, goal=goal, named=blocks)
+
+    def verify(
+        self,
+        model: LightningModule,
+        train_dataloaders: object = None,
+        *,
+        datamodule: LightningDataModule | None = None,
+        devices: int | None = None,
+        steps: int = 5,
+    ) -> Certificate:
+        """Say whether several ranks train what one process trains, as ``lockstep verify`` does for a script.
+
+        Copies of the model train in processes of their own, on this machine's CPU.
+
+        Args:
+            model: what is to be trained; it stays as it is.
+            train_dataloaders: what `fit` takes.
+            datamodule: in place of loaders.
+            devices: ranks; by default this Trainer's, at least 2.
+            steps: optimizer steps that are compared.
+
+        Returns:
+            a certificate: true where all is alike; else it names what differs first, and why.
+
+        Example::
+
+            certificate = Trainer(strategy="ddp", devices=2).verify(model, loader)
+            assert certificate, certificate
+        """
+        from lockstep.verify.fitted import verify_fit
+
+        devices = max(2, self.world_size) if devices is None else devices
+        return verify_fit(self._given_flags, model, train_dataloaders, datamodule, devices, steps)
 
     def validate(
         self,

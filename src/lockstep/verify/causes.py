@@ -56,12 +56,14 @@ class Causes:
         ranks: the run on ranks.
         whole: the run of one process.
         retry: runs again.
+        splits_model: whether ranks hold parts of a model.
     """
 
-    def __init__(self, ranks: Recording, whole: Recording, retry: Retry) -> None:
+    def __init__(self, ranks: Recording, whole: Recording, retry: Retry, splits_model: bool = False) -> None:
         self.ranks = ranks
         self.whole = whole
         self.retry = retry
+        self.splits_model = splits_model
         self.size = len(ranks.ranks)
 
     def of(self, difference: Difference) -> Cause | None:
@@ -92,6 +94,13 @@ class Causes:
 
     def _of_rates(self, difference: Difference) -> Cause | None:
         step = self._step(difference.update)
+        scheduled = [event for event in self.ranks.first.of("scheduled") if event["update"] < difference.update + 1]
+        alone = [event for event in self.whole.first.of("scheduled") if event["update"] < difference.update + 1]
+        if scheduled and len(scheduled) != len(alone) and not difference.ranks:
+            text = (
+                f"the scheduler is stepped {len(scheduled)} times on each rank where one process steps it {len(alone)}"
+            )
+            return Cause(f"{text} times: the learning rate runs ahead by the number of ranks", _called(scheduled[-1]))
         if difference.ranks:
             return Cause("ranks step their schedulers differently, or compute the rate from their rank", step["where"])
         return Cause("the learning rate depends on the number of ranks", step["where"])
@@ -99,6 +108,8 @@ class Causes:
     # -- gradients
 
     def _of_gradients(self, difference: Difference) -> Cause | None:
+        if self.splits_model:
+            return self._of_split(difference)
         parts = Parts(self.ranks, difference.update)
         if not parts.are_known:
             return self._of_sharded(difference)
@@ -256,6 +267,25 @@ class Causes:
         gradient = self.whole.first.load("unclipped", update) or self.whole.first.load("gradients", update)
         return parts.shares(gradient)
 
+    def _of_split(self, difference: Difference) -> Cause | None:
+        """Ranks hold parts of a model: is what they hold whole counted by each of them?"""
+        step = self._step(difference.update)
+        reference = self.whole.whole("first", step["optimizer"])[0]
+        own = self.ranks.first.load("first", step["optimizer"])
+        split = {key for key, value in own.items() if isinstance(value, Tensor) and _is_part(value, reference.get(key))}
+        modules = {step["names"][key].rpartition(".")[0] for key in split}
+        for key in own.keys() - split:
+            name = step["names"].get(key, key)
+            if name.rpartition(".")[0] not in modules or not self.retry(f"once {key}"):
+                continue
+            events = [event for event in self.ranks.first.of("collective") if event["in_module"]]
+            text = (
+                f"{name}, which every rank holds whole, is counted once for each rank: it is added before the sum over "
+            )
+            proof = "the gradients are alike where each rank adds its share of it"
+            return Cause(f"{text}ranks, and not behind it", _called(events[0]) if events else "", proof)
+        return self._of_sharded(difference) if self.ranks.is_sharded else None
+
     # -- sharded parameters, clipping, updates
 
     def _of_sharded(self, difference: Difference) -> Cause | None:
@@ -363,6 +393,10 @@ def _is_own(shares: Shares, rank: int) -> bool:
     weights = shares.weights.clone()
     weights[rank] -= 1.0
     return shares.fits and bool(weights.abs().max() < 1e-5)
+
+
+def _is_part(value: Tensor, whole: Tensor | None) -> bool:
+    return whole is not None and value.shape != whole.shape
 
 
 def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:

@@ -17,8 +17,9 @@ from lockstep.verify import float64
 from lockstep.verify.forwards import Forwards
 from lockstep.verify.functions import Functions
 from lockstep.verify.groups import Groups
+from lockstep.verify.lines import Lines
 from lockstep.verify.loaders import Loaders
-from lockstep.verify.settings import Settings, is_users, short
+from lockstep.verify.settings import HOME, Settings, is_users, short
 from lockstep.verify.steps import Steps
 from lockstep.verify.trainers import Trainers
 from lockstep.verify.watch import Stop, Watch, put
@@ -30,6 +31,8 @@ SEED = 20_260
 def run(settings: Settings) -> None:
     """Run the script, and write down how it ended."""
     watch = Watch(settings)
+    HOME[0] = settings.home
+    os.chdir(settings.working_folder)
     torch.set_num_threads(settings.threads)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(SEED + settings.rank)
@@ -41,6 +44,8 @@ def run(settings: Settings) -> None:
     put(torch, "compile", _as_it_is)
     try:
         with Functions(watch):
+            if "lines" in settings.overrides:
+                sys.settrace(Lines(watch).trace)
             _start(list(settings.words))
     except Stop:
         watch.journal.end("done", steps=watch.steps)
@@ -73,11 +78,11 @@ def _start(words: list[str]) -> None:
     """Run a script, or a module, as ``__main__``."""
     if words[0] == "-m":
         sys.argv[:] = words[1:]
-        sys.path[0] = os.getcwd()
+        sys.path[0] = HOME[0]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     sys.argv[:] = words
-    path = os.path.abspath(words[0])
+    path = os.path.join(HOME[0], words[0])
     sys.path[0] = os.path.dirname(path)
     loader = SourceFileLoader("__main__", path)
     main = ModuleType("__main__")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.serialization
+import torch.storage
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lockstep.verify.watch import put
 
 _SMALLER = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {"float", "half", "bfloat16"}
+_READERS = {torch._utils.__file__, torch.storage.__file__, torch.serialization.__file__}
+"""Files of torch that read tensors: the bytes there are of the type that they say."""
 _FROM_OUTSIDE = {"tensor", "as_tensor", "from_numpy", "asarray", "frombuffer"}
 
 
@@ -32,16 +37,34 @@ def widened_tree(batch: Any) -> Any:
     return tree_map(widened, batch)
 
 
+def widen_module(module: nn.Module) -> None:
+    """Make parameters and buffers float64 in place: those of a module that was unpickled."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        widen_in_place(tensor)
+
+
+def widen_in_place(tensor: Tensor) -> None:
+    """Make a tensor float64 that others refer to."""
+    if tensor.dtype in _SMALLER and type(tensor.data) is Tensor:
+        tensor.data = tensor.data.double()
+
+
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch's, with float64 wherever a smaller type is asked for."""
     name = getattr(function, "__name__", "")
     if name in _CASTS and args and isinstance(args[0], Tensor):
         return args[0].double()
-    if any(value in _SMALLER for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)):
-        args = tuple(torch.float64 if _is_smaller(value) else value for value in args)
-        kwargs = {key: torch.float64 if _is_smaller(value) else value for key, value in kwargs.items()}
+    if any(map(_is_smaller, (*args, *kwargs.values()))):
+        if name == "view" or sys._getframe(2).f_code.co_filename in _READERS:
+            return function(*args, **kwargs)
+        args = tuple(map(_larger, args))
+        kwargs = {key: _larger(value) for key, value in kwargs.items()}
     result = function(*args, **kwargs)
     return widened(result) if name in _FROM_OUTSIDE else result
+
+
+def _larger(value: Any) -> Any:
+    return torch.float64 if _is_smaller(value) else value
 
 
 def _is_smaller(value: object) -> bool:

@@ -18,7 +18,7 @@ from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lockstep.verify.float64 import widened_tree
+from lockstep.verify.float64 import widen_module, widened_tree
 from lockstep.verify.loaders import fingerprint
 from lockstep.verify.settings import is_users, location
 from lockstep.verify.watch import Watch, put
@@ -69,6 +69,8 @@ class Forwards:
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         if all(inner is not root for root in self.roots):
             self.roots.append(inner)
+            if self.watch.settings.float64:
+                widen_module(inner)
         if training:
             self.watch.begin_training()
             self._note_call(module, args)
@@ -105,6 +107,8 @@ class Forwards:
 
         @functools.wraps(made)
         def init(wrapper: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if self.watch.settings.float64:
+                widen_module(module)
             made(wrapper, module, *args, **kwargs)
             self.wrapped[id(module)] = wrapper
             self._wrappers.append(wrapper)

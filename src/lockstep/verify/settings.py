@@ -10,6 +10,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+HOME = [""]
+"""The folder in which the user is, in a process that runs a script."""
+
 _HERE = str(Path(__file__).parent)
 
 
@@ -27,6 +30,7 @@ class Settings:
         feed: folders of the ranks whose samples this process is fed, in the order in which they are put together.
         overrides: what is switched off or told otherwise: "clipping", "rank in modules", "randomness", "world size".
         once: loaders of which a sample that comes on several ranks is fed once.
+        home: the folder in which the user is; the script runs in a copy of it.
         threads: how many threads torch takes.
     """
 
@@ -39,12 +43,18 @@ class Settings:
     feed: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     once: tuple[int, ...] = ()
+    home: str = ""
     threads: int = 1
 
     @property
     def own_folder(self) -> Path:
         """The folder of this rank."""
         return Path(self.folder) / f"rank-{self.rank}"
+
+    @property
+    def working_folder(self) -> Path:
+        """The folder in which the script runs."""
+        return Path(self.folder) / "work"
 
     @property
     def folder_of_ranks(self) -> Path:
@@ -117,7 +127,7 @@ def stack() -> list[str]:
 
 def short(file: str) -> str:
     """A file's path, relative to the current folder if it lies in it."""
-    path = os.path.relpath(file)
+    path = os.path.relpath(file, HOME[0] or None)
     return file if path.startswith("..") else path
 
 

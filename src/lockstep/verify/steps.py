@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lockstep.verify.float64 import widen_in_place
 from lockstep.verify.forwards import Forwards, plain
-from lockstep.verify.settings import location
+from lockstep.verify.settings import location, stack
 from lockstep.verify.watch import Stop, Watch, put
 
 STRIDE = 13
@@ -57,14 +58,16 @@ class Steps:
         for kind in (Optimizer, nn.Module):
             self._see_zeroing(kind)
         self._see_clipping()
-        if self.watch.settings.is_replay:
-            self.watch.on_training = self._start_alike
+        self._see_schedulers()
+        self.watch.on_training = self._start_alike if self.watch.settings.is_replay else self._share_out
 
     def _see(self, optimizer: Optimizer) -> None:
         number = self._numbers.setdefault(id(optimizer), len(self._numbers))
         self._made.setdefault(number, 0)
         position = sum(1 for key in self._keys.values() if key.startswith(f"{number}."))
         for parameter in optimizer.param_groups[-1]["params"]:
+            if self.watch.settings.float64:
+                widen_in_place(parameter)
             if id(parameter) in self._own:
                 continue
             self._keys[id(parameter)] = f"{number}.{position}"
@@ -118,6 +121,23 @@ class Steps:
 
             put(home, name, clipped)
             put(nn.utils, name, clipped)
+
+    def _see_schedulers(self) -> None:
+        from torch.optim import lr_scheduler
+
+        for kind in {each for each in vars(lr_scheduler).values() if isinstance(each, type)}:
+            step = vars(kind).get("step")
+            if step is None:
+                continue
+
+            @functools.wraps(step)
+            def stepped(scheduler: Any, *args: Any, step: Callable[..., Any] = step, **kwargs: Any) -> Any:
+                lines = stack()
+                if self.watch.is_training and lines:
+                    self.watch.journal.note("scheduled", update=self.watch.updates, where=lines[0], stack=lines)
+                return step(scheduler, *args, **kwargs)
+
+            put(kind, "step", stepped)
 
     # -- one step
 
@@ -187,6 +207,13 @@ class Steps:
         for number in self._made:
             self._take_over(f"first-{number}", (p for p, key in self._of(number)))
 
+    def _share_out(self) -> None:
+        """Have each rank begin with its share of parameters that are to be counted once."""
+        for override in self.watch.settings.overrides:
+            for parameter in self._parameters:
+                if override == f"once {self._keys[id(parameter)]}":
+                    parameter.data.div_(self.watch.settings.world)
+
     def _of(self, number: int) -> list[tuple[Tensor, str]]:
         return [(p, self._keys[id(p)]) for p in self._parameters if self._keys[id(p)].startswith(f"{number}.")]
 
@@ -196,7 +223,8 @@ class Steps:
         found = torch.load(path) if path.exists() else {}
         with torch.no_grad():
             for parameter in parameters:
-                value = found.get(self._keys[id(parameter)])
+                key = self._keys[id(parameter)]
+                value = None if f"once {key}" in self.watch.settings.overrides else found.get(key)
                 if isinstance(value, Tensor) and type(parameter.data) is Tensor and value.shape == parameter.shape:
                     parameter.data.copy_(value)
 

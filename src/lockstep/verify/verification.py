@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 import time
@@ -29,6 +30,7 @@ from lockstep.verify.processes import Patience, Server, run
 from lockstep.verify.recordings import RankRecording, Recording
 from lockstep.verify.samples import SampleFindings, Samples
 from lockstep.verify.settings import Settings
+from lockstep.verify.working_copy import working_copy
 
 _SPREAD = 30.0
 """How many times the spread of rounding passes."""
@@ -108,7 +110,9 @@ class Verification:
 
     def _run(self, name: str, settings: Settings) -> Recording:
         self._runs += 1
-        settings = replace(settings, folder=str(self.folder / f"{self._runs}-{name}"))
+        folder = self.folder / f"{self._runs}-{name}"
+        settings = replace(settings, folder=str(folder))
+        working_copy(Path.cwd(), settings.working_folder)
         endings = run(self.server, settings, self.request.patience)
         ranks = [replace(settings, rank=rank) for rank in range(settings.world)]
         pairs = zip(ranks, endings, strict=True)
@@ -124,7 +128,8 @@ class Verification:
         return self._run("one", replace(self._settings(), feed=feed, overrides=overrides))
 
     def _settings(self) -> Settings:
-        return Settings(self.request.words, "", steps=self.request.steps, float64=self.float64)
+        home = str(Path.cwd())
+        return Settings(self.request.words, "", steps=self.request.steps, float64=self.float64, home=home)
 
     # -- the verdict
 
@@ -163,7 +168,7 @@ class Verification:
         if short is not None and (first is None or short[0].update <= first.update):
             return self._different(ranks, comparison, samples, *short)
         if first is not None:
-            cause = Causes(ranks, whole, self._alike_without).of(first)
+            cause = Causes(ranks, whole, self._alike_without, self._splits_model(ranks)).of(first)
             if cause is None and first.what == GRADIENTS and self._mixes(ranks, whole, first):
                 comparison.differences.clear()
             else:
@@ -256,6 +261,11 @@ class Verification:
         ranks = self.on_ranks(override)
         if refusals.of_ranks(ranks, 1):
             return False
+        if override.startswith("once"):
+            whole = self.on_one(ranks, override, order=(0,))
+            exact: Tolerance = lambda what, update: EXACT  # noqa: E731
+            found = Numbers(ranks, whole, exact).compare().differences
+            return not any(each.what == GRADIENTS and each.update == 0 for each in found)
         whole = self.on_one(ranks, override)
         if refusals.of_one(whole, ranks):
             return False
@@ -274,9 +284,16 @@ class Verification:
         first = comparison.first
         if first is not None and first.what == RATES and not first.ranks:
             told = self.on_one(ranks, "world size")
+            if self._schedules(ranks) != self._schedules(whole):
+                return
             if [each["rates"] for each in told.first.steps] == [each["rates"] for each in ranks.first.steps]:
                 comparison.differences = [each for each in comparison.differences if each.what != RATES]
                 self.found.nature.append("the learning rate follows the number of ranks; one process was given theirs")
+
+    def _schedules(self, recording: Recording) -> list[int]:
+        """How often schedulers were stepped before each update."""
+        scheduled = [event["update"] for event in recording.first.of("scheduled")]
+        return [scheduled.count(event["update"]) for event in recording.first.steps]
 
     def _mixes(self, ranks: Recording, whole: Recording, first: Difference) -> bool:
         """Whether ranks do what one process does with their samples alone, so that only a loss over a batch differs."""
@@ -291,7 +308,7 @@ class Verification:
                 self._rank_dependent = Cause(
                     f"rank {rank} computes another gradient of its samples than one process does of the same: code or "
                     "random numbers depend on the rank",
-                    "",
+                    self._line_of(rank),
                     f"one process was fed the samples of rank {rank} alone",
                 )
                 return False
@@ -300,6 +317,14 @@ class Verification:
             "so that it is another one on a larger batch; each rank's gradient is what one process computes of its part"
         )
         return True
+
+    def _line_of(self, rank: int) -> str:
+        """The line of a step that a rank runs and rank 0 does not, or the other way round; "" for none."""
+        traced = self.on_ranks("lines")
+        lines = [[event["where"] for event in each.of("line")] for each in traced.ranks]
+        own = [line for line in lines[rank] if line not in lines[0]]
+        own += [line for line in lines[0] if line not in lines[rank]]
+        return own[0] if own else ""
 
     def _is_ranks_own(self, ranks: Recording, rank: int, alone: Recording) -> bool:
         """Whether one process computes a rank's own gradient of the first step."""
@@ -349,13 +374,28 @@ class Verification:
         numbers = tuple(number for number, _, _ in samples.padded)
         feed = tuple(str(rank.folder) for rank in ranks.ranks)
         once = self._run("one", replace(self._settings(), feed=feed, once=numbers))
-        theirs, own, clean = ranks.first.printed, set(whole.first.printed), set(once.first.printed)
-        wrong = [line for line in theirs if line in own and line not in clean and any(c.isdigit() for c in line)]
+        wrong = _counts_twice(ranks.first.printed, whole.first.printed, once.first.printed)
         if wrong:
             difference, cause = found[0]
-            yield replace(difference, text=f"{difference.text}, and counts in {wrong[0].strip()!r}"), cause
+            yield replace(difference, text=f"{difference.text}, and counts in {wrong!r}"), cause
         else:
             self.found.nature.append(f"{found[0][0].text}: no printed number shows it")
+
+
+def _counts_twice(theirs: list[str], own: list[str], once: list[str]) -> str:
+    """A printed line with a number that ranks and one process share, and that is another one where each sample counts
+    once; "" for none."""
+    for lines in zip(theirs, own, once, strict=False):
+        words = [_NUMBER.findall(line) for line in lines]
+        if len({_NUMBER.sub("", line) for line in lines}) > 1:
+            continue
+        for mine, whole, right in zip(*words, strict=True):
+            if mine == whole != right:
+                return lines[0].strip()
+    return ""
+
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 def _differ(tensors: list[dict[str, object]]) -> bool:
