@@ -26,6 +26,7 @@ if DEVICE == "madeup":
     sys.path[:0] = _folders
     os.environ["PYTHONPATH"] = os.pathsep.join([*_folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
+from collections import OrderedDict  # noqa: E402
 from collections.abc import Generator, Iterator  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from typing import Any  # noqa: E402
@@ -45,8 +46,33 @@ gc.enable()
 SECONDS_SLOW = 900
 """The time limit of a test marked slow that sets none; pyproject has that of the others, and some files theirs."""
 
-PRELOAD = ("lockstep.trainer", "torch.distributed.fsdp", "torchmetrics")
+PRELOAD = (
+    "lockstep.trainer",
+    "lockstep.engines.ddp.strategy",
+    "lockstep.engines.sharded.fsdp",
+    "lockstep.engines.pipeline.strategy",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torchmetrics",
+)
 """What most ranks import in their lives, 1.5 s of a processor in each of them."""
+
+LONG = (
+    "tests/launch/test_notebook.py",
+    "tests/surface/test_types.py",
+    "tests/launch/test_misfortunes.py",
+    "tests/accelerator/test_suite.py",
+    "tests/project/test_bare.py",
+    "tests/launch/test_last_line.py",
+    "tests/launch/test_spawn.py",
+    "tests/launch/test_script.py",
+    "tests/launch/test_fork.py",
+    "tests/hpc/test_local.py",
+    "tests/ground/test_installed.py",
+    "tests/planner/test_memory.py",
+    "tests/gpu/test_parts.py",
+)
+"""Files of few tests that take long. They come first: the last file of a run has to be a short one."""
 
 seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 """Without a device, the former notes the whole stack three times, for the seeds of devices to come."""
@@ -75,10 +101,28 @@ def pytest_collection() -> Generator[None, object, object]:
     """What is made now stays: no collection of garbage needs to walk torch, pytest and 7,000 tests, now or later."""
     gc.disable()
     try:
-        return (yield)
+        found = yield
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)  # imports torch's compiler
+        return found
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """What a file of tests leaves in memory stays out of the collections of garbage that follow.
+
+    Tests import packages of a hundred thousand objects each: after a few hundred files a collection took a second, and
+    many tests collect.
+    """
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            gc.collect()
+            gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -96,7 +140,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """By file, as ``--dist loadfile`` does; tests/slurm on one worker: a machine has one such cluster."""
     from xdist.scheduler import LoadFileScheduling
 
+    class LongFirst(OrderedDict[str, dict[str, bool]]):
+        """The files that wait for a worker; the scheduler takes the first, and has put in those of most tests first."""
+
+        def popitem(self, last: bool = True) -> tuple[str, dict[str, bool]]:
+            first = next((file for file in LONG if file in self), None)
+            return super().popitem(last) if first is None else (first, self.pop(first))
+
     class ByFile(LoadFileScheduling):  # type: ignore[misc]
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.workqueue = LongFirst()
+
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
             return "tests/slurm" if file.startswith("tests/slurm/") else file
