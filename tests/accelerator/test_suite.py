@@ -14,7 +14,7 @@ from tests.accelerator.left_out import LEFT_OUT, ON_CARD, why_not
 from tests.accelerator.madeup import NAME, missing
 
 ROOT = Path(__file__).parents[2]
-FILES = ("tests/loop/test_overfit.py", "tests/precision/test_scaler.py", "tests/engines/test_bits.py")
+FILES = ("tests/loop/test_overfit.py", "tests/precision/test_scaler.py")  # of ranks: test_lockstep.py
 
 
 def test_a_part_of_the_suite_passes_on_the_device() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from lockstep import callbacks as callbacks_module
 from lockstep.testing import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, quiet
+from tests.scripts.in_rank import run_script
 
 
 class ReturnsANumber(Slope):
@@ -121,15 +121,13 @@ print("ended at step", trainer.global_step)
 """
 
 
-def test_a_batch_script_of_one_task_without_srun_is_not_killed_by_its_signal(tmp_path: Path) -> None:
+def test_a_batch_script_of_one_task_without_srun_is_not_killed_by_its_signal(ranks: RankPool, tmp_path: Path) -> None:
     """``#SBATCH --signal=B:USR1@120`` and ``exec python train.py``: the run was killed, and nothing was saved."""
     names = ("JOB_ID", "NTASKS", "PROCID", "LOCALID", "NODEID", "JOB_NAME")
     slurm = {f"SLURM_{name}": value for name, value in zip(names, ("38", "1", "0", "0", "0", "train"), strict=True)}
     (tmp_path / "train.py").write_text(JOB)
-    environ = {**os.environ, **slurm, "OMP_NUM_THREADS": "1", "PATH": ""}  # no scontrol: it cannot be requeued
-    run = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
-    )
+    environ = {**slurm, "PATH": ""}  # no scontrol: it cannot be requeued
+    (run,) = run_script(ranks, tmp_path / "train.py", folder=tmp_path, environ=environ)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "ended at step 8"
     assert f"{signal.SIGUSR1.name}: " in run.stderr

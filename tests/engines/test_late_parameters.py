@@ -238,7 +238,7 @@ def look(ranks: RankPool, count: int, seed: int) -> None:
 
 
 def test_what_may_come_trains_as_in_one_process(ranks: RankPool) -> None:
-    look(ranks, 33, seed=0)
+    look(ranks, 22, seed=0)
 
 
 @pytest.mark.slow

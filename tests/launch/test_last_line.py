@@ -127,13 +127,12 @@ lockstep.Trainer(accelerator="cpu", devices=2, max_epochs=1, logger=False, enabl
         pytest.param("raise ValueError('no')", "broken", "ValueError: no", id="hook"),
     ],
 )
-def test_the_last_line_of_a_script(tmp_path: Path, what: str, hook: str, says: str) -> None:
+def test_the_last_line_of_a_script(ranks: RankPool, tmp_path: Path, what: str, hook: str, says: str) -> None:
     """A message of 6 MB ended the script with 137; a broken excepthook had everything printed twice."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(what=what, hook=hook))
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, script], capture_output=True, timeout=120, env=environ, cwd=tmp_path)
-    lines = ended.stderr.decode().rstrip("\n").split("\n")
+    (ended,) = run_script(ranks, script, folder=tmp_path)
+    lines = ended.stderr.rstrip("\n").split("\n")
     assert lines[-1].startswith(f"lockstep: rank 1 failed first, at {script}:13: {says}")
     assert len(lines) <= 40
     assert ended.returncode == 1
@@ -239,11 +238,12 @@ def test_a_failure_is_told_in_40_lines(ranks: RankPool, tmp_path: Path, what: st
         assert any("failed alike" in line for line in lines)
 
 
-def test_on_one_process_only_what_came_out_of_lockstep_is_folded(tmp_path: Path) -> None:
+def test_on_one_process_only_what_came_out_of_lockstep_is_folded(ranks: RankPool, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(FAILS_ALIKE.replace("loader = ", "chain = sys.argv.pop()\nfail(60)\nloader = "))
-    ended = subprocess.run([sys.executable, script, "chain", "1", "auto", ""], capture_output=True, timeout=120)
-    assert ended.stderr.count(b"\n") > MOST_ALONE
+    script.write_text(FAILS_ALIKE + "fail(60)\n")  # after a fit: what folds is there
+    (ended,) = run_script(ranks, script, "nothing", "1", "auto", folder=tmp_path)
+    assert "KeyError: 60" in ended.stderr
+    assert ended.stderr.count("\n") > MOST_ALONE
 
 
 TUNES = """
@@ -401,14 +401,15 @@ lockstep.Trainer(accelerator="cpu", devices=2, max_epochs=1, logger=False, enabl
         pytest.param("shard(self.global_rank)", 32, "all_gather_into_tensor", id="fsdp", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_gather_other_sizes_are_named(tmp_path: Path, fsdp: str, line: int, operation: str) -> None:
+def test_ranks_that_gather_other_sizes_are_named(
+    ranks: RankPool, tmp_path: Path, fsdp: str, line: int, operation: str
+) -> None:
     """gloo aborts a rank then, and the last line was "killed by SIGABRT"."""
     script = tmp_path / "train.py"
     script.write_text(GATHERS.format(fsdp=fsdp))
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, script], capture_output=True, timeout=120, env=environ, cwd=tmp_path)
-    lines = ended.stderr.decode().rstrip("\n").split("\n")
-    assert lines[-1].startswith("lockstep: the ranks' calls do not match: "), ended.stderr.decode()
+    (ended,) = run_script(ranks, script, folder=tmp_path)
+    lines = ended.stderr.rstrip("\n").split("\n")
+    assert lines[-1].startswith("lockstep: the ranks' calls do not match: "), ended.stderr
     assert f"{script}:{line}" in lines[-1]
     assert operation in lines[-1]
     assert len(lines) <= 40

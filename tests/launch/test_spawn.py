@@ -22,7 +22,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import current_seed, hand_down_seed
 from lockstep.launch import script
 from lockstep.launch.processes import RankProcesses
-from lockstep.launch.spawn import SpawnLauncher, _failure
+from lockstep.launch.spawn import ForkLauncher, SpawnLauncher, _failure
 from lockstep.launch.topology import launcher
 from lockstep.supervise.causes import Divergence
 from lockstep.supervise.monitor import RankMonitor, Verdict
@@ -32,7 +32,7 @@ TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 
 # Not guarded by `if __name__ == "__main__"`, and with classes of its own.
 SCRIPT = """
-import os, sys, torch
+import logging, os, sys, torch
 from torch.utils.data import DataLoader, Dataset
 from lockstep.cluster.detect import detect
 from lockstep.ground.rank import rank_zero_only
@@ -56,13 +56,14 @@ def train(net, offset):
     drawn = torch.rand(1)
     total = sum(batch.sum() for batch in DataLoader(Squares(), batch_size=2, num_workers=1))
     net.weight.data += total + offset
-    return net, world, rank_zero_only.rank, sys.argv, drawn
+    return net, world, rank_zero_only.rank, sys.argv, drawn, logging.getLogger("lockstep").level
 
 torch.manual_seed(3)
+logging.getLogger("lockstep").setLevel(logging.ERROR)
 net = Net()
-result, world, rank, argv, drawn = SpawnLauncher(detect(os.environ, 2).world).launch(train, net, offset=1)
+result, world, rank, argv, drawn, level = SpawnLauncher(detect(os.environ, 2).world).launch(train, net, offset=1)
 print(type(result) is Net, result.weight.item(), net.weight.item())
-print(world.rank, world.size, world.port > 0, rank, argv[1:], torch.equal(drawn, torch.rand(1)))
+print(world.rank, world.size, world.port > 0, rank, argv[1:], torch.equal(drawn, torch.rand(1)), level)
 """
 
 
@@ -73,7 +74,7 @@ def test_an_unguarded_script_with_loader_workers(tmp_path: Path) -> None:
         [sys.executable, "train.py", "x"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["script runs", "True 56.0 0.0", "0 2 True 0 ['x'] True"]
+    assert done.stdout.splitlines() == ["script runs", "True 56.0 0.0", "0 2 True 0 ['x'] True 40"]
 
 
 def fail_on_one(reason: str) -> None:
@@ -154,7 +155,7 @@ def meeting_place() -> tuple[bool, bool]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not let a port be held")
 def test_the_port_where_ranks_will_meet_is_not_given_to_others() -> None:
     """It was looked for and let go: seconds later, when rank 0 came to listen there, another process had it."""
-    assert SpawnLauncher(TWO).launch(meeting_place) == (True, True)
+    assert ForkLauncher(TWO).launch(meeting_place) == (True, True)  # holds it as SpawnLauncher does
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not let a port be held")

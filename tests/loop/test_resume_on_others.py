@@ -211,11 +211,11 @@ PAIRS = [(wrote, reader) for wrote, reader in product(ENGINES, ENGINES) if wrote
 DRAWN = random.Random(0).sample(PAIRS, 6)
 
 
-@pytest.mark.parametrize(("wrote", "reader"), DRAWN)
+@pytest.mark.parametrize(("wrote", "reader", "place"), [(*pair, 4 * (n % 2)) for n, pair in enumerate(DRAWN)])
 def test_within_a_window_a_run_goes_on_under_another_engine(
-    ranks: RankPool, tmp_path: Path, wrote: str, reader: str
+    ranks: RankPool, tmp_path: Path, wrote: str, reader: str, place: int
 ) -> None:
-    moved(ranks, tmp_path, wrote, [reader], [0, 4])
+    moved(ranks, tmp_path, wrote, [reader], [place])
 
 
 @pytest.mark.slow
@@ -225,9 +225,19 @@ def test_after_each_micro_batch_a_run_goes_on_under_every_engine(ranks: RankPool
     moved(ranks, tmp_path, wrote, ENGINES, PLACES)
 
 
-@pytest.mark.parametrize("wrote", IN_PARTS)
-def test_parts_of_a_window_under_way_are_read_by_others(ranks: RankPool, tmp_path: Path, wrote: str) -> None:
-    moved(ranks, tmp_path, wrote, ["ddp", "tensor parallel", *IN_PARTS], [4])
+@pytest.mark.parametrize(
+    ("wrote", "readers"),
+    [
+        ("fsdp in parts", ["ddp", "2 x 2 in parts"]),
+        ("2 x 2 in parts", ["tensor parallel", "fsdp in parts"]),
+        pytest.param("fsdp in parts", ["tensor parallel", "fsdp in parts"], marks=pytest.mark.slow),
+        pytest.param("2 x 2 in parts", ["ddp", "2 x 2 in parts"], marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_a_window_under_way_are_read_by_others(
+    ranks: RankPool, tmp_path: Path, wrote: str, readers: list[str]
+) -> None:
+    moved(ranks, tmp_path, wrote, readers, [4])
 
 
 @pytest.mark.slow

@@ -144,8 +144,9 @@ def test_on_ranks(ranks: RankPool) -> None:
     assert ranks(2).run(goes_on, timeout=40) == [(2, 4, [[1.0], [3.0]] * 2), (2, 4, [[2.0], [4.0]] * 2)]
 
 
-def test_in_spawned_processes() -> None:
-    trainer, module = quiet(strategy="ddp_spawn", devices=2, max_epochs=1), Slope(lr=0.1)
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+def test_in_processes_of_its_own(strategy: str) -> None:
+    trainer, module = quiet(strategy=strategy, devices=2, max_epochs=1), Slope(lr=0.1)
     assert trainer.fit(module, numbers(4)).epochs == 1
     assert module.w.item() == pytest.approx(-0.1 * (1.5 + 3.5), rel=1e-12)  # means over the ranks' samples
     trainer.fit_loop.max_epochs = 3

@@ -119,14 +119,14 @@ def check(seed: int) -> bool:
 
 
 def test_no_split_is_better() -> None:
-    fitted = [check(seed) for seed in range(200)]
-    assert 60 < sum(fitted) < 195  # both kinds are tried
+    fitted = [check(seed) for seed in range(80)]
+    assert 24 < sum(fitted) < 78  # both kinds are tried
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_no_split_is_better_in_5000_cases() -> None:
-    assert sum(check(seed) for seed in range(200, 5200)) > 1500
+    assert sum(check(seed) for seed in range(80, 5080)) > 1500
 
 
 def test_the_cheapest_of_a_knapsack() -> None:
@@ -155,8 +155,7 @@ def large(kinds: int, count: int, seed: int = 0) -> list[Block]:
     return [made[at % kinds] for at in range(count)]
 
 
-@pytest.mark.parametrize("kinds", [1, 3, 1000])
-@pytest.mark.parametrize("memory", [math.inf, 70.0])
+@pytest.mark.parametrize(("kinds", "memory"), [(1, math.inf), (3, 70.0), (1000, math.inf), (1000, 70.0)])
 def test_a_thousand_blocks_on_64_devices_take_no_time(kinds: int, memory: float) -> None:
     blocks = large(kinds, 1000)
     devices = [Device(speed=1 + 0.1 * (at % 3), memory=memory, bandwidth=10.0) for at in range(64)]

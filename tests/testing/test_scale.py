@@ -16,7 +16,7 @@ from tests.tools.scale_messages import agree, reduce_logged
 TIMEOUT = 20.0
 
 
-@pytest.mark.parametrize("nodes", [2, 128, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nodes", [2, 64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_a_long_wait_is_told_once_and_a_failure_is_named_everywhere(nodes: int) -> None:
     """A rank that kept others waiting for 30 s on 32 nodes had 12 of them taken for lost, and the run ended."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

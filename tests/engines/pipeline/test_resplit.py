@@ -293,7 +293,7 @@ def test_a_slow_rank_gets_fewer_blocks_for_each_of_its_stages(ranks: RankPool) -
 
 def test_replicas_take_one_split_by_their_slowest_ranks(ranks: RankPool) -> None:
     slow = (2, 3.0, 99)  # the last stage of the second replica
-    for report, decisions in ranks(4).run(followed, (1.0,) * 8, 0.0, slow, 2, {}, timeout=60):
+    for report, decisions in ranks(4).run(followed, (1.0,) * 8, 0.0, slow, 2, {"steps": 10}, timeout=60):
         assert report, report
         assert [found.after for found in decisions] == [(6, 2)]
 
