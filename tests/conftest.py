@@ -72,7 +72,7 @@ LONG = (
     "tests/planner/test_memory.py",
     "tests/gpu/test_parts.py",
 )
-"""Files of few tests that take long. They come first: the last file of a run has to be a short one."""
+"""Files of few tests that take long. They come early: the last file of a run has to be a short one."""
 
 seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 """Without a device, the former notes the whole stack three times, for the seeds of devices to come."""
@@ -141,10 +141,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class LongFirst(OrderedDict[str, dict[str, bool]]):
-        """The files that wait for a worker; the scheduler takes the first, and has put in those of most tests first."""
+        """The files that wait for a worker; the scheduler takes the first, and has put in those of most tests first.
+
+        Every second one is long: all at once they would start more processes than there are processors.
+        """
 
         def popitem(self, last: bool = True) -> tuple[str, dict[str, bool]]:
-            first = next((file for file in LONG if file in self), None)
+            first = next((file for file in LONG if file in self), None) if len(self) % 2 else None
             return super().popitem(last) if first is None else (first, self.pop(first))
 
     class ByFile(LoadFileScheduling):  # type: ignore[misc]
