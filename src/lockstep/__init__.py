@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lockstep import strategies as strategies
     from lockstep import utilities as utilities
     from lockstep.callbacks.base import Callback as Callback
+    from lockstep.checkpoint.pretrained import load_pretrained as load_pretrained
     from lockstep.datamodule import LightningDataModule as LightningDataModule
     from lockstep.engines.ddp.container import DistributedDataParallel as DistributedDataParallel
     from lockstep.engines.dp.replicas import DataParallel as DataParallel
@@ -34,6 +35,7 @@ _FILES = {
     "Result": "loop.fit",
     "SlurmCluster": "hpc.cluster",
     "Trainer": "trainer",
+    "load_pretrained": "checkpoint.pretrained",
     "seed_everything": "ground.seed",
 }
 

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import Self, Unpack
 
 from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
+from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.sharded import load as load_checkpoint
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import HyperparametersMixin
@@ -452,6 +453,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         check_weights(checkpoint, checkpoint_path)
         module: Self = make(cls, init_arguments(cls, checkpoint, hparams_file, kwargs), kwargs)
         module.configure_model()
+        fill_whole(module)
         module.on_load_checkpoint(checkpoint)
         _load_weights(module, checkpoint["state_dict"], strict)
         first = next((value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)), None)

@@ -8,6 +8,7 @@ what came of it is printed as JSON: "" or the error's text, by extra.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -157,10 +158,28 @@ def safetensors() -> None:
     assert Path("line.safetensors").is_file()
 
 
+def transformers() -> None:
+    import lockstep
+    from lockstep.ground.errors import MisconfigurationException
+
+    with contextlib.suppress(MisconfigurationException):
+        lockstep.load_pretrained(torch.nn.Linear(1, 1), "nowhere")
+    from safetensors.torch import save_file
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
+    whole = GPT2LMHeadModel(GPT2Config(**sizes))
+    save_file({name: each for name, each in whole.state_dict().items() if name != "lm_head.weight"}, "one.safetensors")
+    other = GPT2LMHeadModel(GPT2Config(**sizes))
+    lockstep.load_pretrained(other, ".")
+    assert torch.equal(other.lm_head.weight, whole.lm_head.weight)
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     one.__name__: one
     for one in (
         *(rich, tensorboard, wandb, mlflow, deepspeed, metrics, cli, optuna, plot, yaml, onnx, psutil, safetensors),
+        transformers,
     )
 }
 

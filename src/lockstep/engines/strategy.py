@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import Collectives, ReplicaMap
@@ -105,9 +106,16 @@ class Strategy(Engine):
         if self.root_device.type != "cpu":
             protect_forks()  # a loader worker that freed pinned memory of this process would be aborted
 
-    def building(self, module: LightningModule) -> AbstractContextManager[object]:
-        """Around the module's ``configure_model``. Collective."""
-        return nullcontext() if self.init_device is None else self.init_device
+    @contextmanager
+    def building(self, module: LightningModule) -> Iterator[None]:
+        """Around the module's ``configure_model``; behind it is what a folder is to fill. Collective."""
+        with nullcontext() if self.init_device is None else self.init_device:
+            yield
+        self._fill(module)
+
+    def _fill(self, module: LightningModule) -> None:
+        """Read the weights of which `load_pretrained` knows."""
+        fill_whole(module, self.root_device)
 
     def configuring(self) -> AbstractContextManager[object]:
         """Around ``configure_optimizers``, which may choose parameters by their shapes."""

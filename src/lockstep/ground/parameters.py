@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,25 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     """The shape of a parameter when it is whole; DeepSpeed's stage 3 leaves the module with an empty one."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
+
+
+KEPT = "_lockstep_keeps_dtype"
+"""The attribute of a layer that names buffers of a dtype of their own, whatever the model's is."""
+
+
+def keep_dtype(layer: nn.Module, buffers: Iterable[str]) -> None:
+    """Let buffers keep their dtype where the model is converted."""
+    vars(layer)[KEPT] = frozenset(buffers)
+
+
+@contextmanager
+def keeping_dtypes(module: nn.Module) -> Iterator[None]:
+    """Around a conversion of a module: buffers that `keep_dtype` named are afterwards as they were."""
+    named = [(layer, name) for layer in module.modules() for name in vars(layer).get(KEPT, ())]
+    kept = [(layer, name, layer._buffers.get(name)) for layer, name in named]
+    yield
+    for layer, name, buffer in kept:
+        layer._buffers[name] = buffer
 
 
 def takes_names_as_they_are(module: nn.Module) -> bool:

@@ -241,10 +241,10 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(f"{_PARAM}._unsharded_param", "engines/", "the whole parameter, for its gradient's hooks", FSDP),
     Part(f"{_PARAM}._module_info", "engines/", "the layers that a parameter belongs to", FSDP),
-    Part("torch.distributed.tensor.DTensor._local_tensor", "engines/ planner/trace.py", "a shard", FSDP),
+    Part("torch.distributed.tensor.DTensor._local_tensor", "ground/parts.py planner/trace.py", "a shard", FSDP),
     Part(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        "engines/sharded/fully_shard.py verify/steps.py",
+        "engines/sharded/fully_shard.py ground/parts.py verify/steps.py",
         "where a shard lies in the whole",
         FSDP,
     ),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.engines.pipeline.weights import stands_in
+from lockstep.ground.parts import stands_in
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.loop.logging import Entry
 from lockstep.loop.session import Session

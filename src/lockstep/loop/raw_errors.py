@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import nn
 
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.loop.device_errors import device_error
 from lockstep.module import LightningModule
 
@@ -30,7 +30,7 @@ def in_words(module: LightningModule | None, strategy: str, error: BaseException
             f"{frame.name} raised StopIteration, {frame.filename}:{frame.lineno}: a `next()` whose iterator has "
             "ended, say. Give it a default, `next(iterator, None)`, or begin the iterator anew.",
         )
-    if module is None or len(error.args) != 1 or isinstance(error, (MisconfigurationException, KeyError, OSError)):
+    if module is None or len(error.args) != 1 or isinstance(error, SAID):
         return
     of_devices = device_error(module, error)
     if of_devices is not None:
@@ -44,6 +44,9 @@ def in_words(module: LightningModule | None, strategy: str, error: BaseException
             error.args = (told,)
             return
 
+
+SAID = (MisconfigurationException, CorruptCheckpoint, KeyError, OSError)
+"""Errors that need no other words."""
 
 RAISED_STOP = "generator raised StopIteration"
 """Python's words, from a generator of ours that a hook ran in."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from lockstep.checkpoint.first_values import fill_whole
 from lockstep.engines.sharded.fully_shard import ENTRY, gathered
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.types import RunningStage, TrainerState
@@ -171,6 +172,7 @@ def _make_layers(session: Session) -> None:
     try:
         module.trainer = session.trainer
         module.configure_model()
+        fill_whole(module)
     except Exception as error:
         raise MisconfigurationException(
             f"The run is over. The weights of {type(module).__name__} came back from its ranks, and its "

@@ -15,6 +15,7 @@ from torch.utils._triton import has_triton
 from lockstep.ground.compiled import has_compiled
 from lockstep.ground.device import has_autocast, has_float64, is_there
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import keeping_dtypes
 from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.tree import tree_map
 from lockstep.precision.base import LossScaler, Precision
@@ -58,9 +59,10 @@ class TruePrecision(Precision):
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module with its floating and complex parameters and buffers in this precision, changed in place."""
-        if any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())):
-            return module._apply(self._convert)  # `module.to` would leave no more of them than their real parts
-        return module.to(dtype=self.dtype)
+        with keeping_dtypes(module):
+            if any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())):
+                return module._apply(self._convert)  # `module.to` would leave no more of them than their real parts
+            return module.to(dtype=self.dtype)
 
     def _convert(self, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.callbacks import Callback, ModelCheckpoint
 from lockstep.engines.pipeline.control import Resplit
-from lockstep.engines.pipeline.weights import stands_in
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parts import stands_in
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, rows

@@ -548,7 +548,7 @@ def refusal(module: Callable[[], LightningModule], data: Any, tensor: Any) -> st
         (Wide, "two", 1, "give a number of ranks above 0"),
         (NoPlan, 1, 2, "NoPlan has no `configure_model`"),
         (SplitsNothing, 1, 2, "still holds all of SplitsNothing"),
-        (NoReset, 1, 2, "own has 'weight' on the meta device, and no `reset_parameters`"),
+        (NoReset, 1, 2, "own has 'weight' on the meta device, and nothing that gives it values"),
         (ResetsNothing, 1, 2, "`reset_parameters` of Forgets leaves 'weight' without values"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.pretrained import Source
 from lockstep.ground import comm
 from lockstep.ground.installed import DEEPSPEED_LINEAR
 
@@ -36,6 +37,7 @@ def partition(
     dtype: torch.dtype | None,
     device: torch.device,
     gather: Callable[[Iterable[Tensor]], object],
+    sources: Mapping[int, Source],
 ) -> dict[int, Tensor]:
     """Let each rank keep its part of rank 0's weights, layer by layer. Collective.
 
@@ -45,6 +47,7 @@ def partition(
         dtype: of the parts; None: as the parameters are.
         device: of this rank.
         gather: makes a layer's parameters whole, before they are cut.
+        sources: of parameters that a folder fills, by id: each rank reads its part.
 
     Returns:
         by a parameter's id this rank's elements in the type that it had, where ``dtype`` is another.
@@ -57,11 +60,14 @@ def partition(
     exact: dict[int, Tensor] = {}
     for layer in reversed(list(module.modules())):
         mine = [p for p in layer.parameters(recurse=False) if not is_partitioned(p)]
-        gather(mine)
-        for parameter in mine:
+        made = [parameter for parameter in mine if id(parameter) not in sources]
+        gather(made)
+        for parameter in made:
             parameter.data = parameter.data.to(device)
-        comm.broadcast_tensors([parameter.data for parameter in mine], 0, None)
+        comm.broadcast_tensors([parameter.data for parameter in made], 0, None)
         for parameter in mine:
+            if id(parameter) in sources:
+                _read(parameter, sources[id(parameter)], device)
             if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                 start, size = span(parameter.numel(), rank, world)
                 exact[id(parameter)] = parameter.data.flatten()[start : start + size].clone()
@@ -70,6 +76,15 @@ def partition(
             cut: Any = parameter
             cut.partition()
     return exact
+
+
+def _read(parameter: nn.Parameter, source: Source, device: torch.device) -> None:
+    """Give a parameter the memory of the whole, and of the values this rank's elements."""
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    start, size = span(whole.numel(), comm.rank(), comm.world_size())
+    if size:
+        whole.view(-1)[start : start + size].copy_(source.read_flat(whole.shape, start, size))
+    parameter.data = whole
 
 
 @contextmanager

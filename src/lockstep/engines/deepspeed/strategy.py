@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from lockstep.checkpoint import sharded
+from lockstep.checkpoint import pretrained, sharded
+from lockstep.checkpoint.first_values import fill, stand_in
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
 from lockstep.checkpoint.sharded_io import EngineCheckpointIO
 from lockstep.cluster.local import told_local_rank
@@ -259,6 +260,9 @@ class DeepSpeedStrategy(ShardedStrategy):
         self.module, self._own_backward = module, own_backward
         self._has_ended = False
         self.precision.convert_module(module)
+        if self._stage != 3:
+            fill(module, self.root_device)
+        sources = stand_in(module)
         check_same_module(module)
         gather = list if self._built is None else self._built.gather
         buffers = list(module.buffers())
@@ -268,7 +272,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         bring_states(module, self.root_device)
         broadcast_buffers(buffers, 0, None)
         if self._stage == 3:
-            self._exact = partition(module, self._engine_config(), self._dtype, self.root_device, gather)
+            self._exact = partition(module, self._engine_config(), self._dtype, self.root_device, gather, sources)
+            pretrained.forget(module)
         else:
             parameters = list(module.parameters())
             gather(parameters)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.engines.pipeline.stages import Stages
-from lockstep.engines.pipeline.weights import stands_in
 from lockstep.ground.device import current_device, forked_random_numbers, synchronize
+from lockstep.ground.parts import stands_in
 
 PASSES = 5, 20
 """Passes through all blocks, of which each block's median counts: at least, and while they take little time."""

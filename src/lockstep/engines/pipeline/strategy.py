@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.checkpoint import pretrained
+from lockstep.checkpoint.first_values import leave_meta, stand_in
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import ReplicaMap
@@ -32,7 +34,7 @@ from lockstep.engines.pipeline.micro_batches import BatchPart, cut
 from lockstep.engines.pipeline.moves import move
 from lockstep.engines.pipeline.stages import SCHEDULES, SPLITS_BACKWARD, Stages, Turn, goes_in_rounds
 from lockstep.engines.pipeline.times import StageTimes
-from lockstep.engines.pipeline.weights import WholeModule, stands_in
+from lockstep.engines.pipeline.weights import WholeModule
 from lockstep.engines.ranks import HALF_AN_HOUR, RankedStrategy
 from lockstep.engines.sharded.fully_shard import Policy
 from lockstep.ground import comm
@@ -40,6 +42,7 @@ from lockstep.ground.compiled import has_compiled
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.overrides import innermost
 from lockstep.ground.parameters import clip_by_value
+from lockstep.ground.parts import stands_in
 from lockstep.ground.rank import does, rank_zero_info, warn_once
 from lockstep.ground.torch_parts import ONE_PROCESS, PIPELINES, refuse_without
 from lockstep.ground.types import LRSchedulerConfig
@@ -243,12 +246,15 @@ class BalancedStrategy(RankedStrategy):
     @does("splitting the module into stages")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Split rank 0's module; until a fit begins each rank has all weights, those of others on the CPU."""
-        self._refuse_parts(module)
+        if not pretrained.is_planned(module):  # else what is not here is in the folder still
+            self._refuse_parts(module)
         if own_backward is not None and innermost(own_backward) is not LightningModule.backward:
             raise MisconfigurationException(OWN_BACKWARD)
         self.module = self.precision.convert_module(module)  # type: ignore[assignment]  # the same object
+        sources = stand_in(module)
         check_same_module(module)
-        comm.broadcast_tensors([t.detach() for t in (*module.parameters(), *module.buffers())], 0, None)
+        made = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in sources]
+        comm.broadcast_tensors([tensor.detach() for tensor in made], 0, None)
         self._begin_recomputation()
         self._close()
         self._chain = chain = Chain(module, self._chain_name)
@@ -258,8 +264,15 @@ class BalancedStrategy(RankedStrategy):
         self._measured = None
         placement = self._lay_out(self._counts(chain))
         self._whole = WholeModule(module, self._ownership, self.members, placement)
+        if sources:
+            self._whole.read(sources)
         self._whole.place()
         chain.attach()
+
+    def _fill(self, module: LightningModule) -> None:
+        """Leave what a folder fills as it is until it is known which rank holds it."""
+        if pretrained.is_planned(module):
+            leave_meta(module, torch.device("cpu"))
 
     def _places(self) -> dict[int, torch.device]:
         """The devices of this process, by their places in the pipeline."""
@@ -331,6 +344,7 @@ class BalancedStrategy(RankedStrategy):
                 shape, name = tuple(parameter.shape), type(optimizer).__name__
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape))
         super().setup_optimizers(optimizers, configs)
+        pretrained.forget(module)
         self._parts.free(optimizers)
         if self.precision.scaler is not None:
             self.precision.scaler.scale(torch.zeros((), device=self.root_device))  # the last stage alone sees losses

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter, is_lazy
+from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.pretrained import Source, read_into
 from lockstep.engines.pipeline.layout import Ownership, Placement
 from lockstep.ground import comm
 from lockstep.ground.parameters import plain_name
+from lockstep.ground.parts import stands_in
 
 Gather = Callable[[object], list[Any]]
 
@@ -75,6 +77,16 @@ class WholeModule:
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)
         self.is_freed = True
+
+    def read(self, sources: Mapping[int, Source]) -> None:
+        """Read what this rank holds from a folder, by the parameters' ids; others' weights are not here then."""
+        device_of = {id(parameter): self.placement.device_of(name) for name, parameter in self._parameters.items()}
+        for parameter in self.owned.held:
+            if id(parameter) in sources:
+                device = device_of[id(parameter)]
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                read_into(parameter, sources[id(parameter)])
+        self.free([])
 
     def change_owners(self, owned: Ownership, placement: Placement, optimizers: list[Optimizer]) -> None:
         """Blocks have moved: what came is here, on its device with its states, and what went is let go of."""
@@ -202,14 +214,6 @@ def _bring(parameter: Parameter, device: torch.device, optimizers: list[Optimize
         for key, value in state.items():
             if isinstance(value, Tensor) and value.device == before:  # a count of steps is on the CPU
                 state[key] = value.to(device)
-
-
-def stands_in(parameter: Tensor) -> bool:
-    """Whether a parameter has no values here, but on another rank of its pipeline."""
-    if is_lazy(parameter):
-        return False
-    strided = parameter.layout is torch.strided and not parameter.is_meta
-    return strided and parameter.numel() > 1 and not any(parameter.stride())
 
 
 def is_freed(module: nn.Module) -> bool:

@@ -212,6 +212,7 @@ class FSDPStrategy(ShardedStrategy):
     def _shard(self, module: LightningModule) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+        from lockstep.checkpoint.first_values import fill
         from lockstep.engines.sharded.fully_shard import (
             blocks_by,
             compute_in_own_dtype,
@@ -219,6 +220,7 @@ class FSDPStrategy(ShardedStrategy):
             find_norms,
             find_odd,
             shard,
+            with_memory,
         )
 
         if self._offloads and not comm.backend_of(None, "cpu"):
@@ -236,10 +238,11 @@ class FSDPStrategy(ShardedStrategy):
         left = {p for layer in (*self._ignored, *norms) for p in layer.parameters()} | set(find_odd(module, blocks))
         whole = [parameter for parameter in module.parameters() if parameter in left]
         gather: Callable[[Iterable[Tensor]], object] = list if self._built is None else self._built.gather
-        gather(whole)
-        for parameter in whole:
+        made = with_memory(whole)
+        gather(made)
+        for parameter in made:
             parameter.data = parameter.data.to(self.root_device)
-        comm.broadcast_tensors([parameter.data for parameter in whole], 0, None)
+        comm.broadcast_tensors([parameter.data for parameter in made], 0, None)
         pins = has_pinned_memory(self.root_device.type)
         shard(
             module,
@@ -253,6 +256,7 @@ class FSDPStrategy(ShardedStrategy):
             gather=gather,
             autocast_dtype=self._autocast_dtype(),
         )
+        fill(module, self.root_device, torch.device("cpu") if self._offloads else None)
 
     def _mesh(self) -> DeviceMesh:
         from torch.distributed.device_mesh import init_device_mesh

@@ -26,6 +26,7 @@ from lockstep.engines.sharded.fsdp_groups import (
 )
 from lockstep.ground import comm
 from lockstep.ground.parameters import plain_name
+from lockstep.ground.parts import begins_of, local_part
 from lockstep.ground.tree import tensors_in, tree_map
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def shard(
     """Let each rank keep its shard of rank 0's weights (alone, torch keeps those of the ranks' own). Collective.
 
     Args:
-        module: alike on all ranks but for its values; in place it becomes an ``FSDPModule``.
+        module: alike on all ranks but for its values; in place it becomes an ``FSDPModule``. What is on the meta device
+            is cut there.
         blocks: layers that are gathered and freed by themselves, inner ones first; the module takes the rest.
         mesh: of one dimension, or of two: replicas, and the ranks of a replica.
         device: of this rank; each block is brought there before it is cut.
@@ -174,7 +176,7 @@ def shard(
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     check_same_module(module)
-    buffers = list(module.buffers())
+    buffers = with_memory(module.buffers())
     gather(buffers)
     for buffer in buffers:
         buffer.data = buffer.data.to(device)
@@ -183,7 +185,7 @@ def shard(
     for block in (*blocks, module):
         if isinstance(block, FSDPModule):
             continue
-        mine = [parameter for parameter in block.parameters() if id(parameter) not in done]
+        mine = with_memory(parameter for parameter in block.parameters() if id(parameter) not in done)
         gather(mine)
         for parameter in mine:
             parameter.data = parameter.data.to(device)
@@ -201,6 +203,11 @@ def shard(
 
             gather_in(block, autocast_dtype)
         done.update(id(parameter) for parameter in block.parameters())
+
+
+def with_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that are not on the meta device."""
+    return [tensor for tensor in tensors if not tensor.is_meta]
 
 
 def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
@@ -473,7 +480,7 @@ class ShardedModule:
         for kind, gradients in (("shards", shards), ("waiting", waiting)):
             found[kind] = {name: local_part(each).detach().cpu().clone() for name, each in gradients.items()}
             in_parts = {name: each for name, each in gradients.items() if hasattr(each, "placements")}
-            found[f"{kind} from"] = {name: _begins(each) for name, each in in_parts.items()}
+            found[f"{kind} from"] = {name: begins_of(each) for name, each in in_parts.items()}
         return found
 
     def hold(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -556,14 +563,6 @@ def _joined_rows(shards: Sequence[Tensor], name: str, shape: torch.Size) -> Tens
     return whole
 
 
-def _begins(tensor: Any) -> list[int]:
-    """The first index, in each dimension, of this rank's part of a DTensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return list(begins)
-
-
 def _called(self_and_work: Callable[[], Any]) -> Any:
     return self_and_work()
 
@@ -577,12 +576,6 @@ def placed_as(parameter: Tensor, gradient: Any) -> Any:
     if gradient is None or gradient.placements == placements:
         return gradient
     return gradient.redistribute(placements=placements)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in its memory; another tensor as it is."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -172,8 +172,8 @@ class ModelParallelStrategy(FSDPStrategy):
         """Let all ranks split rank 0's weights."""
         from torch.distributed.tensor import DTensor
 
+        from lockstep.checkpoint.first_values import fill, leave_meta
         from lockstep.engines.ddp.consistency import check_same_module
-        from lockstep.engines.sharded.meta_init import leave_meta
         from lockstep.engines.sharded.sharded_init import rank_0_draws
 
         if type(module).configure_model is LightningModule.configure_model:
@@ -191,6 +191,7 @@ class ModelParallelStrategy(FSDPStrategy):
         with rank_0_draws(self.own_devices), _split_once(module):
             yield
             leave_meta(module, self.root_device)
+        fill(module, self.root_device)
 
     @does("splitting the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:

@@ -90,8 +90,8 @@ class ShardedStrategy(RankedStrategy):
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
         """Let ranks that have not the memory for the module build it together, with rank 0's random numbers."""
+        from lockstep.checkpoint.first_values import leave_meta
         from lockstep.engines.sharded import sharded_init
-        from lockstep.engines.sharded.meta_init import leave_meta
 
         if self.world.size == 1:
             yield

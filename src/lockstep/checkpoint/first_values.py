@@ -1,0 +1,403 @@
+"""First values for layers that were made on the meta device, where parameters have a shape and no memory: those of a
+folder that `load_pretrained` named, or those that the layers, or the model they belong to, make themselves."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from lockstep.checkpoint import pretrained
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parts import box_of, local_part, stands_in
+
+NO_RESET = (
+    "{layer} has {name!r} on the meta device, and nothing that gives it values: add a method `reset_parameters` to "
+    "{kind}, or `_init_weights(layer)` or `init_weights()` to the model, or make the layer without "
+    "torch.device('meta')."
+)
+UNSET = "{layer}: {maker} leaves {name!r} without values, and it was made on the meta device."
+CPU = torch.device("cpu")
+FLAG = "_is_hf_initialized"
+"""The attribute of a tensor that transformers' functions for initial values leave as it is."""
+
+
+@torch.no_grad()
+def leave_meta(module: nn.Module, device: torch.device) -> None:
+    """Give what is on the meta device memory and first values, but for what a folder is to fill.
+
+    Where the model has a method ``_init_weights(layer)``, as those of transformers, it is called as
+    ``model.apply(model._init_weights)`` would; what it leaves without values, the layer's own ``reset_parameters``
+    makes, or else ``init_weights()`` of the layer or of a model around it. A layer is whole only while it is asked. A
+    layer that is cut already (its parameters are DTensors) draws for the whole, and keeps its part: on a CPU torch
+    would give the same random numbers to each part.
+
+    Args:
+        module: changed in place; what is not on the meta device stays as it is.
+        device: of what gets memory.
+
+    Raises:
+        MisconfigurationException: nothing gives values to a layer, or it leaves a parameter as it was.
+    """
+    waiting = _Waiting(module)
+    if not waiting.names:
+        return
+    waiting.check()
+    ties = _Ties(module)
+    wanted = {id(_found(layer, name)) for layer in module.modules() for name in waiting.names_of(layer)}
+    _give_memory(module, device, wanted)
+    ties.restore()
+    waiting.leave_shared(ties)
+    with _flagged(module), _guarded():
+        _apply_own(module, None, waiting)
+    for layer, names in waiting.left():
+        if callable(getattr(layer, "reset_parameters", None)):
+            _call(layer.reset_parameters, [(layer, names)], waiting)  # type: ignore[arg-type]
+    for layer, _ in waiting.left():
+        maker = waiting.makers[id(layer)]
+        if maker is not None and waiting.names_of(layer):  # else another one's call has done it
+            _call(maker.init_weights, waiting.asked_within(maker), waiting)  # type: ignore[arg-type]
+    for layer, names in waiting.left():
+        shown = waiting.prefixes[id(layer)] or "The module"
+        raise MisconfigurationException(UNSET.format(layer=shown, maker=waiting.maker_of(layer), name=names[0]))
+
+
+@torch.no_grad()
+def fill(module: nn.Module, device: torch.device, parts: torch.device | None = None) -> None:
+    """Read this rank's parts of what a folder is to fill, each slice straight from its file.
+
+    Args:
+        module: whole, or cut already (its parameters are DTensors); what is on the meta device gets memory.
+        device: of what gets memory.
+        parts: of the shards, where that is another.
+
+    Raises:
+        MisconfigurationException: layers that were to be filled have been replaced.
+    """
+    wanted = pretrained.planned_ids(module)
+    if not wanted:
+        return
+    ties = _Ties(module)
+    _give_memory(module, device, wanted, parts)
+    ties.restore()
+    for tensor, source in _planned_once(module):
+        if stands_in(tensor):
+            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        pretrained.read_into(tensor, source)
+    pretrained.forget(module)
+
+
+def fill_whole(module: nn.Module, device: torch.device = CPU) -> None:
+    """Give a module that is whole on this rank the values of the folder that `load_pretrained` named, if any."""
+    if pretrained.is_planned(module):
+        leave_meta(module, CPU)  # where transformers draws and computes tables, too
+        fill(module, device)
+
+
+@torch.no_grad()
+def stand_in(module: nn.Module) -> dict[int, pretrained.Source]:
+    """Let parameters that a folder is to fill be there without memory, and read buffers.
+
+    Returns:
+        the sources, by a parameter's id.
+    """
+    ties = _Ties(module)
+    for layer, name, source in pretrained.planned(module):
+        tensor = _found(layer, name)
+        if name in layer._parameters:
+            value = torch.full((), torch.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
+            nothing = value.expand(tensor.shape)
+            if tensor.is_meta:
+                _put(layer, name, Parameter(nothing, tensor.requires_grad))
+            else:  # of a call before, in which no weights changed
+                tensor.data = nothing
+        elif tensor.is_meta:
+            buffer = torch.empty_like(tensor, device="cpu")
+            pretrained.read_into(buffer, source)
+            _put(layer, name, buffer)
+    ties.restore()
+    return {id(tensor): source for tensor, source in _planned_once(module) if isinstance(tensor, Parameter)}
+
+
+def _planned_once(module: nn.Module) -> Iterator[tuple[Tensor, pretrained.Source]]:
+    """What a folder is to fill, tied tensors once."""
+    found = {id(tensor): (tensor, source) for tensor, source in reversed(_all_planned(module))}
+    return reversed(found.values())
+
+
+def _all_planned(module: nn.Module) -> list[tuple[Tensor, pretrained.Source]]:
+    return [(_found(layer, name), source) for layer, name, source in pretrained.planned(module)]
+
+
+def _give_memory(
+    module: nn.Module, device: torch.device, wanted: Collection[int], parts: torch.device | None = None
+) -> None:
+    def given(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta or id(tensor) not in wanted:
+            return tensor
+        return torch.empty_like(tensor, device=parts if parts and hasattr(tensor, "placements") else device)
+
+    module._apply(given)  # type: ignore[no-untyped-call]  # torch gives it no types
+
+
+class _Waiting:
+    """What is to be given values, layer by layer.
+
+    Attributes:
+        names: by a layer's id its own names; shorter as they get values.
+        asked: the same, as it was when values were first asked for.
+        prefixes: of all layers, by id.
+        models: by a layer's id the nearest model around it that has ``_init_weights``.
+        makers: the same of ``init_weights()``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names: dict[int, list[str]] = {}
+        self.asked: dict[int, list[str]] = {}
+        self.prefixes: dict[int, str] = {}
+        self.models: dict[int, nn.Module | None] = {}
+        self.makers: dict[int, nn.Module | None] = {}
+        self._layers: dict[int, nn.Module] = {}
+        planned = pretrained.planned_ids(module)
+        for prefix, layer in module.named_modules():
+            self._layers[id(layer)], self.prefixes[id(layer)] = layer, prefix
+            names = [name for name in _on_meta(layer) if id(_found(layer, name)) not in planned]
+            if names:
+                self.names[id(layer)] = names
+        self._look_around(module, None, None)
+
+    def _look_around(self, layer: nn.Module, model: nn.Module | None, maker: nn.Module | None) -> None:
+        model = layer if _takes_layer(getattr(layer, "_init_weights", None)) else model
+        maker = layer if model is not layer and _takes_nothing(getattr(layer, "init_weights", None)) else maker
+        self.models.setdefault(id(layer), model)
+        self.makers.setdefault(id(layer), maker)
+        for child in layer.children():
+            self._look_around(child, model, maker)
+
+    def names_of(self, layer: nn.Module) -> list[str]:
+        """What a layer still waits for."""
+        return self.names.get(id(layer), [])
+
+    def left(self) -> list[tuple[nn.Module, list[str]]]:
+        """The layers that wait, in the order in which they are registered."""
+        return [(self._layers[key], list(names)) for key, names in self.names.items() if names]
+
+    def has_got(self, layer: nn.Module, name: str) -> None:
+        """A name has values."""
+        if name in self.names_of(layer):
+            self.names[id(layer)].remove(name)
+
+    def leave_shared(self, ties: _Ties) -> None:
+        """A layer that shares a tensor leaves it as the first one made it."""
+        for layer, names in self.left():
+            self.names[id(layer)] = [name for name in names if name in ties.names[id(layer)]]
+        self.asked = {key: list(names) for key, names in self.names.items()}
+
+    def asked_within(self, maker: nn.Module) -> Asked:
+        """The layers below one that had no values when this began."""
+        return [(layer, self.asked[id(layer)]) for layer in maker.modules() if self.asked.get(id(layer))]
+
+    def maker_of(self, layer: nn.Module) -> str:
+        """What was asked last to give values to a layer."""
+        model, maker = self.models[id(layer)], self.makers[id(layer)]
+        if maker is not None:
+            return f"`init_weights` of {type(maker).__name__}"
+        if callable(getattr(layer, "reset_parameters", None)):
+            return f"`reset_parameters` of {type(layer).__name__}"
+        return f"`_init_weights` of {type(model).__name__}"
+
+    def check(self) -> None:
+        """Refuse a layer that nothing can give values to."""
+        for layer, names in self.left():
+            around = self.models[id(layer)] is not None or self.makers[id(layer)] is not None
+            if not around and not callable(getattr(layer, "reset_parameters", None)):
+                shown = self.prefixes[id(layer)] or "The module"
+                raise MisconfigurationException(NO_RESET.format(layer=shown, name=names[0], kind=type(layer).__name__))
+
+
+def _takes_layer(method: object) -> bool:
+    return callable(method) and _required(method) == 1
+
+
+def _takes_nothing(method: object) -> bool:
+    return callable(method) and _required(method) == 0
+
+
+def _required(method: Callable[..., Any]) -> int:
+    """How many arguments a method needs; -1: nobody can tell."""
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return -1
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.default is inspect.Parameter.empty and each.kind in plain for each in parameters)
+
+
+# -- the calls -------------------------------------------------------------------------------------------------
+
+Asked = list[tuple[nn.Module, list[str]]]
+"""Layers, and what of theirs a call is to give values to."""
+
+
+def _apply_own(layer: nn.Module, model: Any, waiting: _Waiting) -> None:
+    """As ``model.apply(model._init_weights)``, each layer by the nearest model around it.
+
+    What such a call writes may be a child's, as with GPT-2's projections: children's own tensors are there, too.
+    """
+    nearest = waiting.models[id(layer)]
+    model = nearest if nearest is layer else model
+    for child in layer.children():
+        _apply_own(child, model, waiting)
+    if model is None:
+        return
+    asked = [(each, waiting.asked.get(id(each), [])) for each in (layer, *layer.children())]
+    if any(names for _, names in asked):
+        _call(lambda: model._init_weights(layer), asked, waiting)
+
+
+def _call(method: Callable[[], object], asked: Asked, waiting: _Waiting) -> None:
+    """Call what gives values, with what it is asked for whole; afterwards each rank keeps its part of what it got."""
+    with ExitStack() as wholes:
+        made = [(layer, names, wholes.enter_context(_whole(layer, names))) for layer, names in asked]
+        method()
+        for layer, names, own in made:
+            for name in names:
+                _take(layer, name, own[name], waiting)
+
+
+def _take(layer: nn.Module, name: str, own: Tensor, waiting: _Waiting) -> None:
+    whole = _found(layer, name).detach()
+    unset = _unset(whole)
+    if bool(unset.all()) and unset.numel():
+        return
+    part, box = local_part(own.detach()), box_of(own)
+    new = whole[box]
+    if name in waiting.names_of(layer):
+        part.copy_(new)
+        if not bool(unset.any()):
+            waiting.has_got(layer, name)
+    else:  # a second call has changed some of it, if not all
+        part.copy_(torch.where(unset[box], part, new))
+
+
+@contextmanager
+def _whole(layer: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
+    """Inside, what is named is whole and has no values, and everything else of the layer is a copy."""
+    own = {name: tensor for name, tensor in (*layer._parameters.items(), *layer._buffers.items()) if tensor is not None}
+    for name, tensor in own.items():
+        if name in names:
+            stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device=local_part(tensor).device)
+            _mark_unset(stand_in)
+        else:
+            stand_in = tensor.detach().clone()
+        if name in layer._parameters:
+            stand_in = Parameter(stand_in, tensor.requires_grad)
+        if name not in names:
+            setattr(stand_in, FLAG, True)
+        _put(layer, name, stand_in)
+    try:
+        yield own
+    finally:
+        for name, tensor in own.items():
+            _put(layer, name, tensor)
+
+
+def _mark_unset(tensor: Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(torch.nan)
+    elif _is_signed(tensor):
+        tensor.fill_(torch.iinfo(tensor.dtype).min)
+    else:
+        tensor.zero_()
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """Where a tensor is as `_mark_unset` left it; nowhere, where its dtype has no value for that."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.isnan()
+    if _is_signed(tensor):
+        return tensor == torch.iinfo(tensor.dtype).min
+    return torch.zeros_like(tensor, dtype=torch.bool)
+
+
+def _is_signed(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@contextmanager
+def _flagged(module: nn.Module) -> Iterator[None]:
+    """Inside, transformers' functions leave alone what a folder is to fill, and draw no numbers for it."""
+    tensors = [_found(layer, name) for layer, name, _ in pretrained.planned(module)]
+    for tensor in tensors:
+        setattr(tensor, FLAG, True)
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            vars(tensor).pop(FLAG, None)
+
+
+def _guarded() -> AbstractContextManager[object]:
+    """Inside, torch's functions leave alone what transformers' do."""
+    if "transformers" not in sys.modules:
+        return nullcontext()
+    with suppress(ImportError):  # an older one
+        found: AbstractContextManager[object] = import_module(
+            "transformers.initialization"
+        ).guard_torch_init_functions()
+        return found
+    return nullcontext()
+
+
+# -- parameters and buffers ------------------------------------------------------------------------------------
+
+
+def _on_meta(layer: nn.Module) -> Iterator[str]:
+    own = {**layer._parameters, **layer._buffers}
+    return (name for name, tensor in own.items() if tensor is not None and tensor.is_meta)
+
+
+class _Ties:
+    """The places that share a tensor, which ``Module._apply`` would part.
+
+    Attributes:
+        names: of what a layer is to give values to, by its id.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        self.names: dict[int, list[str]] = {}
+        for layer in module.modules():
+            self.names[id(layer)] = []
+            for name in _on_meta(layer):
+                tensor = _found(layer, name)
+                if id(tensor) not in self._places:  # a layer that shares it leaves it as the first one made it
+                    self.names[id(layer)].append(name)
+                self._places.setdefault(id(tensor), []).append((layer, name))
+
+    def restore(self) -> None:
+        """Let them share one again."""
+        for (first, name), *others in self._places.values():
+            for layer, other in others:
+                _put(layer, other, _found(first, name))
+
+
+def _found(layer: nn.Module, name: str) -> Tensor:
+    found = layer._parameters[name] if name in layer._parameters else layer._buffers[name]
+    assert found is not None
+    return found
+
+
+def _put(layer: nn.Module, name: str, tensor: Tensor | None) -> None:
+    if name in layer._buffers:
+        layer._buffers[name] = tensor
+    else:
+        assert tensor is None or isinstance(tensor, Parameter)
+        layer._parameters[name] = tensor

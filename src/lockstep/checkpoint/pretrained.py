@@ -1,0 +1,544 @@
+"""A folder of safetensors, as transformers writes it: which of its tensors fill a module, and any part of each."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
+from lockstep.ground.parameters import keep_dtype
+from lockstep.ground.parts import box_of, local_part
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+
+PLAN = "_lockstep_pretrained"
+"""The attribute of a layer that has, by its parameters' and buffers' own names, the sources of their values."""
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+SHOWN = 10
+
+Box = Sequence[slice]
+"""A range of each dimension."""
+
+NO_FOLDER = (
+    "load_pretrained({folder!r}): there is no such folder. Give the path of a folder on this machine; one of the Hub's "
+    "is brought here by `hf download NAME --local-dir FOLDER`."
+)
+PICKLED = (
+    "load_pretrained({folder!r}): its weights are pickled ({name}), which cannot be read in parts, and may run code. "
+    "Write them as safetensors once, where you trust their author: AutoModel.from_pretrained({folder!r})."
+    "save_pretrained(NEW_FOLDER)."
+)
+NO_WEIGHTS = (
+    "load_pretrained({folder!r}): there is neither {index} nor {one} in it. Give the folder that `save_pretrained` "
+    "has written."
+)
+NO_INDEX = (
+    "load_pretrained({folder!r}): it has {count} files of safetensors ({shown}) and no {index}, which says what "
+    "belongs together: copy the index beside them, or write the folder anew by `save_pretrained`."
+)
+BAD_INDEX = "load_pretrained({folder!r}): {index} is no index of weights ({error}): copy the folder anew."
+PART_MISSING = (
+    "load_pretrained({folder!r}): {index} names {name!r}, which is not there ({count} of {all} files are missing): "
+    "copy the folder anew."
+)
+DAMAGED = "load_pretrained({folder!r}): {name} is damaged ({error}): copy it anew."
+NOT_IN_PART = (
+    "load_pretrained({folder!r}): {index} says that {key!r} is in {name}, which does not have it: copy both anew."
+)
+ANOTHER = (
+    "load_pretrained({folder!r}): these are weights of another model: none of its {count} tensors fits {model}. The "
+    "folder has {there}; the model has {here}. Give the model's own folder, or make the model from the folder's "
+    "config: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))."
+)
+SHAPES = (
+    "load_pretrained({folder!r}): {count} tensors have other shapes than {model} has: {shown}. Make the model from the "
+    "folder's config, AutoConfig.from_pretrained(folder), or replace these layers after the weights are loaded."
+)
+NOT_FILLED = (
+    "load_pretrained({folder!r}): {names} were to get values in {model}, and the layers that had them are gone, "
+    "so that nothing would give their successors these values: replace layers before `load_pretrained`."
+)
+
+
+class WeightFiles:
+    """The tensors of a folder of safetensors, by name. Nothing but the files' headers is read here.
+
+    Args:
+        folder: with an index and the parts that it names, or with one file.
+
+    Attributes:
+        shapes: of all tensors.
+        dtypes: as safetensors names them.
+
+    Raises:
+        MisconfigurationException: for a folder of another kind.
+        CorruptCheckpoint: a part is missing or cut.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._open = _safe_open()
+        self._file_of: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        if not self.folder.is_dir():
+            raise MisconfigurationException(NO_FOLDER.format(folder=str(folder)))
+        parts = self._parts()
+        for path, keys in parts.items():
+            self._look_into(path, keys)
+
+    def _parts(self) -> dict[Path, Collection[str] | None]:
+        """The files, and what the index says is in each; None: whatever is."""
+        folder = str(self.folder)
+        if (self.folder / INDEX).is_file():
+            return self._indexed()
+        found = sorted(self.folder.glob("*.safetensors"))
+        one = self.folder / ONE_FILE
+        if one in found or len(found) == 1:
+            return {one if one in found else found[0]: None}
+        if found:
+            shown = ", ".join(path.name for path in found[:3])
+            raise MisconfigurationException(NO_INDEX.format(folder=folder, count=len(found), shown=shown, index=INDEX))
+        pickled = sorted(path for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in self.folder.glob(kind))
+        if pickled:
+            raise MisconfigurationException(PICKLED.format(folder=folder, name=pickled[0].name))
+        raise MisconfigurationException(NO_WEIGHTS.format(folder=folder, index=INDEX, one=ONE_FILE))
+
+    def _indexed(self) -> dict[Path, Collection[str] | None]:
+        try:
+            files: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
+            names = sorted(set(files.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            told = BAD_INDEX.format(folder=str(self.folder), index=INDEX, error=repr(error))
+            raise CorruptCheckpoint(told) from None
+        missing = [name for name in names if not (self.folder / name).is_file()]
+        if missing:
+            raise CorruptCheckpoint(
+                PART_MISSING.format(
+                    folder=str(self.folder), index=INDEX, name=missing[0], count=len(missing), all=len(names)
+                )
+            )
+        keys: dict[Path, list[str]] = {self.folder / name: [] for name in names}
+        for key, name in files.items():
+            keys[self.folder / name].append(key)
+        return {**keys}
+
+    def _look_into(self, path: Path, keys: Collection[str] | None) -> None:
+        try:
+            with self._open(path, framework="pt") as file:
+                there = set(file.keys())
+                for key in there if keys is None else keys:
+                    if key not in there:
+                        told = NOT_IN_PART.format(folder=str(self.folder), index=INDEX, key=key, name=path.name)
+                        raise CorruptCheckpoint(told)
+                    part = file.get_slice(key)
+                    self._file_of[key] = path
+                    self.shapes[key], self.dtypes[key] = tuple(part.get_shape()), part.get_dtype()
+        except CorruptCheckpoint:
+            raise
+        except Exception as error:  # safetensors has its own class in each version
+            told = DAMAGED.format(folder=str(self.folder), name=path.name, error=error)
+            raise CorruptCheckpoint(told) from None
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """A part of a tensor, in memory that belongs to the file: copy it.
+
+        The file is closed with the last use of what is returned, so that pages of it do not add up.
+        """
+        with self._open(self._file_of[key], framework="pt") as file:
+            part: Tensor = file.get_slice(key)[tuple(box) if box else ...]
+        return part
+
+
+def _safe_open() -> Any:
+    try:
+        return importlib.import_module("safetensors").safe_open
+    except ModuleNotFoundError:
+        raise missing_extra("safetensors", "transformers", "load_pretrained") from None
+
+
+@dataclass
+class Loading:
+    """What one call of `load_pretrained` has promised.
+
+    Attributes:
+        files: of the folder.
+        model: its class, for messages.
+        waiting: names that no layer has been given the values of yet.
+    """
+
+    files: WeightFiles
+    model: str
+    waiting: set[str] = field(default_factory=set)
+
+    def check_done(self) -> None:
+        """Refuse to train where layers that were to get values have been replaced.
+
+        Raises:
+            MisconfigurationException: with their names.
+        """
+        if self.waiting:
+            names = _shown(sorted(self.waiting))
+            raise MisconfigurationException(
+                NOT_FILLED.format(folder=str(self.files.folder), names=names, model=self.model)
+            )
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a parameter or buffer are.
+
+    Attributes:
+        loading: the call that found it.
+        name: in the model.
+        keys: in the files; several where a conversion of transformers makes one tensor of them.
+        conversion: transformers' ``WeightConverter``, and the model's config.
+    """
+
+    loading: Loading
+    name: str
+    keys: tuple[str, ...]
+    conversion: Callable[[], Tensor] | None = None
+
+    def read(self, box: Box | None = None) -> Tensor:
+        """A part of the values, of the dtype that the files have."""
+        if self.conversion is None:
+            return self.loading.files.read(self.keys[0], box)
+        whole = self.conversion()
+        return whole[tuple(box)] if box else whole
+
+    def read_flat(self, shape: torch.Size, start: int, size: int) -> Tensor:
+        """Elements of the flat tensor, of which the rows are read that hold them."""
+        if not shape:
+            return self.read().reshape(-1)
+        row = max(1, shape[1:].numel())
+        first = start // row
+        rows = self.read([slice(first, -(-(start + size) // row))]).reshape(-1)
+        return rows[start - first * row :][:size]
+
+
+# -- what fills what -------------------------------------------------------------------------------------------
+
+
+def load_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Let a module begin with the weights of a folder of safetensors, as transformers' ``from_pretrained`` would.
+
+    Call it in ``configure_model`` with a module that was built on the meta device: nothing is read yet, and each rank
+    reads the slices that the strategy lets it keep, straight from the files. A module that has memory is filled here.
+
+    Names are as ``from_pretrained`` takes them, renamed ones and tied weights included. Parameters that the folder
+    lacks begin as the model's ``_init_weights`` makes them, and a warning names them, as it does tensors of the folder
+    that have no place. The dtype is the module's: values of another one are cast.
+
+    Args:
+        model: of transformers, or any other whose names are those of the files.
+        folder: with ``model.safetensors.index.json`` and its parts, or with ``model.safetensors``.
+
+    Raises:
+        MisconfigurationException: the folder is of another model, or holds no safetensors.
+        CorruptCheckpoint: a file is missing or damaged.
+
+    Example::
+
+        class Tuned(LightningModule):
+            def configure_model(self):
+                if self.model is None:
+                    with torch.device("meta"):
+                        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER))
+                    lockstep.load_pretrained(self.model, FOLDER)
+    """
+    files = WeightFiles(folder)
+    loading = Loading(files, type(model).__name__)
+    places = _places(model)
+    found, unexpected = _sources(model, loading, places)
+    if not found:
+        there, here = _shown(sorted(files.shapes)), _shown(list(places))
+        raise MisconfigurationException(
+            ANOTHER.format(folder=str(folder), count=len(files.shapes), model=loading.model, there=there, here=here)
+        )
+    _check_shapes(found, places, loading)
+    missing = _resolve_ties(model, found, places)
+    missing, unexpected = _ignored(model, missing, unexpected)
+    _say(loading, found, places, missing, unexpected)
+    vars(model)[FOLDER] = str(files.folder)
+    if is_of_transformers(model):
+        for layer in model.modules():  # rotary tables, say, are computed in float32 in a model of any dtype
+            keep_dtype(layer, layer._non_persistent_buffers_set)
+    for name, source in found.items():
+        layer, own = places[name]
+        vars(layer).setdefault(PLAN, {})[own] = source
+        loading.waiting.add(source.name)
+    if not any(_tensor(*place).is_meta for place in places.values()):
+        for layer, own, source in planned(model):
+            read_into(_tensor(layer, own), source)
+        forget(model)
+
+
+FOLDER = "_lockstep_pretrained_folder"
+"""The attribute of a model that says which folder it began with."""
+
+Place = tuple[nn.Module, str]
+
+
+def _places(model: nn.Module) -> dict[str, Place]:
+    """The layer and the own name of each parameter and saved buffer, by its whole name; tied ones at each place."""
+    found: dict[str, Place] = {}
+    for prefix, layer in model.named_modules(remove_duplicate=False):
+        for own, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            if tensor is not None and own not in layer._non_persistent_buffers_set:
+                found[f"{prefix}.{own}".lstrip(".")] = (layer, own)
+    return found
+
+
+def _tensor(layer: nn.Module, own: str) -> Tensor:
+    tensor = layer._parameters[own] if own in layer._parameters else layer._buffers[own]
+    assert tensor is not None
+    return tensor
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether it derives from transformers' ``PreTrainedModel``."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+
+
+def _sources(model: nn.Module, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
+    """What fills which name, and what of the files has no place."""
+    if is_of_transformers(model):
+        return _as_transformers(model, loading, places)
+    keys = loading.files.shapes
+    found = {key: Source(loading, key, (key,)) for key in keys if key in places}
+    return found, [key for key in keys if key not in places]
+
+
+def _as_transformers(model: Any, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
+    """By the names and conversions of ``from_pretrained``: transformers' own functions, in its order."""
+    loader, mapping = _loader(model, str(loading.files.folder))
+    renamings = [each for each in mapping if isinstance(each, loader.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, loader.WeightConverter)]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    known, prefix = dict.fromkeys(places, True), model.base_model_prefix
+    found: dict[str, Source] = {}
+    joined: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    unexpected: list[str] = []
+    for key in sorted(loading.files.shapes, key=loader.dot_natural_key):
+        name, pattern = loader.rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, pattern = loader.rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=known)
+        if name not in known:
+            unexpected.append(name)
+        elif pattern is None:
+            found.setdefault(name, Source(loading, name, (key,)))
+        else:
+            joined.setdefault(name, (pattern, []))[1].append((key, pattern))
+    for first, (pattern, keys) in joined.items():
+        found |= _converted(model, loading, known, first, of_pattern[pattern], keys)
+    model._weight_conversions = [each for each in mapping if each.was_used()]  # which saving reverts
+    return found, unexpected
+
+
+def _loader(model: Any, folder: str) -> tuple[Any, list[Any]]:
+    """transformers' module that renames weights, and how it does so for a model."""
+    try:
+        loader = importlib.import_module("transformers.core_model_loading")
+        return loader, importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    except ModuleNotFoundError:
+        raise MisconfigurationException(
+            f"load_pretrained({folder!r}): names of weights are read as transformers 5 does, and an older one is "
+            "installed: pip install -U transformers, or call from_pretrained in `__init__`"
+        ) from None
+
+
+def _converted(
+    model: Any, loading: Loading, known: Mapping[str, bool], first: str, converter: Any, keys: list[tuple[str, str]]
+) -> dict[str, Source]:
+    """What a ``WeightConverter`` makes of some keys: it takes them whole, and may make several tensors."""
+
+    def convert(read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        own = deepcopy(converter)
+        for key, pattern in keys:
+            own.add_tensor(first, key, pattern, lambda key=key: read(key))
+        made = own.convert(first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    shapes = loading.files.shapes
+    targets = convert(lambda key: torch.empty(shapes[key], device="meta"))
+    names = tuple(key for key, _ in keys)
+
+    def conversion(target: str) -> Callable[[], Tensor]:
+        return lambda: convert(loading.files.read)[target]
+
+    return {target: Source(loading, target, names, conversion(target)) for target in targets if target in known}
+
+
+def _check_shapes(found: Mapping[str, Source], places: Mapping[str, Place], loading: Loading) -> None:
+    wrong: list[str] = []
+    for name, source in found.items():
+        wanted = tuple(_tensor(*places[name]).shape)
+        given = loading.files.shapes[source.keys[0]] if source.conversion is None else wanted
+        if given != wanted:
+            wrong.append(f"{name} {given} for {wanted}")
+    if wrong:
+        raise MisconfigurationException(
+            SHAPES.format(
+                folder=str(loading.files.folder), count=len(wrong), model=loading.model, shown=_shown(wrong, str)
+            )
+        )
+
+
+# -- tied weights ----------------------------------------------------------------------------------------------
+
+
+def _resolve_ties(model: nn.Module, found: dict[str, Source], places: Mapping[str, Place]) -> list[str]:
+    """Let each name of a tied tensor have one source; names without a source are returned.
+
+    Where the files have several that differ, the weights are parted, as ``from_pretrained`` does.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, place in places.items():
+        groups.setdefault(id(_tensor(*place)), []).append(name)
+    missing: list[str] = []
+    for names in groups.values():
+        there = [name for name in names if name in found]
+        if not there:
+            missing.append(names[0])
+            continue
+        first = there[0]
+        for name in names:
+            if name in there and found[name].keys != found[first].keys and not _alike(found[first], found[name]):
+                _part(model, first, name, places)
+            else:
+                found[name] = found[first]
+    return missing
+
+
+def _alike(one: Source, other: Source) -> bool:
+    """Whether two tensors of the files are equal; compared in pieces, so that neither is in memory."""
+    shapes = [source.loading.files.shapes[source.keys[0]] for source in (one, other)]
+    if shapes[0] != shapes[1] or one.conversion is not None or other.conversion is not None:
+        return False
+    if not shapes[0]:
+        return torch.equal(one.read(), other.read())
+    rows = max(1, 2**24 // max(1, torch.Size(shapes[0][1:]).numel()))
+    pieces = [[slice(at, at + rows)] for at in range(0, shapes[0][0], rows)]
+    return all(torch.equal(one.read(piece), other.read(piece)) for piece in pieces)
+
+
+def _part(model: Any, first: str, name: str, places: Mapping[str, Place]) -> None:
+    layer, own = places[name]
+    tensor = _tensor(layer, own)
+    layer._parameters[own] = Parameter(tensor.detach().clone(), tensor.requires_grad)
+    getattr(model, "all_tied_weights_keys", {}).pop(name, None)
+    rank_zero_warn(
+        f"load_pretrained: {type(model).__name__} ties {name!r} to {first!r}, and the folder has both, with other "
+        "values: they are no longer tied. Set tie_word_embeddings=False in its config to say so."
+    )
+
+
+# -- what is said ----------------------------------------------------------------------------------------------
+
+
+def _ignored(model: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
+    """Without the names of which ``from_pretrained`` says nothing."""
+    if not is_of_transformers(model):
+        return missing, unexpected
+    info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(info)
+    return [n for n in missing if n in info.missing_keys], [n for n in unexpected if n in info.unexpected_keys]
+
+
+def _say(
+    loading: Loading,
+    found: Mapping[str, Source],
+    places: Mapping[str, Place],
+    missing: list[str],
+    unexpected: list[str],
+) -> None:
+    folder = str(loading.files.folder)
+    if missing:
+        rank_zero_warn(
+            f"load_pretrained({folder!r}): {len(missing)} tensors of {loading.model} are not in the folder, and begin "
+            f"as the model makes them: {_shown(missing)}."
+        )
+    if unexpected:
+        rank_zero_warn(
+            f"load_pretrained({folder!r}): {len(unexpected)} tensors of the folder have no place in {loading.model}, "
+            f"and are left out: {_shown(unexpected)}."
+        )
+    of_files = {loading.files.dtypes[key] for source in found.values() for key in source.keys}
+    own = {str(_tensor(*places[name]).dtype).removeprefix("torch.") for name in found}
+    if {_NAMES.get(each, each) for each in of_files} != own:
+        rank_zero_info(
+            f"load_pretrained({folder!r}): the folder has {', '.join(sorted(of_files))}, and {loading.model} "
+            f"{', '.join(sorted(own))}, to which values are cast."
+        )
+
+
+_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""What torch calls safetensors' dtypes."""
+
+
+def _shown(names: Sequence[str], show: Callable[[str], str] = repr) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(show(name) for name in names[:SHOWN]) + more
+
+
+def read_into(tensor: Tensor, source: Source) -> None:
+    """Read this rank's part of a tensor, be it whole or a DTensor."""
+    part = local_part(tensor.detach())
+    if part.numel():
+        part.copy_(source.read(box_of(tensor)))
+
+
+# -- of a module -----------------------------------------------------------------------------------------------
+
+
+def planned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Source]]:
+    """The layers of a module, and what of theirs waits for values of which source."""
+    for layer in module.modules():
+        for own, source in vars(layer).get(PLAN, {}).items():
+            yield layer, own, source
+
+
+def is_planned(module: nn.Module) -> bool:
+    """Whether anything of a module waits for values of a folder."""
+    return any(True for _ in planned(module))
+
+
+def planned_ids(module: nn.Module) -> set[int]:
+    """The ids of tensors that wait for values of a folder."""
+    return {id(_tensor(layer, own)) for layer, own, _ in planned(module)}
+
+
+def forget(module: nn.Module) -> None:
+    """Nothing waits any more; refuse where what a folder was to fill is not there.
+
+    Raises:
+        MisconfigurationException: layers that were to be filled have been replaced.
+    """
+    loadings = {id(source.loading): source.loading for _, _, source in planned(module)}
+    for layer in module.modules():
+        for source in vars(layer).pop(PLAN, {}).values():
+            source.loading.waiting.discard(source.name)
+    for loading in loadings.values():
+        loading.check_done()

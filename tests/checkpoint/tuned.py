@@ -1,0 +1,121 @@
+"""Modules around models of transformers, made of small configs, for the tests of `load_pretrained`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep import LightningModule
+
+WORDS = 48
+
+
+def needs_transformers() -> None:
+    """Skips where it is not installed."""
+    for package in ("transformers", "safetensors"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+
+
+def llama(**others: Any) -> Any:
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaConfig(**{"vocab_size": WORDS, **sizes, "num_key_value_heads": 2, **others})
+
+
+def bert() -> Any:
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+    )
+
+
+def gpt2() -> Any:
+    """With tied weights."""
+    from transformers import GPT2Config
+
+    return GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+
+
+def mixtral() -> Any:
+    """Experts lie apart in the folder, and are one tensor in the model."""
+    from transformers import MixtralConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return MixtralConfig(vocab_size=WORDS, **sizes, num_key_value_heads=2, num_local_experts=4)
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {"llama": llama, "bert": bert, "gpt2": gpt2, "mixtral": mixtral}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "bert": "BertForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "mixtral": "MixtralForCausalLM",
+}
+
+
+def class_of(name: str) -> Any:
+    import transformers
+
+    return getattr(transformers, name)
+
+
+def write_folder(folder: Path, kind: str, seed: int = 1, max_shard_size: str = "12KB", **others: Any) -> Path:
+    """A folder as `save_pretrained` writes it, in parts."""
+    torch.manual_seed(seed)
+    model = class_of(CLASSES[kind])(CONFIGS[kind]())
+    with torch.no_grad():  # norms and biases begin alike, which would hide a mistake
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.to(others.get("dtype", torch.float32)).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+class Tuned(LightningModule):
+    """A model of transformers that is made on the meta device, and begins with a folder's weights."""
+
+    def __init__(self, folder: str, kind: str, model: str = "") -> None:
+        super().__init__()
+        self.folder, self.kind, self.class_name = folder, kind, model or CLASSES[kind]
+        self.model: nn.Module | None = None
+        self.seen: dict[str, Tensor] = {}
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        torch.manual_seed(7)
+        with torch.device("meta"):
+            self.model = class_of(self.class_name)(CONFIGS[self.kind]())
+        lockstep.load_pretrained(self.model, self.folder)
+
+    def on_fit_start(self) -> None:
+        strategy = self.trainer.strategy
+        self.seen = {name: value.detach().clone().cpu() for name, value, _ in strategy.whole_parameters()}
+        self.seen |= {name: value.detach().clone().cpu() for name, value in self.named_buffers()}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert self.model is not None
+        logits = self.model(input_ids=batch).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+def texts(count: int = 8) -> Any:
+    words = torch.randint(0, WORDS, (count, 6), generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.DataLoader(words, batch_size=4)  # type: ignore[arg-type]
