@@ -27,7 +27,7 @@ def certified(
     name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 2, steps: int = 5
 ) -> Certificate:
     monkeypatch.chdir(folder)  # scripts may write files
-    return verify(Request((str(SCRIPTS / f"{name}.py"),), 2, 5, PATIENCE))
+    return verify(Request((str(SCRIPTS / f"{name}.py"),), patience=PATIENCE))
 
 
 def test_a_healthy_script_is_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def _certify(options: argparse.Namespace, command: tuple[str, ...], devices: lis
     for number in devices:
         patience = Patience(options.patience, 10 * options.patience)
         keep = None if options.keep is None else Path(options.keep) / f"ranks-{number}"
-        certificate = certified(Request(command, number, options.steps, patience, keep))
+        certificate = certified(Request(command, number, options.steps, options.strategy, patience, keep))
         certificates.append(certificate)
         print(certificate, end="\n\n", flush=True)
     for path in write(certificates, Path(options.output)):
@@ -81,6 +81,8 @@ def _parser() -> CommandParser:
     add("-m", dest="module", metavar="MODULE", help="verify a module in place of a script, as `python -m` runs it")
     add("--devices", default="2", metavar="N[,N]", help="ranks that are compared with one process (default: 2)")
     add("--steps", type=int, default=5, metavar="K", help="optimizer steps that are compared (default: 5)")
+    add("--strategy", default="", metavar="NAME", help="what Trainers of lockstep and Lightning take on the ranks, in "
+        "place of their own: ddp, fsdp, ...")  # fmt: skip
     add("--output", default=".", metavar="FOLDER", help="where certificate.json and certificate.md go (default: here)")
     add("--patience", type=float, default=90.0, metavar="S", help="seconds without any sign of a rank after which it "
         "counts as stuck; a run may take ten times as long (default: 90)")  # fmt: skip

@@ -39,7 +39,7 @@ class Functions(TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
-        self._update = -1
+        self._window = (-1, -1)
         self._at = 0
         self._noted: set[str] = set()
 
@@ -66,15 +66,14 @@ class Functions(TorchFunctionMode):
 
     def _drawn(self, name: str, result: Tensor) -> Tensor:
         """A tensor of random numbers: written down, or taken from the ranks."""
-        if self._update != self.watch.updates:
-            self._update, self._at = self.watch.updates, 0
-        file = f"draw-{self._update}-{self._at}.pt"
-        self._at += 1
+        file = self._next_file()
         if not self.watch.settings.is_replay:
             torch.save(result.detach(), self.watch.journal.folder / file)
             self._note("draw", name, location())
             return result
-        paths = [Path(folder) / file for folder in self.watch.settings.feed]
+        feed = self.watch.settings.feed
+        folders = (feed[self.watch.backwards % len(feed)],) if self.watch.settings.apart else feed
+        paths = [Path(folder) / file for folder in folders]
         parts = [torch.load(path) for path in paths if path.exists()]
         found = _fitting(parts, result)
         if found is None:
@@ -86,6 +85,16 @@ class Functions(TorchFunctionMode):
             with torch.no_grad():
                 return result.copy_(found)
         return found.to(result.dtype)
+
+    def _next_file(self) -> str:
+        """The file of the next random numbers, by update and micro-batch."""
+        settings = self.watch.settings
+        window = self.watch.updates, self.watch.backwards
+        if self._window != window:
+            self._window, self._at = window, 0
+        micro_batch = window[1] // len(settings.feed) if settings.apart else window[1]
+        self._at += 1
+        return f"draw-{window[0]}-{micro_batch}-{self._at}.pt"
 
     def _note(self, kind: str, name: str, where: str) -> None:
         if f"{kind} {name} {where}" not in self._noted:

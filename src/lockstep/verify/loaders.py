@@ -83,7 +83,8 @@ class Loaders:
         def len_(loader: DataLoader[Any]) -> int:
             number = self._made.get(id(loader), -1)
             if number in self._lengths:
-                return self._lengths[number]
+                apart = len(self.watch.settings.feed) if self.watch.settings.apart else 1
+                return self._lengths[number] * apart
             found = length(loader)
             if not self.watch.settings.is_replay:
                 self.watch.journal.note("length", loader=number, length=found)
@@ -255,9 +256,7 @@ class Loaders:
     def _replayed(self, loader: DataLoader[Any], number: int, iteration: int) -> Iterator[Any]:
         seen: set[str] = set()
         for at in itertools.count():
-            name = _name(number, iteration, at)
-            paths = [Path(folder) / name for folder in self.watch.settings.feed]
-            parts = [torch.load(path, weights_only=False) for path in paths if path.exists()]
+            parts = self._parts(number, iteration, at)
             if not parts:
                 return
             if number in self.watch.settings.once:
@@ -270,6 +269,14 @@ class Loaders:
             batches = [convert(part["samples"][0]) for part in parts]
             self.watch.chunks = tuple(_rows(batch) for batch in batches)
             yield joined(batches)
+
+    def _parts(self, number: int, iteration: int, at: int) -> list[dict[str, Any]]:
+        """What the ranks got as their batch ``at``; of one rank after another, where they are not put together."""
+        feed = self.watch.settings.feed
+        paths = [Path(folder) / _name(number, iteration, at) for folder in feed]
+        if self.watch.settings.apart:
+            paths = [Path(feed[at % len(feed)]) / _name(number, iteration, at // len(feed))]
+        return [torch.load(path, weights_only=False) for path in paths if path.exists()]
 
 
 def _once(parts: list[dict[str, Any]], seen: set[str]) -> list[dict[str, Any]]:

@@ -28,6 +28,8 @@ class Settings:
         steps: optimizer steps after which the script is stopped.
         float64: whether all floating-point numbers are float64.
         feed: folders of the ranks whose samples this process is fed, in the order in which they are put together.
+        apart: whether these samples come one rank after another, and not put together.
+        strategy: what Trainers are told in place of their own, on several ranks; "" for nothing.
         overrides: what is switched off or told otherwise: "clipping", "rank in modules", "randomness", "world size".
         once: loaders of which a sample that comes on several ranks is fed once.
         home: the folder in which the user is; the script runs in a copy of it.
@@ -41,6 +43,8 @@ class Settings:
     steps: int = 5
     float64: bool = True
     feed: tuple[str, ...] = ()
+    apart: bool = False
+    strategy: str = ""
     overrides: tuple[str, ...] = ()
     once: tuple[int, ...] = ()
     home: str = ""

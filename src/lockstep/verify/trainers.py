@@ -63,6 +63,8 @@ class Trainers(MetaPathFinder):
         @functools.wraps(made)
         def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
             kwargs = {**kwargs, "devices": self.settings.world, "num_nodes": 1, "accelerator": "cpu"}
+            if self.settings.strategy and self.settings.world > 1:
+                kwargs["strategy"] = self.settings.strategy
             if kind.__name__ == "Trainer":
                 kwargs.setdefault("default_root_dir", str(self.settings.own_folder))
             made(trainer, *args, **kwargs)

@@ -50,6 +50,7 @@ class Request:
         words: the script and its arguments, or ``-m`` and a module with its.
         devices: ranks.
         steps: optimizer steps.
+        strategy: what Trainers take on several ranks in place of their own; "" for their own.
         patience: how long a run may take.
         keep: a folder for the recordings; None: they go.
     """
@@ -57,6 +58,7 @@ class Request:
     words: tuple[str, ...]
     devices: int = 2
     steps: int = 5
+    strategy: str = ""
     patience: Patience = field(default_factory=Patience)
     keep: Path | None = None
 
@@ -103,6 +105,7 @@ class Verification:
         self.server = server
         self.folder = folder
         self.float64 = True
+        self.apart = False
         self.found = Found()
         self._runs = 0
 
@@ -129,7 +132,16 @@ class Verification:
 
     def _settings(self) -> Settings:
         home = str(Path.cwd())
-        return Settings(self.request.words, "", steps=self.request.steps, float64=self.float64, home=home)
+        request = self.request
+        return Settings(
+            request.words,
+            "",
+            steps=request.steps,
+            float64=self.float64,
+            apart=self.apart,
+            strategy=request.strategy,
+            home=home,
+        )
 
     # -- the verdict
 
@@ -155,6 +167,16 @@ class Verification:
         reason = refusals.of_one(whole, ranks)
         if reason:
             return self._unknown(reason)
+        if self._windows(whole)[:1] == [size * self.request.devices for size in self._windows(ranks)[:1]]:
+            # the script accumulates by the number of ranks: one process gets the micro-batches one after another
+            self.apart = True
+            whole = self.on_one(ranks)
+        expected, windows = self._windows(ranks, self.request.devices if self.apart else 1), self._windows(whole)
+        if any(a != b for a, b in zip(expected, windows, strict=False)):
+            return self._unknown(
+                f"one process would have to make steps of {expected} backwards, and it makes ones of {windows}: "
+                "let the micro-batches of a step not depend on the number of ranks, or divide by it"
+            )
         comparison = self._compare(ranks, whole)
         self._note_nature(ranks, whole)
         return self._judge(ranks, whole, comparison, samples)
@@ -339,6 +361,10 @@ class Verification:
             if not (strided_sums(value) - total).abs().max().item() <= 1e-6 * scale:
                 return False
         return True
+
+    def _windows(self, recording: Recording, times: int = 1) -> list[int]:
+        """The backwards of each step."""
+        return [event["backwards"] * times for event in recording.first.steps if not event["closure"]]
 
     def _splits_model(self, ranks: Recording) -> bool:
         """Whether ranks hold parts of a model: DTensors of no data parallelism, or parameters that differ in shape."""
