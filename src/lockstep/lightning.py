@@ -212,14 +212,19 @@ def main(words: Sequence[str]) -> None:
     as_main: Callable[..., object] = vars(runpy)["_run_module_as_main"]  # what `python -m` does
     if is_module:
         as_main(words[0])
-        return
-    folder = words[0] if os.path.isdir(words[0]) else os.path.dirname(os.path.realpath(words[0]))
-    if not getattr(sys.flags, "safe_path", False) or folder == words[0]:
+    else:
+        _run_script(words[0], names, as_main)
+
+
+def _run_script(script: str, names: dict[str, Any], as_main: Callable[..., object]) -> None:
+    """Run a file, or a folder or archive with a ``__main__``, as Python does, in the module ``__main__``."""
+    folder = script if os.path.isdir(script) else os.path.dirname(os.path.realpath(script))
+    if not getattr(sys.flags, "safe_path", False) or folder == script:
         sys.path[0] = folder
-    if os.path.isdir(words[0]):
+    if os.path.isdir(script):
         as_main("__main__", alter_argv=False)
         return
-    path = os.path.abspath(words[0])
+    path = os.path.abspath(script)
     loader = SourceFileLoader("__main__", path)
     names.update(__file__=path, __loader__=loader, __spec__=None, __package__=None, __doc__=None, __cached__=None)
     exec(loader.source_to_code(loader.get_data(path), path), names)

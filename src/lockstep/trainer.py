@@ -23,6 +23,7 @@ from lockstep.config.devices import (
     nodes,
 )
 from lockstep.config.objects import (
+    Plugins,
     check_constructed,
     check_kind,
     check_not_lightnings,
@@ -228,11 +229,7 @@ class Trainer(Attributes):
         self._num_nodes_asked = nodes(flags["num_nodes"])
         placement = self._placement()
         check_devices(devices, placement.cluster)
-        made = make_strategy(strategy, placement.world.size, is_interactive(placement))
-        together = len(self._node_devices) if made.drives_all_devices else 1
-        made.sync_batchnorm = synchronizes_batchnorm(flags["sync_batchnorm"], together)
-        if found.checkpoint_io is not None:
-            made.checkpoint_io = found.checkpoint_io
+        made = self._make_strategy(flags, placement, found)
         self._precision = found.precision or make_precision(flags["precision"], kind)
         self._connect(made)
         if config.balance:
@@ -240,10 +237,13 @@ class Trainer(Attributes):
         self._launch = launcher(made.launcher, placement, strategy)
         self._spawns = self._launch is not directly and made.launcher in ("spawn", "fork")
         loggers = make_loggers(flags["logger"], config)
-        checkpointing, bar, summary = (
-            flags[f"enable_{what}"] for what in ("checkpointing", "progress_bar", "model_summary")
+        own_callbacks = make_callbacks(
+            callbacks,
+            flags["enable_checkpointing"],
+            flags["enable_progress_bar"],
+            flags["enable_model_summary"],
+            config,
         )
-        own_callbacks = make_callbacks(callbacks, checkpointing, bar, summary, config)
         if made.planned is not None:
             own_callbacks = [PredictionCheck(*made.planned), *own_callbacks]
         if placement.world.is_zero:
@@ -287,6 +287,15 @@ class Trainer(Attributes):
         strategy.accelerator_backend = self.accelerator.process_group_backend
         strategy.connect(world, device, self._precision)
         rank_zero_only.rank = world.rank
+
+    def _make_strategy(self, flags: dict[str, Any], placement: Placement, plugins: Plugins) -> Strategy:
+        """The strategy that the flags name, with what other flags and plugins say of it."""
+        made = make_strategy(flags["strategy"], placement.world.size, is_interactive(placement))
+        together = len(self._node_devices) if made.drives_all_devices else 1
+        made.sync_batchnorm = synchronizes_batchnorm(flags["sync_batchnorm"], together)
+        if plugins.checkpoint_io is not None:
+            made.checkpoint_io = plugins.checkpoint_io
+        return made
 
     def _placement(self) -> Placement:
         """This process among the ranks, by the user's cluster plugin or by what the environment tells."""

@@ -103,16 +103,6 @@ LINES_OF_A_FILE = 800
 LINES_OF_A_FUNCTION = 60
 DECISIONS_OF_A_FUNCTION = 12
 WITH_MORE_DECISIONS = {
-    "ground/annotations.py:_imports",
-    "ground/device.py:_indices",
-    "ground/pages.py:common_pages",
-    "ground/tree.py:_plain",
-    "ground/tree.py:tree_map",
-    "launch/attempts.py:Run._find",
-    "launch/processes.py:RankProcesses._watch",
-    "launch/processes.py:RankProcesses.wind_up",
-    "launch/spawn.py:_failure",
-    "lightning.py:main",
     "loop/call.py:_set_up",
     "loop/choice.py:plan_for",
     "loop/evaluate.py:EvaluationLoop._steps",
@@ -150,9 +140,6 @@ WITH_MORE_DECISIONS = {
     "supervise/monitor.py:RankMonitor._diverged",
     "supervise/signals.py:handling",
     "supervise/supervisor.py:Supervisor._judged",
-    "testing/equivalence.py:_cause",
-    "testing/equivalence.py:_stale_buffers",
-    "trainer.py:Trainer.__init__",
     "verify/causes.py:Causes._of_synchronization",
     "verify/compare.py:Numbers._look_for_nothing",
     "verify/compare.py:Numbers._tensors",

@@ -94,21 +94,25 @@ class _Anything:
 
 
 @functools.cache
-def _imports(module: str) -> dict[str, tuple[str, str]]:
-    """By name: a module, and what is taken from it, of the block ``if TYPE_CHECKING:``."""
-    file = sys.modules[module].__file__
+def _block(file: str) -> ast.Module:
+    """The block ``if TYPE_CHECKING:`` of a file; empty where there is none, or no source."""
     try:
-        with open(file or "") as source:
-            _, there, rest = source.read().partition("\nif TYPE_CHECKING:\n")
+        with open(file) as source:
+            rest = source.read().partition("\nif TYPE_CHECKING:\n")[2]
     except OSError:  # installed without sources
-        return {}
+        rest = ""
     lines = []
-    for line in rest.splitlines() if there else ():
+    for line in rest.splitlines():
         if line and not line.startswith((" ", ")")):
             break
         lines.append(line)
+    return ast.parse("if True:\n" + "\n".join(lines)) if lines else ast.Module([], [])
+
+
+def _imports(module: str) -> dict[str, tuple[str, str]]:
+    """By name: a module, and what is taken from it, of the block ``if TYPE_CHECKING:``."""
     found = {}
-    for node in ast.walk(ast.parse("if True:\n" + "\n".join(lines)) if lines else ast.Module([], [])):
+    for node in ast.walk(_block(sys.modules[module].__file__ or "")):
         if isinstance(node, ast.ImportFrom):
             found.update({each.asname or each.name: (node.module or "", each.name) for each in node.names})
         elif isinstance(node, ast.Import):

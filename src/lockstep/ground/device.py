@@ -575,18 +575,22 @@ def _make(name: str) -> Accelerator:
     return ACCELERATORS[name]()
 
 
-def _indices(devices: Devices, present: int, kind: str) -> list[int]:
-    """Which of the devices 0 .. present - 1 were asked for."""
+def _asked(devices: Devices, present: int) -> list[int]:
+    """The devices that a value of the flag names; none where it is no such value."""
     count = -1 if devices == "auto" else _number(devices)
     if count is not None:
-        indices = list(range(present if count == -1 else count))
-    elif isinstance(devices, str):
+        return list(range(present if count == -1 else count))
+    if isinstance(devices, str):
         try:
-            indices = [int(part) for part in devices.split(",") if part.strip()]
+            return [int(part) for part in devices.split(",") if part.strip()]
         except ValueError:
-            indices = []
-    else:
-        indices = list(devices) if isinstance(devices, list | tuple) else []
+            return []
+    return list(devices) if isinstance(devices, list | tuple) else []
+
+
+def _indices(devices: Devices, present: int, kind: str) -> list[int]:
+    """Which of the devices 0 .. present - 1 were asked for."""
+    indices = _asked(devices, present)
     if not indices or any(type(index) is not int or index < 0 for index in indices):
         raise MisconfigurationException(
             f"devices={devices!r}: give a number, a list such as [0, 2], a string such as '0,2', -1 for all, or 'auto'"

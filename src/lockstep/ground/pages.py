@@ -85,15 +85,9 @@ def common_pages(
         made = _make(make, size) if leader else None
         handle, place = made or (None, None)
         try:
-            if leaders is None:
-                place = comm.broadcast_object(place, 0, group)
-                missing = place is None
-            else:
-                places = comm.all_gather_object(place, group)
-                place, missing = places[mine], any(places[each] is None for each in set(leaders))
-            if missing:
-                if handle is not None:
-                    os.close(handle)
+            place = _place_told(place, mine, leaders, group)
+            if place is None:
+                _close(handle)
                 continue
             if handle is None:
                 handle = _open(place)
@@ -107,9 +101,24 @@ def common_pages(
             assert memory is not None
             assert handle is not None
             return Pages(memory, handle)
-        if handle is not None:
-            os.close(handle)
+        _close(handle)
     return None
+
+
+def _place_told(
+    place: _PageFile | None, mine: int, leaders: Sequence[int] | None, group: comm.Group
+) -> _PageFile | None:
+    """Where the leader of this rank has made pages; None where some leader could not. Collective."""
+    if leaders is None:
+        told: _PageFile | None = comm.broadcast_object(place, 0, group)
+        return told
+    places: list[_PageFile | None] = comm.all_gather_object(place, group)
+    return None if any(places[each] is None for each in set(leaders)) else places[mine]
+
+
+def _close(handle: int | None) -> None:
+    if handle is not None:
+        os.close(handle)
 
 
 def close_handle(pages: Pages | None) -> None:

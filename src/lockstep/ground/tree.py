@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
 from functools import cached_property
 from types import ModuleType
@@ -44,10 +44,8 @@ def tree_map(fn: Callable[[Any], Any], batch: Any, leaf_types: Types) -> Any:
         return kind([tree_map(fn, item, leaf_types) for item in batch])
     if kind is dict:
         return {key: tree_map(fn, value, leaf_types) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return kind(*(tree_map(fn, item, leaf_types) for item in batch))
     if isinstance(batch, list | tuple):
-        return kind(tree_map(fn, item, leaf_types) for item in batch)
+        return _map_sequence(fn, batch, leaf_types)
     if isinstance(batch, Mapping):
         return _map_mapping(fn, batch, leaf_types)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -70,6 +68,13 @@ def tree_leaves(batch: object, leaf_types: Types) -> Iterator[Any]:
             # a field without a default may be missing until somebody sets it
             if hasattr(batch, field.name):
                 yield from tree_leaves(getattr(batch, field.name), leaf_types)
+
+
+def _map_sequence(fn: Callable[[Any], Any], batch: list[Any] | tuple[Any, ...], leaf_types: Types) -> Any:
+    kind: Any = batch.__class__
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return kind(*(tree_map(fn, item, leaf_types) for item in batch))
+    return kind(tree_map(fn, item, leaf_types) for item in batch)
 
 
 def _map_mapping(fn: Callable[[Any], Any], batch: Mapping[Any, Any], leaf_types: Types) -> Any:
@@ -132,6 +137,21 @@ def plain(value: object) -> Any:
     return _plain(value, (), frozenset())
 
 
+def _fields(value: object) -> object:
+    """A namespace or dataclass as a dict; any other value itself."""
+    if isinstance(value, Namespace):
+        return vars(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return value
+
+
+def _plain_members(value: Collection[Any], keys: tuple[Any, ...], around: frozenset[int]) -> Any:
+    """A tuple as a tuple, another sequence as a list, a set as a set."""
+    forms = [_plain(item, (*keys, place), around) for place, item in enumerate(value)]
+    return tuple(forms) if isinstance(value, tuple) else forms if isinstance(value, Sequence) else set(forms)
+
+
 def _plain(value: object, keys: tuple[Any, ...], around: frozenset[int]) -> Any:
     kind = type(value)
     if kind in LEAVES or kind in TENSORS or (type(value) is int and value.bit_length() < 64):
@@ -143,16 +163,12 @@ def _plain(value: object, keys: tuple[Any, ...], around: frozenset[int]) -> Any:
     if id(value) in around:  # it holds itself
         raise NotPlain(value, keys)
     around |= {id(value)}
-    if isinstance(value, Namespace):
-        value = vars(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    value = _fields(value)
     if isinstance(value, Mapping):
         items = list(value.items())
         return {_plain(key, (*keys, key), around): _plain(item, (*keys, key), around) for key, item in items}
     if isinstance(value, (tuple, set, frozenset)) or (isinstance(value, Sequence) and not isinstance(value, _TEXTS)):
-        forms = [_plain(item, (*keys, place), around) for place, item in enumerate(value)]
-        return tuple(forms) if isinstance(value, tuple) else forms if isinstance(value, Sequence) else set(forms)
+        return _plain_members(value, keys, around)
     return _other(value, keys)
 
 

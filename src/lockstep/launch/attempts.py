@@ -350,6 +350,13 @@ class Run(Attempts):
         assert self._job is not None
         return self._job.requeue()
 
+    def _newest_saved(self, files: Mapping[str, dict[str, Any]]) -> list[str]:
+        """The file of the newest run that has saved anything, if there is one."""
+        found = sorted((path for path, known in files.items() if known.get("saved")), key=storage.modified)[-1:]
+        if not found:
+            log.info(f"lockstep run --resume: no run of this command has left anything in {self._folder!r}")
+        return found
+
     def _find(self, agents: Sequence[str]) -> tuple[str, dict[str, Any]]:
         """The run's file, and what it says; where there is none yet, the path that it gets."""
         stem = f".lockstep-run-{self.name}-"
@@ -357,9 +364,7 @@ class Run(Attempts):
         files = {path: read(path) for path in (os.path.join(self._folder, name) for name in names)}
         own = [path for path, known in files.items() if set(agents) & set(known.get("agents", []))]
         if not own and self._resumes:
-            own = sorted((path for path, known in files.items() if known.get("saved")), key=storage.modified)[-1:]
-            if not own:
-                log.info(f"lockstep run --resume: no run of this command has left anything in {self._folder!r}")
+            own = self._newest_saved(files)
         if own:
             return own[0], files[own[0]]
         return os.path.join(self._folder, f"{stem}{self.agent}.json"), {}

@@ -271,14 +271,8 @@ class RankProcesses:
             now, said = time.monotonic(), [self._said(rank, at) for rank in running]
             if running != before:
                 moved, before = now, running
-            # only what they do at their end is left
-            if all(said) and self.hurries:
-                until = min(until, max(said) + GRACE / 4)
-            # gloo lets go of a rank where one that it is connected to has ended: those behind it wait for nothing
-            elif self.hurries and now >= max(moved, *said) + GRACE / 4:
-                waiting = [self._waits_since(rank) for rank, word in zip(running, said, strict=True) if not word]
-                if all(since is not None and now >= since + GRACE / 4 for since in waiting):
-                    until = now
+            if self.hurries:
+                until = self._sooner(until, running, said, moved, now)
             if now >= until and not (
                 now < latest and self._is_someone_ending is not None and self._is_someone_ending()
             ):
@@ -293,12 +287,36 @@ class RankProcesses:
         said = None if self._failed_at is None else self._failed_at(rank)
         return said if said is not None and said > at - GRACE else 0.0
 
+    def _sooner(self, until: float, running: Sequence[int], said: Sequence[float], moved: float, now: float) -> float:
+        """Until when to wait for ranks that run, where nothing can come of them any more.
+
+        Args:
+            until: when the waiting ends else.
+            running: these ranks.
+            said: when each has said that it fails; 0 where it has not.
+            moved: when the last rank has ended.
+            now: the time.
+        """
+        if all(said):  # only what they do at their end is left
+            return min(until, max(said) + GRACE / 4)
+        # gloo lets go of a rank where one that it is connected to has ended: those behind it wait for nothing
+        if now >= max(moved, *said) + GRACE / 4:
+            waiting = [self._waits_since(rank) for rank, word in zip(running, said, strict=True) if not word]
+            if all(since is not None and now >= since + GRACE / 4 for since in waiting):
+                return now
+        return until
+
+    def _ended_well(self, rank: int, code: int | None) -> bool:
+        """Whether a rank has done all that it was to do: it has said so, or nobody knows better than its exit code."""
+        if rank in self._ended:
+            return True
+        return code == 0 and not (self._is_busy is not None and self._is_busy(rank))
+
     def _watch(self, rank: int, process: _Started | Foreign) -> None:
         code, at = process.end(), time.monotonic()
         excused = self._is_excused is not None and self._is_excused(rank, code)
         with self._lock:
-            said_well = rank in self._ended
-            well = said_well or (code == 0 and not (self._is_busy is not None and self._is_busy(rank)))
+            well = self._ended_well(rank, code)
             self._gone.add(rank)
             if well:
                 self._ended.setdefault(rank, at)

@@ -249,26 +249,37 @@ def _write(call: Call, file: IO[bytes], strategy: str) -> None:
     file.flush()
 
 
+def _first_cause(processes: RankProcesses, mailbox: Mailbox, monitor: RankMonitor) -> Cause | Ended | Divergence | None:
+    """What this process itself knows of the first cause."""
+    ranks = {end.rank for end in processes.failed}
+    noted = mailbox.read()
+    caught = [cause for cause in noted if cause.rank in ranks] or noted
+    return first_cause(processes.failed, caught, monitor.stands(), proof=monitor.divergence())
+
+
+def _traces(cause: Cause | Ended | Divergence | None) -> str:
+    """Where the ranks were, in front of the first cause."""
+    if isinstance(cause, Cause) and not cause.is_exit:
+        return f"a rank failed:\n\n{cause.trace}\n"
+    if isinstance(cause, Divergence) and cause.trace:
+        return f"the ranks went different ways:\n\n{cause.trace}\n\n"
+    return ""
+
+
 def _failure(
     strategy: str, processes: RankProcesses, mailbox: Mailbox, verdict: Verdict | None, monitor: RankMonitor
 ) -> BaseException:
     """What to raise in the calling process: the first cause; or that all was interrupted."""
-    ranks = {end.rank for end in processes.failed}
+    interrupted = verdict is not None and verdict.interrupted
     cause: Cause | Ended | Divergence | None = None if verdict is None else verdict.cause
-    if cause is None and not (verdict is not None and verdict.interrupted):
-        noted = mailbox.read()
-        caught = [cause for cause in noted if cause.rank in ranks] or noted
-        cause = first_cause(processes.failed, caught, monitor.stands(), proof=monitor.divergence())
-    if (verdict is not None and verdict.interrupted) or (isinstance(cause, Cause) and cause.is_interrupt):
+    if cause is None and not interrupted:
+        cause = _first_cause(processes, mailbox, monitor)
+    if interrupted or (isinstance(cause, Cause) and cause.is_interrupt):
         return KeyboardInterrupt(*([str(cause)] if isinstance(cause, Divergence) else []))
     if isinstance(cause, Ended) and monitor.interrupted_at is not None and cause.code in (-2, 130):
         return KeyboardInterrupt()
-    before = ""  # the first cause is the last thing on the screen
-    if isinstance(cause, Cause) and not cause.is_exit:
-        before = f"a rank failed:\n\n{cause.trace}\n"
-    elif isinstance(cause, Divergence) and cause.trace:
-        before = f"the ranks went different ways:\n\n{cause.trace}\n\n"
-    return RuntimeError(f"{before}strategy={strategy!r}: {one_line(str(cause), None)}")
+    # the first cause is the last thing on the screen
+    return RuntimeError(f"{_traces(cause)}strategy={strategy!r}: {one_line(str(cause), None)}")
 
 
 def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:

@@ -193,14 +193,18 @@ def _traffic(ranks: list[Witness]) -> tuple[tuple[int, int], ...]:
     return tuple((number - before, size - less) for (before, less), (number, size) in pairwise(after))
 
 
+def _were_one(digests: list[list[str]]) -> bool:
+    """Whether all ranks had the same values in some forward; a rank without samples runs none."""
+    return any(len(set(alike)) == 1 for alike in zip(*filter(None, digests), strict=False))
+
+
 def _stale_buffers(ranks: list[Witness]) -> list[Difference]:
     """Buffers in which the ranks never were one in a step; between a window's forwards they may part."""
     found = []
     for step, forwards in ranks[0].buffers.items():
         for name in forwards[0] if forwards else ():
             digests = [[seen[name] for seen in witness.buffers.get(step, [])] for witness in ranks]
-            # a rank without samples runs no forward
-            if any(len(set(alike)) == 1 for alike in zip(*filter(None, digests), strict=False)):
+            if _were_one(digests):
                 continue
             mine, newest = digests[0][-1], [each[-1] if each else "" for each in digests]
             strays = tuple(rank for rank, theirs in enumerate(newest) if theirs and theirs != mine)
@@ -230,6 +234,11 @@ def _cause(first: tuple[Difference, ...], ranks: list[Witness]) -> str:
         return "clipping: the gradients are right before it, and on all ranks alike wrong after it"
     if any(step in witness.clipped_before for witness in ranks):
         return "clipping before the reduction: a gradient that exceeds the bound lies within it before it is clipped"
+    return _weighing(step, ranks)
+
+
+def _weighing(step: int, ranks: list[Witness]) -> str:
+    """What is wrong with the ranks' shares in a step of which all ranks have the same wrong gradient."""
     samples = [witness.weights.get(step, []) for witness in ranks]
     told = "; ".join(f"rank {rank}: {', '.join(f'{n:g}' for n in each)}" for rank, each in enumerate(samples))
     if len({n for each in samples for n in each}) > 1:
