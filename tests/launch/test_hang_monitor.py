@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.supervise import monitor
 from lockstep.supervise.causes import Divergence, Stand
-from lockstep.supervise.monitor import MOST, HangMonitor
+from lockstep.supervise.hang_monitor import MOST, HangMonitor
 from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
 from lockstep.supervise.trace_memory import WHOLE, TraceMemory
 

@@ -16,7 +16,7 @@ from lockstep.supervise.causes import Divergence, Stand
 from lockstep.supervise.comparison import NotesOfAll
 from lockstep.supervise.elsewhere import OtherRanks, Proof, soon
 from lockstep.supervise.hang import RUNS, STOPPED, RankSnapshot, plain_notes
-from lockstep.supervise.monitor import HangMonitor
+from lockstep.supervise.hang_monitor import HangMonitor
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.trace_memory import Note
 

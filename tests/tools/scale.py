@@ -31,8 +31,8 @@ from lockstep.loop.feed import Feed
 from lockstep.supervise import elsewhere, hub, monitor
 from lockstep.supervise.causes import Cause, Divergence, Stand
 from lockstep.supervise.hang import RUNS, SLEEPS, RankSnapshot
+from lockstep.supervise.hang_monitor import HangMonitor
 from lockstep.supervise.hub import Nodes
-from lockstep.supervise.monitor import HangMonitor
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import Members, Note, shared
 

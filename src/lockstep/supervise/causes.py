@@ -122,9 +122,8 @@ def first_cause(
         proof: that the ranks' calls did not match, which aborts processes and breaks connections.
     """
     own = [cause for cause in noted if not cause.lost]
-    ranks = {cause.rank for cause in noted}
-    silent = next((end for end in ended if end.rank not in ranks), None)
-    if silent is not None and not (own and own[0].at < silent.at - SLACK):
+    silent = _silent_end(ended, noted, own)
+    if silent is not None:
         aborted = silent.code in (None, -signal.SIGABRT)  # None: nobody could ask
         return proof if proof is not None and aborted else silent
     if own:
@@ -135,7 +134,20 @@ def first_cause(
         return caught[0]
     if proof is not None:
         return proof
-    return _gone(noted, stands or {}) or mismatch({c.rank: f"{c.doing} ({c.location})" for c in noted}) or noted[0]
+    return _of_lost(noted, stands or {})
+
+
+def _of_lost(noted: list[Cause], stands: Mapping[int, Stand]) -> Cause | Divergence:
+    """The cause where all exceptions came out of collectives: a rank had left, or calls did not match."""
+    return _gone(noted, stands) or mismatch({c.rank: f"{c.doing} ({c.location})" for c in noted}) or noted[0]
+
+
+def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> Ended | None:
+    """The first process that ended without a note, unless an exception of a rank's own came clearly before."""
+    ranks = {cause.rank for cause in noted}
+    silent = next((end for end in ended if end.rank not in ranks), None)
+    is_later = silent is not None and bool(own) and own[0].at < silent.at - SLACK
+    return None if is_later else silent
 
 
 def _gone(lost: list[Cause], stands: Mapping[int, Stand]) -> Divergence | None:
@@ -240,6 +252,20 @@ class Judgement:
     code: int
 
 
+def _own_and_caught(
+    notes: Sequence[Cause], stands: Mapping[int, Stand], gone: Collection[int]
+) -> tuple[list[Cause], list[Cause]]:
+    """The exceptions of ranks' own that count as failures, and those that scripts have caught.
+
+    Args:
+        notes: of ranks on their exceptions.
+        stands: where the ranks stand.
+        gone: ranks that have failed, whatever they had caught.
+    """
+    own = [cause for cause in notes if not cause.lost and (cause.rank in gone or not was_caught(cause, stands))]
+    return own, [cause for cause in notes if cause not in own and was_caught(cause, stands)]
+
+
 def early_cause(
     failed: Sequence[Ended], notes: Sequence[Cause], stands: Mapping[int, Stand], left: Collection[int] = ()
 ) -> Cause | Ended | None:
@@ -253,8 +279,7 @@ def early_cause(
     """
     lost = {cause.rank for cause in notes if cause.lost}
     gone = {end.rank for end in failed} | set(left)
-    own = [cause for cause in notes if not cause.lost and (cause.rank in gone or not was_caught(cause, stands))]
-    caught = [cause for cause in notes if cause not in own and was_caught(cause, stands)]
+    own, caught = _own_and_caught(notes, stands, gone)
     found = first_cause([end for end in failed if end.rank not in lost], own, stands, caught)
     if found is None and caught and lost & gone:
         return caught[0]
@@ -302,6 +327,12 @@ OTHERS = 2
 """Ways in which other ranks failed that are told."""
 
 
+def _own_of_others(cause: First | None, notes: Iterable[Cause]) -> list[Cause]:
+    """The exceptions of other ranks' own."""
+    first = getattr(cause, "rank", None)
+    return [each for each in notes if not (each.lost or each.is_interrupt) and each.rank != first]
+
+
 def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> list[str]:
     """What ranks failed of beside the first cause, a line for each way of failing, and for all beyond `OTHERS`.
 
@@ -310,7 +341,7 @@ def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> 
         notes: of all ranks.
         host: the name of this machine, where it has to be told from others.
     """
-    own = [each for each in notes if not (each.lost or each.is_interrupt) and each.rank != getattr(cause, "rank", None)]
+    own = _own_of_others(cause, notes)
     like = sorted(each.rank for each in own if isinstance(cause, Cause) and each.is_like(cause))
     where = f" on {host}" if host else ""
     lines = [f"{named(like)}{where} failed alike"] if like else []

@@ -71,6 +71,17 @@ def soon(limit: float, size: int) -> float:
     return min(limit / 2, SUSPECT + size / CROWD)
 
 
+def _answer(own: Sequence[RankSnapshot], asked: int, caught: str) -> dict[str, Any]:
+    """What node 0 is told when it has asked for stacks."""
+    heard = sorted(each.rank for each in own if each.stack is not None)
+    return {"round": asked, "heard": heard, "caught": caught}
+
+
+def _waiting(everybody: Sequence[RankSnapshot]) -> list[RankSnapshot]:
+    """The ranks that wait for those that are stopped."""
+    return [each for each in everybody if each.state != STOPPED and each.waited >= HALTED / 2]
+
+
 def is_idle(snapshot: RankSnapshot) -> bool:
     """Whether a rank in a call has done nothing for so long that it may wait for another."""
     stand = snapshot.stand
@@ -124,6 +135,13 @@ class OtherRanks:
         """Whether a proof is under way."""
         return self._proof.is_pending or self._round > self._done
 
+    def _shows_again(self, now: float) -> bool:
+        """Whether stacks are to be shown, which is not done each second."""
+        if not self._shows or now - self._shown_at <= SHOWN:
+            return False
+        self._shown_at = now
+        return True
+
     def exchange(
         self, own: Sequence[RankSnapshot], limit: float, now: float, ask: Ask, caught: str = ""
     ) -> list[RankSnapshot]:
@@ -142,10 +160,8 @@ class OtherRanks:
             if self._hub.node == 0 and urges:
                 self._ask_others(now, urges)
             wanted = now - self._wanted_at < PATIENCE
-            shows = wanted and self._shows and now - self._shown_at > SHOWN  # not each second
+            shows = wanted and self._shows_again(now)
             asked = self._round
-        if shows:
-            self._shown_at = now
         quest = asked > self._done
         if quest and self._hub.node == 0:
             self._proof.take(0, {})
@@ -154,8 +170,7 @@ class OtherRanks:
         if self._hub.node == 0:
             return [*own, *self._known(now)]
         if urges or wanted:
-            heard = sorted(each.rank for each in own if each.stack is not None) if quest else None
-            self._tell(own, urges, now, {"round": asked, "heard": heard, "caught": caught} if quest else {})
+            self._tell(own, urges, now, _answer(own, asked, caught) if quest else {})
         return list(own)
 
     def waits(self) -> str:
@@ -280,8 +295,7 @@ class OtherRanks:
         if now - self._halted_at >= HALTED or self._hub.node:
             return found
         with self._lock:
-            waiting = [each for each in everybody if each.state != STOPPED and each.waited >= HALTED / 2]
-            self._ask_others(now, 1, told(waiting))
+            self._ask_others(now, 1, told(_waiting(everybody)))
         return None
 
     def strayed(self, everybody: Sequence[RankSnapshot], now: float, caught: str = "") -> Divergence | None:

@@ -114,8 +114,7 @@ class RankSnapshot:
         elif inside is None and queued is not None:
             what = f"waits in {queued.named} (queued on its device)"
         elif inside is not None:
-            doing = "" if stack is None else stack.doing
-            what = f"waits in {inside.named}" + (f" ({doing})" if doing not in ("", inside.operation) else "")
+            what = f"waits in {_shown_with(inside, stack)}"
         elif stack is None:
             what = self.state
         elif stack.loads:
@@ -131,6 +130,12 @@ def _outstanding(snapshot: RankSnapshot) -> str:
     """The oldest asynchronous collective that is not known to be complete."""
     open_ = [note for note in snapshot.notes if note.left is not None and note.done is None and not note.aside]
     return open_[-1].named if open_ and snapshot.stack is not None and snapshot.stack.doing == "wait" else ""
+
+
+def _shown_with(inside: Note, stack: Stack | None) -> str:
+    """A collective, with what the stack says beside its name."""
+    doing = "" if stack is None else stack.doing
+    return inside.named + (f" ({doing})" if doing not in ("", inside.operation) else "")
 
 
 def _when(snapshot: RankSnapshot) -> str:
@@ -388,22 +393,27 @@ def circle(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
     return None
 
 
+def _has_not_come(snapshot: RankSnapshot, position: Position) -> bool:
+    """Whether a rank's notes show that it was in collectives of the group, and not yet in this one.
+
+    What is older than all that is known of a rank may have been there: nothing is said then.
+    """
+    group, names, number = position
+    theirs = [note for note in snapshot.notes if note.group == group and note.members == names]
+    numbers = [note.number for note in theirs if note.number]
+    return bool(numbers) and max(numbers) < number and all(note.whole for note in theirs)
+
+
 def _behind(position: Position, at: Mapping[Position, Sequence[RankSnapshot]]) -> dict[Position, set[int]]:
     """The ranks without which those of a collective cannot come out of it, and who are in others, by where they are."""
-    group, names, number = position
     inside = next(snapshot.inside for snapshot in at[position] if snapshot.inside is not None)
     if not inside.whole or inside.operation not in TOGETHER:
         return {}
-    among = set(names)
+    among = set(position[1])
     found: dict[Position, set[int]] = {}
     for other, there in at.items():
         for snapshot in there if other != position else ():
-            if snapshot.rank not in among:
-                continue
-            theirs = [note for note in snapshot.notes if note.group == group and note.members == names]
-            numbers = [note.number for note in theirs if note.number]
-            # what is older than all that is known of a rank may have been there: nothing is said then
-            if numbers and max(numbers) < number and all(note.whole for note in theirs):
+            if snapshot.rank in among and _has_not_come(snapshot, position):
                 found.setdefault(other, set()).add(snapshot.rank)
     return found
 

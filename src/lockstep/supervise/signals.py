@@ -28,6 +28,11 @@ _giving_way: list[object] = []
 """The handlers of :func:`handling` that one inside of them may replace."""
 
 
+def _is_users(handler: Any) -> bool:
+    """Whether a signal has a handler in Python, and not what it does by default."""
+    return callable(handler) and handler is not signal.SIG_IGN
+
+
 @contextmanager
 def handling(
     numbers: Iterable[int], note: Callable[[int], None], gives_way: bool = False, beside: Collection[int] = ()
@@ -62,7 +67,7 @@ def handling(
     taken = {
         number: handler
         for number, handler in before.items()
-        if handler in replaceable or (number in beside and callable(handler) and handler is not signal.SIG_IGN)
+        if handler in replaceable or (number in beside and _is_users(handler))
     }
     for number in taken:
         signal.signal(number, handle)

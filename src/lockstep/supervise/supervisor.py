@@ -445,17 +445,25 @@ class Supervisor:
             self._print(self._judged())
         return not self._processes.running
 
+    def _cause(self, shown: set[int], folded: set[int], notes: list[Cause]) -> tuple[First | None, bool]:
+        """The first cause, as far as this node knows it, and whether it has been told.
+
+        Args:
+            shown, folded: ranks that have printed their tracebacks, and that have folded theirs.
+            notes: of ranks on their exceptions.
+        """
+        failed = self._processes.failed
+        if self._verdict is not None:
+            printed = {end.rank for end in failed} | self._left.keys() | shown
+            return self._verdict.cause, is_told(self._verdict.cause, printed - folded, notes)
+        proof = self._monitor.divergence()
+        cause, told = final_cause(failed, notes, self._monitor.stands(), self._left, shown, proof, folded)
+        return (self._first if cause is None or isinstance(self._first, Divergence) else cause), told
+
     def _judged(self) -> Judgement:
         failed, verdict, shown = self._processes.failed, self._verdict, self._who("printed")
         folded, notes = self._who("folded"), self._mailbox.read()
-        cause: First | None
-        if verdict is not None:
-            printed = {end.rank for end in failed} | self._left.keys() | shown
-            cause, told = verdict.cause, is_told(verdict.cause, printed - folded, notes)
-        else:
-            proof = self._monitor.divergence()
-            cause, told = final_cause(failed, notes, self._monitor.stands(), self._left, shown, proof, folded)
-            cause = self._first if cause is None or isinstance(self._first, Divergence) else cause
+        cause, told = self._cause(shown, folded, notes)
         interrupted = verdict is not None and verdict.interrupted
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:
