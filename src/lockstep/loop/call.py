@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -152,6 +153,35 @@ def _whereabouts(session: Session) -> tuple[str, int]:
 
 
 @does("setting up")
+def _choose_checkpoint(session: Session, asked: Asked) -> str | None:
+    """The checkpoint from which all ranks go on."""
+    signals = asked.signals
+    # "last" is what rank 0 found: another node may see its files later
+    found = asked.ckpt_path if signals is None else signals.resume_from(asked.ckpt_path)
+    ckpt_path: str | None = session.strategy.broadcast(found)
+    # the run's own may be displaced by a newer one, as if nothing had happened
+    session.ckpt_path = asked.ckpt_path if signals is not None and signals.goes_on else ckpt_path
+    return ckpt_path
+
+
+def _share_loggers(session: Session) -> None:
+    """Let the loggers of all ranks be those of rank 0; a third party's may not know how."""
+    for logger in session.loggers:
+        share = getattr(logger, "share", None)
+        if share is not None:
+            share(session.strategy.broadcast)
+
+
+def _restored(session: Session, asked: Asked, ckpt_path: str) -> dict[str, Any]:
+    """A checkpoint, once the module and the callbacks have taken theirs of it."""
+    checkpoint = state.read(session, ckpt_path, asked.weights_only)
+    state.restore_model(session, checkpoint)
+    state.restore_callbacks(session, checkpoint)
+    if asked.signals is not None:
+        asked.signals.restore(checkpoint)
+    return checkpoint
+
+
 def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     session.connect()
     reconsider(session)
@@ -164,11 +194,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     _be_watched(session)
     if session.config.debug == "collectives" and strategy.world_size > 1:
         watched.enter_context(compared())
-    # "last" is what rank 0 found: another node may see its files later
-    found = asked.ckpt_path if signals is None else signals.resume_from(asked.ckpt_path)
-    ckpt_path = strategy.broadcast(found)
-    # the run's own may be displaced by a newer one, as if nothing had happened
-    session.ckpt_path = asked.ckpt_path if signals is not None and signals.goes_on else ckpt_path
+    ckpt_path = _choose_checkpoint(session, asked)
     session.agreement = strategy.make_agreement()
     session.stop_flag = session.agreement.register("stop")
     session.interrupt_flag = session.agreement.register("interrupt")
@@ -178,10 +204,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     session.hooks = Hooks(session.trainer, module, session.callbacks, session.results)
     _choose_seed(session)
     _prepare_data(session)
-    for logger in session.loggers:
-        share = getattr(logger, "share", None)  # a third party's logger may not have it
-        if share is not None:
-            share(strategy.broadcast)
+    _share_loggers(session)
     if not isinstance(session.profiler, PassThroughProfiler):
         from lockstep.loop.profiled import instrument  # not for runs that measure nothing
 
@@ -193,12 +216,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     own_backward = module.backward if is_replaced("backward", module, LightningModule) else None
     if strategy.places_first:
         strategy.setup_module(module, own_backward)
-    checkpoint = state.read(session, ckpt_path, asked.weights_only) if ckpt_path is not None else None
-    if checkpoint is not None:
-        state.restore_model(session, checkpoint)
-        state.restore_callbacks(session, checkpoint)
-        if signals is not None:
-            signals.restore(checkpoint)
+    checkpoint = None if ckpt_path is None else _restored(session, asked, ckpt_path)
     if not strategy.places_first:
         strategy.setup_module(module, own_backward)
     if fn is TrainerFn.FITTING:

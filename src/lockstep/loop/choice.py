@@ -28,6 +28,7 @@ from lockstep.precision.formats import make_precision
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from lockstep.engines.strategy import Strategy
     from lockstep.loop.session import Session
     from lockstep.planner.cost import Candidate
     from lockstep.planner.hardware import Hardware
@@ -83,6 +84,11 @@ def _threads(ranks: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _devices_of(strategy: Strategy) -> int:
+    """How many devices a strategy uses on this node."""
+    return max(len(strategy.devices), 1) if strategy.drives_all_devices else strategy.world.local_size
+
+
 def plan_for(
     trainer: Trainer,
     batch: Any,
@@ -112,9 +118,7 @@ def plan_for(
     device = strategy.root_device
     with _threads(trainer.world_size if device.type == "cpu" else 1):
         if hardware is None:
-            local = 1 if strategy.drives_all_devices else strategy.world.local_size
-            devices = max(len(strategy.devices), local) if strategy.drives_all_devices else local
-            hardware = hardware_of(device, devices, strategy.world.num_nodes, folder)
+            hardware = hardware_of(device, _devices_of(strategy), strategy.world.num_nodes, folder)
             measure = True if measure is None else measure
         batch = Transfer(module, trainer.datamodule, strategy)(batch)
         profile_of = partial(profile_module, module, named=named, trainer=trainer)

@@ -186,6 +186,23 @@ class EvaluationLoop:
         hooks.call(f"on_{name}_end")
         return _by_loader(values, len(self.feed.num_batches))
 
+    def _check_batch_hooks(self, several: bool) -> None:
+        """Refuse hooks of batches that want arguments which there are not; ``several`` loaders have numbers."""
+        module = self.session.module
+        for hook in (f"on_{self.name}_batch_start", f"on_{self.name}_batch_end"):
+            if is_overridden(hook, module, ModuleHooks):
+                refuse_more(getattr(module, hook), (3 if several else 2) + hook.endswith("end"), hook)
+
+    def _pad(self, step: Callable[..., Any], position: tuple[Any, int, int], takes: int, transfer: Transfer) -> None:
+        """Run a step that counts nowhere, beside other ranks that still have batches."""
+        session, results = self.session, self.session.results
+        batch, batch_idx, loader = position
+        with padding(session):
+            results.muted = True
+            moved = batch if transfer.idle else transfer(batch, loader)
+            session.strategy.run(step, *(moved, batch_idx, loader)[:takes])
+            results.muted = False
+
     def _steps(self, step_name: str, sanity_steps: int = 0) -> Iterator[tuple[Any, int]]:
         """Run the stage's step over the loaders; gives (output, dataloader_idx) of each batch."""
         session, feed, hooks, name = self.session, self.feed, self.session.hooks, self.name
@@ -194,9 +211,7 @@ class EvaluationLoop:
         several = len(feed.num_batches) > 1 and feed.sequential
         step = getattr(module, step_name)
         takes = arguments_of(step, several, step_name)
-        for hook in (f"on_{name}_batch_start", f"on_{name}_batch_end"):
-            if is_overridden(hook, module, ModuleHooks):
-                refuse_more(getattr(module, hook), (3 if several else 2) + hook.endswith("end"), hook)
+        self._check_batch_hooks(several)
         transfer = Transfer(module, session.datamodule, session.strategy)
         # a fit ends at its next boundary: its callbacks save it there, and all ranks agree on where that is
         ends_at_once = not session.fitting
@@ -214,12 +229,8 @@ class EvaluationLoop:
             shown = dataloader_idx if several else -1
             results.hook, results.weight, results.among_batches = ("", shown), weight, True
             if is_padding:
-                with padding(session):
-                    results.muted = True
-                    results.enter(step_name, shown)
-                    moved = batch if transfer.idle else transfer(batch, dataloader_idx)
-                    session.strategy.run(step, *(moved, batch_idx, dataloader_idx)[:takes])
-                    results.muted = False
+                results.enter(step_name, shown)
+                self._pad(step, (batch, batch_idx, dataloader_idx), takes, transfer)
                 continue
             if not transfer.idle:
                 batch = transfer(batch, dataloader_idx)

@@ -186,6 +186,15 @@ class Window:
             yield batch, weight, share
 
 
+def _first_gap(of_parts: Sequence[Sequence[float]], of_rank: Sequence[float]) -> tuple[int, int] | None:
+    """The first rank, and its loader, that has samples of a micro-batch and none of this loader's."""
+    for loader, part in enumerate(of_parts):
+        for rank, weight in enumerate(part):
+            if of_rank[rank] and not weight:
+                return rank, loader
+    return None
+
+
 class Feed:
     """The training loaders of a fit, epoch by epoch.
 
@@ -595,13 +604,7 @@ class Feed:
             of_rows = [getattr(weight, "parts", [0.0] * len(of_parts)) for _, weight in mine]
             among = partial(self._among, [weight for _, weight in mine], of_rows, of_rank, of_parts)
             drawn = self._handed_out(mine[begun:], after)
-            gaps = (
-                (rank, loader)
-                for loader, part in enumerate(of_parts)
-                for rank, weight in enumerate(part)
-                if of_rank[rank] and not weight
-            )
-            yield Window(drawn, among(None), last, of_rank, begun, absent, among, next(gaps, None))
+            yield Window(drawn, among(None), last, of_rank, begun, absent, among, _first_gap(of_parts, of_rank))
             number, begun = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -22,7 +22,7 @@ from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.feed import Feed
+from lockstep.loop.feed import Feed, Window
 from lockstep.loop.fit_messages import say
 from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.nan_watch import NanWatch
@@ -33,6 +33,8 @@ from lockstep.loop.step import Step
 from lockstep.loop.window_start import WindowStart
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lockstep.loop.balance import Balance
 
 # -- when a fit validates ------------------------------------------------------------------------------------
@@ -429,32 +431,52 @@ class FitLoop:
                 f"{config.log_every_n_steps}): give it a lower value to see values of single steps."
             )
 
+    def _begin_epoch(self) -> None:
+        """Begin an epoch, unless a resume goes on within one."""
+        progress = self.session.fit.progress
+        if progress.phase == EPOCH_START:
+            progress.batch = 0
+            if self._reload_due(progress.train_loaded):
+                self._load()
+            self.session.hooks.call("on_train_epoch_start")
+
+    def _windows_left(self, feed: Feed) -> tuple[bool, Iterator[Window]]:
+        """The windows that are left of the epoch; and whether it is done already, but for its end."""
+        session, progress = self.session, self.session.fit.progress
+        session.strategy.epoch_begins()
+        accumulate = session.config.accumulation(progress.epoch)
+        if self.balance is not None:
+            self.balance.begin_epoch(feed, progress.epoch, accumulate)
+        feed.begin(progress.epoch, progress.batch, accumulate)
+        self.step.counted = feed.rows_at if feed.counting.elastic else int
+        session.results.enter("training_step")
+        whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
+        self._act_on_signals()
+        windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
+        session.fit.window_start.begin_epoch(session.module, session.results, session.published.callback)
+        return whole, windows
+
+    def _updated(self, log_every: int | None) -> None:
+        """Behind a window's update: look at the clock, and log where that is due."""
+        session = self.session
+        if self._time_limit is not None:
+            self._look_at_clock()
+        # the step at which a fit stops is logged, whichever it is; on all ranks alike
+        stops = session.stop_flag in session.agreement.up if self.step.shared else session.should_stop
+        if log_every and (stops or (session.fit.progress.windows + 1) % log_every == 0):
+            self._log_step()
+
     def epoch(self) -> None:
         """One epoch, or what is left of it after a resume."""
         session, progress, step = self.session, self.session.fit.progress, self.step
         whole = progress.phase == EPOCH_END
         session.fit.cut_epoch = None
-        if progress.phase == EPOCH_START:
-            progress.batch = 0
-            if self._reload_due(progress.train_loaded):
-                self._load()
-            session.hooks.call("on_train_epoch_start")
+        self._begin_epoch()
         feed = session.fit.loaded
         if not whole:
-            session.strategy.epoch_begins()
-            accumulate = session.config.accumulation(progress.epoch)
             log_every, validates = session.config.log_every_n_steps, self._validates
-            balance = self.balance
-            if balance is not None:
-                balance.begin_epoch(feed, progress.epoch, accumulate)
-            feed.begin(progress.epoch, progress.batch, accumulate)
-            step.counted = feed.rows_at if feed.counting.elastic else int
-            session.results.enter("training_step")
-            whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
-            self._act_on_signals()
-            windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
-            local = session.strategy.local_steps
-            session.fit.window_start.begin_epoch(session.module, session.results, session.published.callback)
+            whole, windows = self._windows_left(feed)
+            balance, local = self.balance, session.strategy.local_steps
             for window in windows:
                 if window.size > 1 and not window.begun:
                     session.fit.window_start.note(progress.batch)
@@ -467,12 +489,7 @@ class FitLoop:
                 for _ in step.window(window, progress.batch):
                     left -= 1
                     if not left:
-                        if self._time_limit is not None:
-                            self._look_at_clock()
-                        # the step at which a fit stops is logged, whichever it is; on all ranks alike
-                        stops = session.stop_flag in session.agreement.up if step.shared else session.should_stop
-                        if log_every and (stops or (progress.windows + 1) % log_every == 0):
-                            self._log_step()
+                        self._updated(log_every)
                     if validates and self._validation_due(not left):
                         self._validate(not left)
                 if step.ended_by_user:
@@ -532,35 +549,37 @@ class FitLoop:
             self.session.should_stop = True  # rank 0's clock; the others learn of it at a boundary
             self._reason = f"max_time={self._time_limit:g} s reached"
 
-    def _end_epoch(self, whole: bool, feed: Feed) -> None:
+    def _call_end_hooks(self, whole: bool) -> dict[str, Tensor]:
+        """Reduce what was logged, call the hooks of an epoch's end; gives what goes to the loggers."""
         session, hooks, results = self.session, self.session.hooks, self.session.results
-        progress = session.fit.progress
+        newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown)
+        session.published.publish(newest)
+        results.shown = results.micro_batch
+        of_epoch = results.reduce_epoch()
+        for_loggers = session.published.publish(of_epoch)
+        self.nan_watch.look_at([*newest, *of_epoch])
+        self.nan_watch.look_at_weights()
+        if whole and self.step.watch is not None:
+            self.step.watch.epoch_ended()
+        # a third party may have put its callback on one rank alone, and reducing takes all of them
+        if hooks.on_train_epoch_end is not None or session.world_size > 1:
+            hooks.call("on_train_epoch_end")
+            for_loggers.update(session.published.publish(results.reduce_epoch()))
+        if whole:
+            session.fit.progress.phase = EPOCH_END
+        results.enter("on_train_epoch_end")
+        for monitor in hooks.epoch_end_monitors:
+            monitor()
+        for_loggers.update(session.published.publish(results.reduce_epoch()))
+        return for_loggers
+
+    def _end_epoch(self, whole: bool, feed: Feed) -> None:
+        session, results, progress = self.session, self.session.results, self.session.fit.progress
         results.weight, results.among_batches = 1.0, False  # what is logged from here on is no batch's
         if not whole:  # reducing it begins its means anew, and a resume goes on with them
             session.fit.cut_epoch = state.logged(session)
-        if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks
-            for_loggers = {}
-        else:
-            newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown)
-            session.published.publish(newest)
-            results.shown = results.micro_batch
-            of_epoch = results.reduce_epoch()
-            for_loggers = session.published.publish(of_epoch)
-            self.nan_watch.look_at([*newest, *of_epoch])
-            self.nan_watch.look_at_weights()
-            if whole and self.step.watch is not None:
-                self.step.watch.epoch_ended()
-            # a third party may have put its callback on one rank alone, and reducing takes all of them
-            overridden = hooks.on_train_epoch_end is not None or session.world_size > 1
-            if overridden:
-                hooks.call("on_train_epoch_end")
-                for_loggers.update(session.published.publish(results.reduce_epoch()))
-            if whole:
-                progress.phase = EPOCH_END
-            results.enter("on_train_epoch_end")
-            for monitor in hooks.epoch_end_monitors:
-                monitor()
-            for_loggers.update(session.published.publish(results.reduce_epoch()))
+        resumed_at_end = whole and progress.phase == EPOCH_END  # after the end's hooks
+        for_loggers = {} if resumed_at_end else self._call_end_hooks(whole)
         if whole:
             self.step.schedulers.watch_metric("epoch", progress.epoch + 1)
         if for_loggers:

@@ -160,6 +160,18 @@ class Entry:
         self.weight = self.last_weight = 0.0
         self.total, self.lost = NEUTRAL[self.op], 0.0
 
+    def mark(self, micro_batch: int) -> None:
+        """Note that something was logged in this micro-batch, which counts on another rank."""
+        self.epoch_fresh, self.step_fresh = self.on_epoch, micro_batch if self.on_step else 0
+
+    def learn_quick(self, value: object) -> None:
+        """Let ``LightningModule.log`` take in values like this one itself, where nothing but a mean is kept."""
+        if self.op == "mean":
+            kind = type(value)
+            self.quick = (
+                value.dtype if isinstance(value, Tensor) and kind is Tensor else float if kind is float else None
+            )
+
     def add(self, value: Tensor | float, weight: float, micro_batch: int) -> None:
         """Take in one value, a number or a tensor of one element, that was logged in this micro-batch."""
         if isinstance(value, Tensor):
@@ -177,7 +189,7 @@ class Entry:
             self.epoch_fresh = True
             self.weight += weight
             op = self.op
-            if op == "mean" or op == "sum":
+            if op in ("mean", "sum"):
                 if op == "mean":
                     value = value * weight
                 if isinstance(value, Tensor) and value.dtype == torch.float32:  # the device has no float64
@@ -379,20 +391,19 @@ class LogCollector:
         if STATE.recomputing or (self.muted and not is_metric(value)):
             return  # what a forward computes again was logged by the first one
         table = self.table
-        entry = table.get(name) if table is not None else None
+        entry = None if table is None else table.get(name)
         if entry is None or entry.options != options:
             entry = self._open(name, options)
         if self._rank and entry.rank_zero_only:
-            entry.epoch_fresh, entry.step_fresh = entry.on_epoch, self.micro_batch if entry.on_step else 0
+            entry.mark(self.micro_batch)
             return
         weight = self.weight if batch_size is None else checked_size(name, batch_size)
         if is_metric(value):
             self._add_metric(entry, value, weight)
         else:
             entry.add(value, weight, self.micro_batch)
-            if self._on_cpu and entry.op == "mean":
-                kind = type(value)
-                entry.quick = value.dtype if kind is Tensor else float if kind is float else None
+            if self._on_cpu:
+                entry.learn_quick(value)
 
     def _open(self, name: str, options: Options) -> Entry:
         if not isinstance(name, str):

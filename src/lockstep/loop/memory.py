@@ -135,23 +135,8 @@ class Way:
 
 def ways_out(session: Session, used: MemoryUse) -> list[Way]:
     """What would need less memory on this rank, cheapest first, without what is in use."""
-    strategy, training = session.strategy, session.fitting
-    in_use, ranks = strategy.saves_memory_by(), strategy.world.size
-    ways = [*_by_batch(session, used)]
-    if training and strategy.precision.name in ("32-true", "64-true") and used.activations:
-        ways.append(Way('Trainer(precision="bf16-mixed"): activations of half the size, about', used.activations // 2))
-    kept = _recomputable(session)
-    if training and "recomputation" not in in_use and kept > 0:
-        kind = type(strategy).__name__
-        ways.append(Way(f"{kind}(activation_checkpointing=True): repeated blocks are computed again", kept))
-    if training and ranks > 1 and not in_use & {"sharded optimizer", "sharded parameters"} and used.optimizer_states:
-        saves = used.optimizer_states * (ranks - 1) // ranks
-        ways.append(Way("DDPStrategy(shard_optimizer=True): each rank has its part of the optimizer states", saves))
-    stays = used.device == "cpu" or in_use & {"offloaded optimizer", "sharded optimizer", "sharded parameters"}
-    if training and not stays:
-        kind = "DDPStrategy" if ranks > 1 else "SingleDeviceStrategy"
-        text = f"{kind}(offload_optimizer=True): optimizer states are on the CPU"
-        ways.append(Way(text, used.optimizer_states))
+    in_use, ranks = session.strategy.saves_memory_by(), session.strategy.world.size
+    ways = [*_by_batch(session, used), *(_ways_in_training(session, used) if session.fitting else ())]
     if "sharded parameters" not in in_use:
         number = max(ranks, 2)
         more = "" if ranks > 1 else f", devices={number}"
@@ -160,6 +145,27 @@ def ways_out(session: Session, used: MemoryUse) -> list[Way]:
     if "offload" not in in_use and used.device != "cpu":
         ways.append(Way('Trainer(strategy="fsdp_cpu_offload"): the model is on the CPU', used.model_states))
     return [way for way in ways if way.saves > 0]
+
+
+def _ways_in_training(session: Session, used: MemoryUse) -> list[Way]:
+    """What would need less memory for activations and optimizer states."""
+    strategy, ways = session.strategy, list[Way]()
+    in_use, ranks = strategy.saves_memory_by(), strategy.world.size
+    if strategy.precision.name in ("32-true", "64-true") and used.activations:
+        ways.append(Way('Trainer(precision="bf16-mixed"): activations of half the size, about', used.activations // 2))
+    kept = _recomputable(session)
+    if "recomputation" not in in_use and kept > 0:
+        kind = type(strategy).__name__
+        ways.append(Way(f"{kind}(activation_checkpointing=True): repeated blocks are computed again", kept))
+    if ranks > 1 and not in_use & {"sharded optimizer", "sharded parameters"} and used.optimizer_states:
+        saves = used.optimizer_states * (ranks - 1) // ranks
+        ways.append(Way("DDPStrategy(shard_optimizer=True): each rank has its part of the optimizer states", saves))
+    stays = used.device == "cpu" or in_use & {"offloaded optimizer", "sharded optimizer", "sharded parameters"}
+    if not stays:
+        kind = "DDPStrategy" if ranks > 1 else "SingleDeviceStrategy"
+        text = f"{kind}(offload_optimizer=True): optimizer states are on the CPU"
+        ways.append(Way(text, used.optimizer_states))
+    return ways
 
 
 def _by_batch(session: Session, used: MemoryUse) -> Iterator[Way]:
@@ -197,6 +203,16 @@ def explained(session: Session, error: BaseException) -> OutOfMemory | None:
         traceback.clear_frames(error.__traceback__)  # what the user's frames hold: telling needs memory, too
 
 
+def _table(ways: list[Way]) -> list[str]:
+    if not ways:
+        return []
+    width = max(len(way.text) for way in ways)
+    return [
+        "what would need less, on each rank:",
+        *(f"  {way.text:<{width}}  {readable(way.saves):>10}" for way in ways),
+    ]
+
+
 def _message(session: Session, error: BaseException) -> str:
     used, strategy = memory_of(session), session.strategy
     asked = next((float(m[1]) * unit for form, unit in ASKED if (m := form.search(str(error)))), None)
@@ -213,10 +229,7 @@ def _message(session: Session, error: BaseException) -> str:
         lines.append(f"  and by other processes on the device: {readable(others)}")
     least = (used.total + elsewhere) / HELPS if elsewhere > used.total else 1
     ways = [way for way in ways_out(session, used) if way.saves >= least]
-    if ways:
-        width = max(len(way.text) for way in ways)
-        lines.append("what would need less, on each rank:")
-        lines += [f"  {way.text:<{width}}  {readable(way.saves):>10}" for way in ways]
+    lines += _table(ways)
     if elsewhere > used.total:
         lines.append(
             "most of it is no part of the training: let go of what is kept over steps (`del`, `.item()`, `.detach()`)"

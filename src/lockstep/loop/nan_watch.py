@@ -23,6 +23,11 @@ def _norms_by_kind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.stack(torch._foreach_norm(alike)).float().sum() for alike in by_kind.values()]
 
 
+def _has_norm(p: torch.Tensor) -> bool:
+    """Whether a parameter has numbers on this rank, of a kind that may be NaN."""
+    return not stands_in(p) and p.is_floating_point() and p.numel() > 0 and p.layout is torch.strided
+
+
 class NanWatch:
     """Looks at what a fit logs, and at its weights at the end of epochs.
 
@@ -48,8 +53,7 @@ class NanWatch:
         if self.told:
             return
         module = self._session.module
-        own = [p for p in module.parameters() if not stands_in(p)]
-        weights = [p for p in own if p.is_floating_point() and p.numel() and p.layout is torch.strided]
+        weights = [parameter for parameter in module.parameters() if _has_norm(parameter)]
         if weights and any(norm.isnan() for norm in _norms_by_kind(weights)):
             named = module.named_parameters()
             found = [name for name, p in named if any(p is weight for weight in weights) and p.isnan().any()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
@@ -151,30 +151,38 @@ def _unpack(returned: object) -> tuple[list[Any], list[Any], str | None]:
             [returned["lr_scheduler"]] if returned.get("lr_scheduler") else [],
             returned.get("monitor"),
         )
-    if isinstance(returned, (list, tuple)):
-        if len(returned) == 2 and isinstance(returned[0], (list, tuple)) and all(map(_is_optimizer, returned[0])):
-            schedulers = returned[1] if isinstance(returned[1], (list, tuple)) else [returned[1]]
-            return list(returned[0]), list(schedulers), None
-        if returned and all(isinstance(entry, dict) for entry in returned):
-            for entry in returned:
-                _check_keys(entry)
-            schedulers = [
-                {"monitor": entry.get("monitor"), **_as_dict(entry["lr_scheduler"])}
-                for entry in returned
-                if entry.get("lr_scheduler")
-            ]
-            return [entry["optimizer"] for entry in returned], schedulers, None
-        if returned and all(map(_is_optimizer, returned)):
-            return list(returned), [], None
-        if len(returned) == 2 and _is_optimizer(returned[0]):
-            raise MisconfigurationException(
-                f"`configure_optimizers` returned ({type(returned[0]).__name__}, {type(returned[1]).__name__}): put "
-                "the optimizer and the scheduler in a list each, `return [optimizer], [scheduler]`, or return "
-                '{"optimizer": optimizer, "lr_scheduler": scheduler}.'
-            )
-    raise MisconfigurationException(
-        f"`configure_optimizers` returned {type(returned).__name__} ({returned!r:.200}); it must return {SHAPES}."
-    )
+    found = _unpack_sequence(returned) if isinstance(returned, (list, tuple)) else None
+    if found is None:
+        raise MisconfigurationException(
+            f"`configure_optimizers` returned {type(returned).__name__} ({returned!r:.200}); it must return {SHAPES}."
+        )
+    return *found, None
+
+
+def _unpack_dicts(returned: Sequence[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+    for entry in returned:
+        _check_keys(entry)
+    scheduled = [entry for entry in returned if entry.get("lr_scheduler")]
+    schedulers = [{"monitor": entry.get("monitor"), **_as_dict(entry["lr_scheduler"])} for entry in scheduled]
+    return [entry["optimizer"] for entry in returned], schedulers
+
+
+def _unpack_sequence(returned: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
+    """The optimizers and schedulers of a sequence of a known shape; None for another one."""
+    if len(returned) == 2 and isinstance(returned[0], (list, tuple)) and all(map(_is_optimizer, returned[0])):
+        schedulers = returned[1] if isinstance(returned[1], (list, tuple)) else [returned[1]]
+        return list(returned[0]), list(schedulers)
+    if returned and all(isinstance(entry, dict) for entry in returned):
+        return _unpack_dicts(returned)
+    if returned and all(map(_is_optimizer, returned)):
+        return list(returned), []
+    if len(returned) == 2 and _is_optimizer(returned[0]):
+        raise MisconfigurationException(
+            f"`configure_optimizers` returned ({type(returned[0]).__name__}, {type(returned[1]).__name__}): put "
+            "the optimizer and the scheduler in a list each, `return [optimizer], [scheduler]`, or return "
+            '{"optimizer": optimizer, "lr_scheduler": scheduler}.'
+        )
+    return None
 
 
 def _as_dict(scheduler: object) -> dict[str, Any]:

@@ -55,6 +55,11 @@ NONE_LEFT = 2**62
 """In place of a loader's number: this rank has no further batch."""
 
 
+def _borrowers(has: list[bool], of_loader: list[int], loader: int) -> list[bool]:
+    """By rank: it has no batch left of this loader, and has had none."""
+    return [not own and latest != loader for own, latest in zip(has, of_loader, strict=True)]
+
+
 def in_step(
     batches: Iterable[tuple[Any, int, int, float]], strategy: Strategy
 ) -> Iterator[tuple[Any, int, int, float, bool]]:
@@ -72,19 +77,20 @@ def in_step(
     latest: Any = None
     of_loader = [NONE_LEFT] * strategy.world.size  # by rank, the loader of its latest batch
     while True:
-        here = (NONE_LEFT, 0) if item is None else (item[2], item[1])
+        here, own = ((NONE_LEFT, 0), None) if item is None else ((item[2], item[1]), item[0])
         ahead = [tuple(row) for row in strategy.gather_stacked(torch.tensor(here)).tolist()]
         loader, number = first = min(ahead)
         if loader == NONE_LEFT:
             return
-        has = [at == first for at in ahead]
-        borrows = [not has[other] and of_loader[other] != loader for other in range(len(has))]
+        has = [at == first for at in ahead]  # the ranks that still have this batch, one at least
+        borrows = _borrowers(has, of_loader, loader)
         if any(borrows):
-            lent = strategy.broadcast(item[0] if item is not None and has[rank] else None, has.index(True))
+            lent = strategy.broadcast(own if has[rank] else None, has.index(True))
             latest = lent if borrows[rank] else latest
         of_loader = [loader if has[other] or borrows[other] else before for other, before in enumerate(of_loader)]
-        if item is not None and has[rank]:
-            latest = item[0]
+        if has[rank]:
+            assert item is not None
+            latest = own
             yield *item, False
             item = next(mine, None)
         else:

@@ -258,6 +258,16 @@ class BatchCounting:
     differs: bool = field(default=False, compare=False)
     """Whether a step has another number of samples than it had in that life."""
 
+    def tell(self) -> None:
+        """Tell the user that this life counts otherwise than the one that left off."""
+        if self.moved:
+            (rank_zero_warn if self.differs else rank_zero_info)(self.said)
+
+    @property
+    def resumed_number(self) -> int | None:
+        """Micro-batches of the epoch before this life, if it began within one."""
+        return None if self.resumed_at is None else self.resumed_at.number
+
     @property
     def elastic(self) -> bool:
         """Whether rows are shared out over another number of ranks than they were planned for."""
@@ -459,6 +469,15 @@ class CountedFeed(Protocol):
         """Where it stands after so many micro-batches of this rank's count."""
 
 
+def _warn_of_other_order(saved: Plan, feed: CountedFeed) -> None:
+    """Where an epoch in torch's order goes on: one process and several draw differently."""
+    if saved.at.rows > 0 and saved.by_process not in (None, feed.by_process):
+        rank_zero_warn(
+            'Trainer(order="torch"): one process draws another permutation than several, so that of what is left '
+            "of this epoch some samples come twice and some never."
+        )
+
+
 class Elastic:
     """By what one Trainer's fits count their batches.
 
@@ -534,21 +553,14 @@ class Elastic:
         self._ranks, self._flag = found.ranks, config.accumulate_grad_batches
         if saved is None or resumed is None:
             return resumed
-        amid = saved.at.rows > 0 and not progress.last
-        if config.order == "torch" and amid and saved.by_process not in (None, feed.by_process):
-            rank_zero_warn(
-                'Trainer(order="torch"): one process draws another permutation than several, so that of what is left '
-                "of this epoch some samples come twice and some never."
-            )
-        if found.moved:
-            (rank_zero_warn if found.differs else rank_zero_info)(found.said)
+        if config.order == "torch" and not progress.last:
+            _warn_of_other_order(saved, feed)
+        found.tell()
         inside = progress.batch > saved.at.number and not progress.last
         again = inside and (found.moved or not holds)
         if not (found.moved or again):
             return resumed
-        number = saved.at.number or None
-        if found.moved:
-            number = None if found.resumed_at is None else found.resumed_at.number
+        number = found.resumed_number if found.moved else saved.at.number or None
         progress.reshare(saved.at.number, number)
         return at_window_start(resumed, number is None) if again else resumed
 

@@ -75,6 +75,12 @@ class SavedRanks:
         """Whether what the epoch had logged is there: a rank that saved alone did not know that of the others."""
         return all("results" in part for part in self.of_replicas if part)  # a part that nobody has read is empty
 
+    def _window_start(self, mine: Sequence[Part]) -> Part:
+        """The beginning of the window under way, for a rank that stands for several; buffers are rank 0's."""
+        first = self.parts[0].get("window_start") or {}
+        alike = {key: first.get(key, {}) for key in ("buffers", "published")}
+        return {**joined(_saved(mine, "window_start")), **alike}
+
     def part_for(self, rank: int, replicas: ReplicaMap, cuts: bool, first_logs: bool) -> Part:
         """What a rank goes on with.
 
@@ -90,10 +96,8 @@ class SavedRanks:
         each = self.of_replicas
         mine = each[replicas.index :: replicas.count]
         part: Part = joined(mine)
-        starts = [of_replica["window_start"] for of_replica in mine if of_replica.get("window_start") is not None]
-        if any(of_replica.get("window_start") is not None for of_replica in each):
-            first = self.parts[0].get("window_start") or {}
-            part["window_start"] = {**joined(starts), **{key: first.get(key, {}) for key in ("buffers", "published")}}
+        if _saved(each, "window_start"):
+            part["window_start"] = self._window_start(mine)
         part["data"] = of_all_ranks(self.parts[0].get("data"))
         if self.count == replicas.count:
             kept = ("data", "random", "buffers")
@@ -101,7 +105,7 @@ class SavedRanks:
         if self.holds_gradients:
             part["of others"] = self
             weighs = not first_logs or rank in replicas.first_ranks
-            weights = [of_replica["weights"] for of_replica in mine if of_replica.get("weights") is not None]
+            weights = _saved(mine, "weights")
             part["weights"] = sum(weights) if weights and weighs else None
         return part
 
@@ -130,6 +134,11 @@ def joined(parts: Sequence[Part]) -> Part:
         for name, state in part.get("metrics", {}).items():
             metrics.setdefault(name, []).extend(state if isinstance(state, list) else [state])
     return {"results": merged([part.get("results", []) for part in parts]), "metrics": metrics}
+
+
+def _saved(parts: Sequence[Part], key: str) -> list[Any]:
+    """What parts hold under a key, those left out that hold nothing."""
+    return [part[key] for part in parts if part.get(key) is not None]
 
 
 def at_window_start(part: Part, anew: bool) -> Part:

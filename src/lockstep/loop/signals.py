@@ -190,13 +190,7 @@ class Signals:
             self._save(job)
             self._wind_up()
         elif job is not None and job.saves and number:
-            name = signal.Signals(number).name
-            rank_zero_info(f"{name}: all ranks save to {job.checkpoint(self.call)}")
-            self._save(job)
-            refused = self._leave(job, number) if job.requeues else None
-            if refused is not None:
-                rank_zero_warn(f"{name}: the run is saved, and goes on, for the job was not requeued: {refused}")
-                number = 0
+            number = self._save_and_leave(job, number)
         self.asked = self._heard = 0
         if number == signal.SIGTERM:
             session.interruption, session.should_stop = TERMINATED, True
@@ -208,6 +202,17 @@ class Signals:
         state.finish(self.session)
         for logger in self.session.loggers:
             logger.save()
+
+    def _save_and_leave(self, job: Attempts, number: int) -> int:
+        """Save, and wait to be ended where the job is requeued; gives the signal, or 0 where the run goes on."""
+        name = signal.Signals(number).name
+        rank_zero_info(f"{name}: all ranks save to {job.checkpoint(self.call)}")
+        self._save(job)
+        refused = self._leave(job, number) if job.requeues else None
+        if refused is None:
+            return number
+        rank_zero_warn(f"{name}: the run is saved, and goes on, for the job was not requeued: {refused}")
+        return 0
 
     def _leave(self, job: Attempts, number: int) -> str | None:
         """Wait to be ended; gives the reason if the job was not requeued, None where it is time to end by oneself."""

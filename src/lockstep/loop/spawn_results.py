@@ -59,17 +59,22 @@ class SpawnResults:
     state: TrainerState
 
 
+def _predictions_of_all(session: Session, loop: Loop, returned: Any) -> Any:
+    """The predictions of all ranks in the order of the samples, on ranks that hand them to their caller."""
+    several = isinstance(loop, EvaluationLoop) and len(loop.num_batches) > 1
+    strategy = session.strategy
+    first = strategy.replicas.first_ranks  # of ranks that see the same samples
+    of_ranks = strategy.collectives.gather_on_callers(returned if strategy.global_rank in first else None)
+    return in_turns([of_ranks[rank] for rank in first], several) if of_ranks else None
+
+
 def call(session: Session, loop: Loop, *args: Any) -> SpawnResults:
     """In a rank: run a loop of its Trainer, and pack what the calling process is to know."""
     before = _build(session.module)
     returned = loop.run(*args)
     predicted = isinstance(loop, EvaluationLoop) and loop.stage is RunningStage.PREDICTING
     if predicted and returned is not None and session.config.use_distributed_sampler:
-        several = isinstance(loop, EvaluationLoop) and len(loop.num_batches) > 1
-        strategy = session.strategy
-        first = strategy.replicas.first_ranks  # of ranks that see the same samples
-        of_ranks = strategy.collectives.gather_on_callers(returned if strategy.global_rank in first else None)
-        returned = in_turns([of_ranks[rank] for rank in first], several) if of_ranks else None
+        returned = _predictions_of_all(session, loop, returned)
     module, grown = session.module, None
     if session.strategy.cuts_parameters:
         weights = gathered(module.state_dict(), keep=session.strategy.local_rank == 0)

@@ -89,6 +89,10 @@ def load_weights(session: Session, saved: dict[str, Any]) -> None:
     ) from cause
 
 
+def _shown_shape(shape: torch.Size | None) -> tuple[int, ...]:
+    return tuple(shape or ())
+
+
 def _first_difference(module: LightningModule, saved: dict[str, Any], certain: bool = False) -> str | None:
     """The first tensor that does not match, and what to do about it.
 
@@ -105,10 +109,10 @@ def _first_difference(module: LightningModule, saved: dict[str, Any], certain: b
             if strict and not (certain and name.endswith("num_batches_tracked")):  # which old checkpoints do not have
                 return f"the checkpoint has no {name!r}; {way_out}"
             continue
-        shapes = [getattr(saved[name], "shape", None), wholes.get(name, getattr(value, "shape", None))]
-        of_old = certain and shapes == [(1,), ()]  # a scalar as a vector
-        if shapes[0] != shapes[1] and not of_old:
-            said = f"{tuple(shapes[0] or ())} in the checkpoint and {tuple(shapes[1] or ())} here"
+        there, here = getattr(saved[name], "shape", None), wholes.get(name, getattr(value, "shape", None))
+        of_old = certain and (there, here) == ((1,), ())  # a scalar as a vector
+        if there != here and not of_old:
+            said = f"{_shown_shape(there)} in the checkpoint and {_shown_shape(here)} here"
             return f"{name!r} has the shape {said}; make the module with the arguments that it had"
     extra = [name for name in saved if name not in own] if strict else []
     return f"the module has no {extra[0]!r}; {way_out}" if extra else None
@@ -218,6 +222,14 @@ def _alike(own: object, saved: object) -> bool:
     return True
 
 
+def _may_be(name: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Whether this can be what an optimizer keeps of a parameter: a count, or a tensor of its shape."""
+    if name not in _NUMBERS:
+        return value is None or (isinstance(value, torch.Tensor) and value.shape == whole_shape(parameter))
+    is_number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return is_number and float(value) >= 0
+
+
 def _malformed_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
     """What is wrong with the state of one of torch's optimizers; others keep what they like."""
     if not type(optimizer).__module__.startswith("torch.optim.") or type(optimizer).__name__ in _OTHER_SHAPES:
@@ -226,21 +238,16 @@ def _malformed_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> str | N
         chosen = {key: value for key, value in group.items() if value is not None or key not in _TORCH_CHOOSES}
         check_types(chosen, own, type(None))
         states = [saved["state"].get(number, {}) for number in group["params"]]
-        wrong = [pair for pair in zip(group["params"], states, strict=True) if not isinstance(pair[1], dict)]
-        if wrong:
-            return f"the state of parameter {wrong[0][0]} is a {type(wrong[0][1]).__name__}, not a dict"
-        names = {name for state in states for name in state}
+        for number, state in zip(group["params"], states, strict=True):
+            if not isinstance(state, dict):
+                return f"the state of parameter {number} is a {type(state).__name__}, not a dict"
+        names = set().union(*states)
         for number, parameter, state in zip(group["params"], own["params"], states, strict=True):
             for name in names if state else ():
                 value = state.get(name, _MISSING)
                 if value is _MISSING:
                     return f"parameter {number} has no {name!r}"
-                if name in _NUMBERS:
-                    well = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-                    well = well and float(value) >= 0
-                else:
-                    well = value is None or (isinstance(value, torch.Tensor) and value.shape == whole_shape(parameter))
-                if not well:
+                if not _may_be(name, value, parameter):
                     what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                     return f"{name!r} of parameter {number} is of another kind ({what})"
     return None
@@ -264,6 +271,21 @@ LAYOUT = "2.6.0"
 
 
 # -- saving ------------------------------------------------------------------------------------------------
+
+
+def _training(session: Session, engine: EngineState) -> dict[str, Any]:
+    """What a fit has beside its module, by Lightning's names: callbacks, optimizers, schedulers, the scaler."""
+    strategy = session.strategy
+    found: dict[str, Any] = {
+        "callbacks": {callback.state_key: saved for callback in session.callbacks if (saved := callback.state_dict())}
+    }
+    if engine.optimizers is not None:
+        found["optimizer_states"] = engine.optimizers
+    found["lr_schedulers"] = [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs]
+    scaler = strategy.precision.scaler
+    if scaler is not None:
+        found["MixedPrecision"] = scaler.state_dict()
+    return found
 
 
 def collect(session: Session, weights_only: bool = False, *, alone: bool = False) -> dict[str, Any]:
@@ -292,16 +314,8 @@ def collect(session: Session, weights_only: bool = False, *, alone: bool = False
         },
     }
     if not weights_only:
-        checkpoint["callbacks"] = {
-            callback.state_key: saved for callback in session.callbacks if (saved := callback.state_dict())
-        }
         checkpoint[OWN]["optimizers"] = [type(optimizer).__name__ for optimizer in strategy.optimizers]
-        if engine.optimizers is not None:
-            checkpoint["optimizer_states"] = engine.optimizers
-        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs]
-        scaler = strategy.precision.scaler
-        if scaler is not None:
-            checkpoint["MixedPrecision"] = scaler.state_dict()
+        checkpoint.update(_training(session, engine))
         checkpoint[OWN].update(_resume_alone(session, engine) if alone else _resume(session, engine))
     for source in (module, datamodule):
         if source is not None and source.hparams:
@@ -466,6 +480,17 @@ def finish_alone(session: Session) -> None:
 # -- loading -----------------------------------------------------------------------------------------------
 
 
+def _best_of_last_fit(session: Session) -> str | None:
+    """What a call without a module loads, if there is one; it is told."""
+    best = getattr(next(iter(session.checkpoint_callbacks), None), "best_model_path", "")
+    if not best:
+        return None
+    rank_zero_info(
+        f"trainer.{session.state.fn}(): no module given; the best checkpoint of the last fit is loaded: {best}"
+    )
+    return str(best)
+
+
 def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
     """The path that ``ckpt_path`` stands for.
 
@@ -479,12 +504,7 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
     """
     fn = session.state.fn
     if asked is None:
-        if model_given:
-            return None
-        best = getattr(next(iter(session.checkpoint_callbacks), None), "best_model_path", "")
-        if best:
-            rank_zero_info(f"trainer.{fn}(): no module given; the best checkpoint of the last fit is loaded: {best}")
-        return best or None
+        return None if model_given else _best_of_last_fit(session)
     if asked not in ("best", "last"):
         return os.fspath(asked)
     callback = next(iter(session.checkpoint_callbacks), None)

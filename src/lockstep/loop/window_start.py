@@ -50,6 +50,10 @@ class _Buffer:
     """None: it may have changed at any time."""
     value: Tensor
 
+    def fits(self, buffer: Tensor) -> bool:
+        """Whether another buffer can be kept in the same memory."""
+        return self.value.shape == buffer.shape and self.value.dtype == buffer.dtype
+
     def unchanged(self) -> bool:
         """Whether it is certain that it is still what it was."""
         now = self.layer.get(self.key)
@@ -128,7 +132,7 @@ class WindowStart:
             if kept is not None and buffer is kept.source and kept.version is None:
                 yield kept.value, buffer  # the usual one, as cheap as can be
             elif buffer is not None and key not in part._non_persistent_buffers_set and not is_lazy(buffer):
-                if kept is None or kept.value.shape != buffer.shape or kept.value.dtype != buffer.dtype:
+                if kept is None or not kept.fits(buffer):
                     self._buffers[prefix, key] = _Buffer(part._buffers, key, buffer, _version(buffer), _copy(buffer))
                 elif not kept.unchanged():
                     kept.source, kept.version = buffer, _version(buffer)
