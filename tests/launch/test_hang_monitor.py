@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.supervise import monitor
+from lockstep.supervise import hang_monitor
 from lockstep.supervise.causes import Divergence, Stand
 from lockstep.supervise.hang_monitor import MOST, HangMonitor
 from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
@@ -75,8 +75,8 @@ class Scene:
 def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
     def play(*args: Any, **kwargs: Any) -> Scene:
         made = Scene(*args, **kwargs)
-        monkeypatch.setattr(monitor, "ask", made.ask)
-        monkeypatch.setattr(monitor, "speak", lambda process: None)
+        monkeypatch.setattr(hang_monitor, "ask", made.ask)
+        monkeypatch.setattr(hang_monitor, "speak", lambda process: None)
         return made
 
     return play
@@ -291,7 +291,7 @@ def two_nodes(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, time
     nodes = [scene(timeout, channel=End(ends)), scene(timeout, channel=End(ends))]
     nodes[0].ranks.pop()
     nodes[1].ranks.pop(0)
-    monkeypatch.setattr(monitor, "ask", lambda process, answers: WORKING)
+    monkeypatch.setattr(hang_monitor, "ask", lambda process, answers: WORKING)
     return nodes
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.supervise import elsewhere, monitor
+from lockstep.supervise import elsewhere, hang_monitor
 from lockstep.supervise.causes import Divergence, Stand
 from lockstep.supervise.comparison import NotesOfAll
 from lockstep.supervise.elsewhere import OtherRanks, Proof, soon
@@ -186,10 +186,10 @@ class Lookouts:
         self.stacks = {1: REDUCING, 2: WORKING}
         self.still = {0: 0.0, 1: 0.0}
         self.now = time.monotonic()
-        monkeypatch.setattr(monitor, "_state", lambda process: self.states[process])
-        monkeypatch.setattr(monitor, "ask", lambda process, answers: self.stacks[process])
-        monkeypatch.setattr(monitor, "ask_stopped", lambda process, answers: self.stacks[process])
-        monkeypatch.setattr(monitor, "speak", lambda answers: None)
+        monkeypatch.setattr(hang_monitor, "_state", lambda process: self.states[process])
+        monkeypatch.setattr(hang_monitor, "ask", lambda process, answers: self.stacks[process])
+        monkeypatch.setattr(hang_monitor, "ask_stopped", lambda process, answers: self.stacks[process])
+        monkeypatch.setattr(hang_monitor, "speak", lambda answers: None)
 
     def look(self, later: float) -> list[Divergence | None]:
         self.now += later

@@ -28,7 +28,7 @@ from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.world import World
 from lockstep.data.source import Replicas
 from lockstep.loop.feed import Feed
-from lockstep.supervise import elsewhere, hub, monitor
+from lockstep.supervise import elsewhere, hang_monitor, hub
 from lockstep.supervise.causes import Cause, Divergence, Stand
 from lockstep.supervise.hang import RUNS, SLEEPS, RankSnapshot
 from lockstep.supervise.hang_monitor import HangMonitor
@@ -270,9 +270,9 @@ class SimulatedRun:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._patches.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         raise_limit()
-        for watches in (monitor, elsewhere):
+        for watches in (hang_monitor, elsewhere):
             self._patches.enter_context(mock.patch.object(watches, "time", self.clock))
-        self._patches.enter_context(mock.patch.object(monitor, "_say", self._say))
+        self._patches.enter_context(mock.patch.object(hang_monitor, "_say", self._say))
         self._patches.enter_context(mock.patch.object(hub, "_Connection", CountingConnection))
         return self
 
@@ -304,7 +304,7 @@ class SimulatedRun:
         self._notes = (self._note(41, self._since, None), *past)
         with self._measured("wait") as found:
             for second in range(seconds):
-                self.clock.now += monitor.PERIOD
+                self.clock.now += hang_monitor.PERIOD
                 awake = [node for number, node in enumerate(self._nodes) if second not in self._silent.get(number, ())]
                 for node in self._nodes[1:]:
                     if node in awake:

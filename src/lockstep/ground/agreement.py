@@ -39,7 +39,8 @@ import contextlib
 import mmap
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -104,7 +105,14 @@ class ConsensusFlags:
         self._names: list[str] = []
         self._wanted: set[int] = set()  # requested on this rank, not yet answered
         self.up: set[int] = set()
-        self._channel: _Channel = self._open(mode, every)
+        self._use(self._open(mode, every))
+
+    publish: Callable[[], None]
+    """Show the other ranks this rank's requests; before it contributes to a reduction of the window."""
+
+    def _use(self, channel: _Channel) -> None:
+        self._channel = channel
+        self.publish = partial(channel.publish, self._wanted)  # at each step: a method here would be a call more
 
     def _open(self, mode: str | None, every: int | None) -> _Channel:
         if self._alone:
@@ -158,10 +166,6 @@ class ConsensusFlags:
 
     # -- the loop's calls
 
-    def publish(self) -> None:
-        """Show the other ranks this rank's requests; before it contributes to a reduction of the window."""
-        self._channel.publish(self._wanted)
-
     @waits()
     def settle(self, synced: bool) -> None:
         """Find out, at a boundary, which bits are up from here on.
@@ -179,7 +183,7 @@ class ConsensusFlags:
     def close(self) -> None:
         """Give back the memory or the group. The flags stay as they are."""
         self._channel.close()
-        self._channel = _Alone()
+        self._use(_Alone())
 
 
 class _Channel(Protocol):
