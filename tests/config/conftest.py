@@ -1,22 +1,9 @@
-"""What tests of flags share: Lightning, to compare with, and machines with GPUs."""
+"""What tests of flags share: machines with GPUs, and without."""
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import pytest
 import torch
-
-
-@pytest.fixture(scope="session")
-def lightning() -> Any:
-    """``lightning.pytorch``; the test is skipped where it is not installed."""
-    before = os.environ.copy()
-    library = pytest.importorskip("lightning.pytorch")
-    for name in set(os.environ) - set(before):  # its import sets variables
-        del os.environ[name]
-    return library
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def spawn(world: int, accumulate: int, clip: str, length: int) -> EquivalenceRep
             dist.destroy_process_group()
 
 
-# A fit in spawned processes, every day: tests/loop/test_second_fit.py.
+# A fit in spawned processes, every day: tests/launch/test_notebook.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("clip", CLIPPING)

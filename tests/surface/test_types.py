@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)  # where others keep the processors busy and no cache is there
+
 PROJECT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 SCRIPT, MISTAKES, CORRECT = (HERE / f"typed_{name}.py" for name in ("script", "mistakes", "correct"))
