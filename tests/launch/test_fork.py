@@ -28,7 +28,7 @@ TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 
 def test_a_script_that_has_done_all_that_makes_forks_hang(tmp_path: Path, ranks: RankPool) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=90
+        [sys.executable, str(SCRIPT), str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr
     words, found = done.stdout.split("found: ")

@@ -78,7 +78,7 @@ def run(script: Path, what: str, *words: str) -> tuple[int, list[str], list[str]
         cwd=script.parent.parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     return done.returncode, sorted(done.stdout.splitlines()), done.stderr.splitlines()
 

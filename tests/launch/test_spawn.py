@@ -71,7 +71,7 @@ def test_an_unguarded_script_with_loader_workers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "train.py", "x"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+        [sys.executable, "train.py", "x"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["script runs", "True 56.0 0.0", "0 2 True 0 ['x'] True 40"]
