@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.cli.run import CommandParser, Wrong, check_script, split
+
+if TYPE_CHECKING:
+    from lockstep.verify.certificate import Certificate
+    from lockstep.verify.verification import Request, Verification
 
 USAGE = "lockstep verify [options] script.py [options] [-- arguments of the script]"
 ABOUT = """\
@@ -52,13 +58,21 @@ def _certify(options: argparse.Namespace, command: tuple[str, ...], devices: lis
     for number in devices:
         patience = Patience(options.patience, 10 * options.patience)
         keep = None if options.keep is None else Path(options.keep) / f"ranks-{number}"
-        certificate = certified(Request(command, number, options.steps, options.strategy, patience, keep))
+        request = Request(command, number, options.steps, options.strategy, patience, keep)
+        check = partial(_resumed, request) if options.resume else None
+        certificate = certified(request, check)
         certificates.append(certificate)
         print(certificate, end="\n\n", flush=True)
     for path in write(certificates, Path(options.output)):
         print(f"written: {path}", file=sys.stderr)
     codes = {certificate.exit_code for certificate in certificates}
     return 1 if 1 in codes else max(codes)
+
+
+def _resumed(request: Request, verification: Verification) -> Certificate:
+    from lockstep.verify.resume import ResumeCheck
+
+    return ResumeCheck(request, verification).certify()
 
 
 def _devices(text: str) -> list[int]:
@@ -83,6 +97,8 @@ def _parser() -> CommandParser:
     add("--steps", type=int, default=5, metavar="K", help="optimizer steps that are compared (default: 5)")
     add("--strategy", default="", metavar="NAME", help="what Trainers of lockstep and Lightning take on the ranks, in "
         "place of their own: ddp, fsdp, ...")  # fmt: skip
+    add("--resume", action="store_true", help="compare a run that is stopped behind K steps and started again with one "
+        "that is not, in place of ranks with one process")  # fmt: skip
     add("--output", default=".", metavar="FOLDER", help="where certificate.json and certificate.md go (default: here)")
     add("--patience", type=float, default=90.0, metavar="S", help="seconds without any sign of a rank after which it "
         "counts as stuck; a run may take ten times as long (default: 90)")  # fmt: skip

@@ -99,7 +99,9 @@ class Loaders:
 
     def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         number = self._iterated.setdefault(id(loader), len(self._iterated))
-        if self.watch.is_done and number in self._training:
+        made = self._iterations.get(number, -1) + 1
+        ends = self.watch.is_done or 0 < self.watch.settings.epochs <= made
+        if ends and number in self._training:
             with self.watch.inside_loader():
                 self._note_order(loader, number)
             raise Stop
@@ -115,7 +117,8 @@ class Loaders:
         while True:
             if self.watch.steps > before:
                 self._training.add(number)
-                if self.watch.is_done:
+                cut = self.watch.settings.cut
+                if self.watch.is_done or (cut and self.watch.steps - before >= cut):
                     batches.close()  # type: ignore[attr-defined]
                     return
             with self.watch.inside_loader():

@@ -26,6 +26,8 @@ class Settings:
         rank: of this process.
         world: how many processes there are.
         steps: optimizer steps after which the script is stopped.
+        cut: steps behind which each epoch of training ends; 0: at the end of its data, or of all steps.
+        epochs: of training, behind which the script is stopped; 0: as many as it makes.
         float64: whether all floating-point numbers are float64.
         feed: folders of the ranks whose samples this process is fed, in the order in which they are put together.
         apart: whether these samples come one rank after another, and not put together.
@@ -41,6 +43,8 @@ class Settings:
     rank: int = 0
     world: int = 1
     steps: int = 5
+    cut: int = 0
+    epochs: int = 0
     float64: bool = True
     feed: tuple[str, ...] = ()
     apart: bool = False

@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -78,13 +78,19 @@ class Found:
     reasons: list[str] = field(default_factory=list)
 
 
-def verify(request: Request) -> Certificate:
-    """Run, compare, and certify."""
+def verify(request: Request, certify: Callable[[Verification], Certificate] | None = None) -> Certificate:
+    """Run, compare, and certify.
+
+    Args:
+        request: what is asked for.
+        certify: gives the certificate; by default ranks are compared with one process.
+    """
     begun = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-")) if request.keep is None else request.keep
     try:
         with Server() as server:
-            certificate = Verification(request, folder, server).certify()
+            verification = Verification(request, folder, server)
+            certificate = verification.certify() if certify is None else certify(verification)
     finally:
         if request.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -111,11 +117,11 @@ class Verification:
 
     # -- runs
 
-    def _run(self, name: str, settings: Settings) -> Recording:
+    def _run(self, name: str, settings: Settings, left_by: Path | None = None) -> Recording:
         self._runs += 1
         folder = self.folder / f"{self._runs}-{name}"
         settings = replace(settings, folder=str(folder))
-        working_copy(Path.cwd(), settings.working_folder)
+        working_copy(left_by or Path.cwd(), settings.working_folder)
         endings = run(self.server, settings, self.request.patience)
         ranks = [replace(settings, rank=rank) for rank in range(settings.world)]
         pairs = zip(ranks, endings, strict=True)
@@ -124,6 +130,11 @@ class Verification:
     def on_ranks(self, *overrides: str) -> Recording:
         """Run the script on all ranks."""
         return self._run("ranks", replace(self._settings(), world=self.request.devices, overrides=overrides))
+
+    def on_ranks_cut(self, steps: int, cut: int, epochs: int = 0, left_by: Path | None = None) -> Recording:
+        """Run the script on all ranks, with epochs that end early, in the folder that another run has left."""
+        settings = replace(self._settings(), world=self.request.devices, steps=steps, cut=cut, epochs=epochs)
+        return self._run("ranks", settings, left_by)
 
     def on_one(self, ranks: Recording, *overrides: str, order: tuple[int, ...] = ()) -> Recording:
         """Run the script as one process, which is fed what the ranks were."""
