@@ -104,14 +104,6 @@ LINES_OF_A_FUNCTION = 60
 DECISIONS_OF_A_FUNCTION = 12
 WITH_MORE_DECISIONS = {
     "loop/step.py:Step.setup",
-    "verify/causes.py:Causes._of_synchronization",
-    "verify/compare.py:Numbers._look_for_nothing",
-    "verify/compare.py:Numbers._tensors",
-    "verify/compare.py:aligned",
-    "verify/functions.py:Functions.__torch_function__",
-    "verify/samples.py:Samples._look_at",
-    "verify/steps.py:Steps._before",
-    "verify/verification.py:Verification._forgive",
 }
 """Functions with more decisions than that. The list may only become shorter."""
 MAY_DECIDE_MORE = {

@@ -136,17 +136,16 @@ class Causes:
         """The ranks' own gradients are not averaged as they should be."""
         step = self._step(difference.update)
         shares = [parts.shares(gradient, astray) for gradient in gradients]
-        some = len(astray) < len(parts.keys)
-        names = ", ".join(step["names"][key] for key in astray[:_SHOWN]) + (", ..." if len(astray) > _SHOWN else "")
+        names = _named(step, astray) if len(astray) < len(parts.keys) else ""
         right = self._whole_shares(difference.update, parts).equal(1 / self.size)
         proof = "the mean of the ranks' own gradients is what one process has" if right else ""
         if all(_is_own(each, rank) for rank, each in enumerate(shares)):
-            return self._of_missing(difference, step, names if some else "", set(astray), proof)
+            return self._of_missing(difference, step, names, set(astray), proof)
         constants = [each.constant() for each in shares]
         factor = constants[0]
         if factor is not None and all(each is not None and abs(each - factor) < 1e-5 for each in constants):
             return self._of_factor(difference, parts, factor * self.size)
-        return self._of_window(difference, shares, step, names if some else "")
+        return self._of_window(difference, shares, step, names)
 
     def _of_missing(self, difference: Difference, step: Event, names: str, keys: set[str], proof: str) -> Cause:
         """Every rank keeps its own gradient."""
@@ -386,6 +385,11 @@ class Causes:
         """The collective of the script's own that came behind a backward of this update."""
         events = [e for e in self.ranks.first.of("collective") if e["update"] == update and e["backwards"]]
         return next((event for event in events if event["name"] in ("all_reduce", "reduce")), None)
+
+
+def _named(step: Event, keys: Sequence[str]) -> str:
+    """The names of a step's first parameters among these."""
+    return ", ".join(step["names"][key] for key in keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
 
 
 def _is_own(shares: Shares, rank: int) -> bool:

@@ -169,30 +169,35 @@ class Numbers:
         at = -1 if what == FIRST else update
         expected = self._load(self.whole, file, at)[0]
         by_rank = self._load(self.ranks, file, at)
-        members = [rank for rank, values in enumerate(by_rank) if values]  # a rank that joined makes no more steps
-        found = [by_rank[rank] for rank in members]
+        found = {rank: values for rank, values in enumerate(by_rank) if values}  # one that joined makes no more steps
         scale = max((_largest(value) for value in expected.values()), default=0.0)
         if not found or not expected:
             return
         worst = 0.0
         for key, reference in expected.items():
-            parts = [values.get(key) for values in found]
-            sizes = [self._distance(what, key, part, reference, scale) for part in aligned(parts, reference)]
-            strays = tuple(members[at] for at, size in enumerate(sizes) if not size <= self.tolerance(what, update))
-            if what == BUFFERS and 0 not in strays:
-                self.result.count(what)
-                continue  # rank 0's are those that last: a wrapper hands them to the others at the next forward
-            self.result.count(what)
-            if strays:
-                name = event["names"].get(key, key)
-                ranks = strays if len(sizes) == len(members) else tuple(members)
-                self._found(Difference(what, event["number"], update, name, ranks, max(sizes)))
-            else:
-                self.result.largest[what] = max(self.result.largest.get(what, 0.0), *sizes)
-            worst = max(worst, *sizes)
+            worst = max([worst, *self._tensor(what, key, found, reference, scale, event)])
         self.result.sizes[what, update] = worst
         if what == GRADIENTS:
             self.result.course.append(worst)
+
+    def _tensor(
+        self, what: str, key: str, found: dict[int, Tensors], reference: Tensor | None, scale: float, event: Event
+    ) -> list[float]:
+        """Compare one value; gives how far it is off on each rank, if that is of importance."""
+        update, members = event["update"], tuple(found)
+        parts = [values.get(key) for values in found.values()]
+        sizes = [self._distance(what, key, part, reference, scale) for part in aligned(parts, reference)]
+        strays = tuple(members[at] for at, size in enumerate(sizes) if not size <= self.tolerance(what, update))
+        self.result.count(what)
+        if what == BUFFERS and 0 not in strays:
+            return []  # rank 0's are those that last: a wrapper hands them to the others at the next forward
+        if strays:
+            name = event["names"].get(key, key)
+            ranks = strays if len(sizes) == len(members) else members
+            self._found(Difference(what, event["number"], update, name, ranks, max(sizes)))
+        else:
+            self.result.largest[what] = max(self.result.largest.get(what, 0.0), *sizes)
+        return sizes
 
     def _load(self, recording: Recording, file: str, update: int) -> list[Tensors]:
         if update >= 0:
@@ -243,11 +248,10 @@ class Numbers:
 
     def _look_for_nothing(self) -> None:
         """Runs that agree because nothing happens in them."""
-        events = self.ranks.first.steps
         sizes: dict[str, float] = {}
         elements: dict[str, int] = {}
         moved = False
-        for event in events:
+        for event in self.ranks.first.steps:
             gradients = self.ranks.whole("gradients", event["update"])[0]
             after = self.ranks.whole("parameters", event["update"])[0]
             before = self._before(event)
@@ -262,6 +266,16 @@ class Numbers:
         self.result.untouched = [name for name, size in sizes.items() if size == 0.0]
         whole = sum(elements.values())
         self.result.untouched_share = sum(elements[name] for name in self.result.untouched) / max(whole, 1)
+        self._say_vacuous(sizes, moved)
+
+    def _say_vacuous(self, sizes: dict[str, float], moved: bool) -> None:
+        """Say why an agreement means nothing.
+
+        Args:
+            sizes: of each parameter's gradients.
+            moved: whether a step has changed a parameter.
+        """
+        events = self.ranks.first.steps
         if any(not math.isfinite(size) for size in sizes.values()):
             self.result.vacuous.append("gradients are not finite")
         elif sizes and not any(sizes.values()):
@@ -303,6 +317,15 @@ def _alike(values: Sequence[Tensors]) -> bool:
     return True
 
 
+def _cut_along(parts: Sequence[Tensor], reference: Tensor) -> int | None:
+    """The dimension along which parts make up a tensor, if there is one."""
+    for dim in range(reference.dim()):
+        length = sum(part.shape[dim] for part in parts if part.dim() == reference.dim())
+        if length == reference.shape[dim] and all(_fits(part, reference, dim) for part in parts):
+            return dim
+    return None
+
+
 def aligned(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Tensor | None]:
     """Values by rank, as they are compared with one process' value: of parts of a tensor the whole.
 
@@ -313,10 +336,9 @@ def aligned(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Te
     there = [part for part in parts if part is not None]
     if reference is None or len(there) < len(parts) or all(part.shape == reference.shape for part in there):
         return list(parts)
-    for dim in range(reference.dim()):
-        length = sum(part.shape[dim] for part in there if part.dim() == reference.dim())
-        if length == reference.shape[dim] and all(_fits(part, reference, dim) for part in there):
-            return [torch.cat(there, dim)]
+    dim = _cut_along(there, reference)
+    if dim is not None:
+        return [torch.cat(there, dim)]
     flat = torch.cat([part.reshape(-1) for part in there])
     if flat.numel() >= reference.numel() and all(part.dim() == 1 for part in there):
         return [flat[: reference.numel()].view(reference.shape)]

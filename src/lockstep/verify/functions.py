@@ -43,6 +43,10 @@ class Functions(TorchFunctionMode):
         self._at = 0
         self._noted: set[str] = set()
 
+    def _draws(self, name: str) -> bool:
+        """Whether a function draws random numbers of training itself, not of its data."""
+        return name in _DRAWS and self.watch.is_training and not self.watch.in_loader
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -58,7 +62,7 @@ class Functions(TorchFunctionMode):
         elif name == "batch_norm" and len(self.watch.chunks) > 1:
             return self._batch_norm(func, args, kwargs)
         result = call(func, args, kwargs)
-        if name in _DRAWS and isinstance(result, Tensor) and self.watch.is_training and not self.watch.in_loader:
+        if isinstance(result, Tensor) and self._draws(name):
             return self._drawn(name, result)
         return result
 

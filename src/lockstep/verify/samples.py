@@ -59,11 +59,12 @@ class Samples:
             self.found.vacuous.append("all ranks gave their models the same inputs, which come from no DataLoader")
         return self.found
 
+    def _events(self, number: int, *kinds: str) -> list[list[Event]]:
+        """What each rank has noted of a loader."""
+        return [[event for event in rank.of(*kinds) if event["loader"] == number] for rank in self.ranks.ranks]
+
     def _look_at(self, number: int) -> None:
-        batches = [[event for event in rank.of("batch") if event["loader"] == number] for rank in self.ranks.ranks]
-        described = [
-            [event for event in rank.of("iteration", "order") if event["loader"] == number] for rank in self.ranks.ranks
-        ]
+        batches, described = self._events(number, "batch"), self._events(number, "iteration", "order")
         if not all(batches) or number not in self.found.trains:
             self._look_at_evaluation(number, described)
             return

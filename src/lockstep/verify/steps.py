@@ -150,10 +150,19 @@ class Steps:
             raise Stop
         self.watch.begin_training()
         parameters = list(_parameters(optimizer))
-        names = self.forwards.names()
         if self._made[number] == 0:
             self._save("first", {self._keys[id(p)]: _described(p.detach()) for p in parameters}, number)
         rates = [_number(group.get("lr", 0.0)) for group in optimizer.param_groups]
+        self._note(optimizer, parameters, rates, _has_closure(args, kwargs))
+        if self.watch.updates == 0 and any(_is_sharded_data_parallel(root) for root in self.forwards.roots):
+            self.watch.journal.note("sharded data parallel")
+        self._force_rates(optimizer, rates)
+        self._save("gradients", self._gradients(parameters))
+        self._save("sums", {self._keys[id(p)]: self._own[id(p)] for p in parameters})
+
+    def _note(self, optimizer: Optimizer, parameters: list[Any], rates: list[Any], closure: bool) -> None:
+        """Note a step that begins, and what it trains."""
+        number, names = self._numbers[id(optimizer)], self.forwards.names()
         self.watch.journal.note(
             "step",
             update=self.watch.updates,
@@ -165,14 +174,9 @@ class Steps:
             names={self._keys[id(p)]: names.get(id(p), f"parameter {self._keys[id(p)]}") for p in parameters},
             trainable=[self._keys[id(p)] for p in parameters if p.requires_grad],
             covered=[self._keys[id(p)] for p in parameters if id(p) in self.forwards.covered],
-            closure=_has_closure(args, kwargs),
+            closure=closure,
             where=location(),
         )
-        if self.watch.updates == 0 and any(_is_sharded_data_parallel(root) for root in self.forwards.roots):
-            self.watch.journal.note("sharded data parallel")
-        self._force_rates(optimizer, rates)
-        self._save("gradients", self._gradients(parameters))
-        self._save("sums", {self._keys[id(p)]: self._own[id(p)] for p in parameters})
 
     def _force_rates(self, optimizer: Optimizer, rates: list[float]) -> None:
         """Train one process at the learning rates of the ranks: those are compared, and not what follows from them."""

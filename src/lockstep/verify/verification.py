@@ -307,13 +307,7 @@ class Verification:
     def _forgive(self, ranks: Recording, whole: Recording, comparison: Comparison) -> None:
         """Take out what differs by nature: the end of a join, rates that follow the number of ranks."""
         if ranks.has("join"):
-            end = min(len(rank.steps) for rank in ranks.ranks)
-            late = [each for each in comparison.differences if each.update >= end]
-            if late:
-                comparison.differences = [each for each in comparison.differences if each not in late]
-                self.found.nature.append(
-                    "Join: ranks without data count as zeros, so that the steps behind their end are smaller"
-                )
+            self._forgive_join(ranks, comparison)
         first = comparison.first
         if first is not None and first.what == RATES and not first.ranks:
             told = self.on_one(ranks, "world size")
@@ -322,6 +316,15 @@ class Verification:
             if [each["rates"] for each in told.first.steps] == [each["rates"] for each in ranks.first.steps]:
                 comparison.differences = [each for each in comparison.differences if each.what != RATES]
                 self.found.nature.append("the learning rate follows the number of ranks; one process was given theirs")
+
+    def _forgive_join(self, ranks: Recording, comparison: Comparison) -> None:
+        end = min(len(rank.steps) for rank in ranks.ranks)
+        late = [each for each in comparison.differences if each.update >= end]
+        if late:
+            comparison.differences = [each for each in comparison.differences if each not in late]
+            self.found.nature.append(
+                "Join: ranks without data count as zeros, so that the steps behind their end are smaller"
+            )
 
     def _schedules(self, recording: Recording) -> list[int]:
         """How often schedulers were stepped before each update."""
