@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import nn
 from typing_extensions import Never
 
 from lockstep.attributes import Attributes
 from lockstep.callbacks.base import Callback
+from lockstep.checkpoint import export
 from lockstep.cluster.detect import Placement
 from lockstep.config.devices import (
     announce,
@@ -483,6 +486,39 @@ class Trainer(Attributes):
         if self.strategy.absent:
             self.strategy.check_present(f"trainer.save_checkpoint({os.fspath(filepath)!r})")
         state.save(self.session, filepath, bool(weights_only), storage_options)
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        max_shard_size: int | str = "5GB",
+        *,
+        model: nn.Module | None = None,
+        tokenizer: object = None,
+    ) -> None:
+        """Write the model of the last call as a folder that ``from_pretrained`` reads; call it on every rank.
+
+        Weights are gathered tensor by tensor, and each rank writes its turn of the parts: none has the whole model
+        where the strategy shards it. All ranks have to see the folder.
+
+        Args:
+            folder: to make; weights that are there are replaced.
+            max_shard_size: of a part: bytes, or "5GB".
+            model: which of the module's layers is meant; None: the only model of transformers, or the only one that
+                `lockstep.load_pretrained` began.
+            tokenizer: to be written, too: a tokenizer of transformers, or a folder that holds one. None: files of the
+                folder that the model began with are copied.
+        """
+        if not self.session.has("hooks") or self.strategy.module is None:
+            raise MisconfigurationException(
+                f"trainer.save_pretrained({os.fspath(folder)!r}): there is nothing to save before the first fit has "
+                "set up its module."
+            )
+        if self.strategy.absent:
+            self.strategy.check_present(f"trainer.save_pretrained({os.fspath(folder)!r})")
+        strategy = self.strategy
+        prefix, found = export.find_model(strategy.module, model)
+        values = itertools.chain(((n, value) for n, value, _ in strategy.whole_parameters()), strategy.whole_buffers())
+        export.write(folder, export.named_as_in_files(found, prefix, values), found, max_shard_size, tokenizer)
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:

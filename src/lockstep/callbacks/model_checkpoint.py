@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,6 +124,8 @@ class ModelCheckpoint(Checkpoint):
         every_n_epochs: epochs between occasions; 0: none at epoch ends.
         save_on_train_epoch_end: save epochs when training ends (True) or after validation (False).
         enable_version_counter: append ``-v1``, ``-v2`` ... rather than overwrite a file of the same name.
+        save_pretrained: beside ``NAME.ckpt`` also write a folder ``NAME-pretrained`` by ``trainer.save_pretrained``,
+            which goes with the checkpoint.
 
     Raises:
         MisconfigurationException: an argument is out of range, or the arguments exclude each other; later, a
@@ -158,6 +161,8 @@ class ModelCheckpoint(Checkpoint):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        *,
+        save_pretrained: bool = False,
     ) -> None:
         if every_n_train_steps is None and every_n_epochs is None and train_time_interval is None:
             every_n_epochs = 1
@@ -178,6 +183,7 @@ class ModelCheckpoint(Checkpoint):
         self._every_n_epochs = every_n_epochs or 0
         self._save_on_train_epoch_end = save_on_train_epoch_end
         self._enable_version_counter = enable_version_counter
+        self.save_pretrained = save_pretrained
         self._check_arguments()
 
         self.best_model_path = ""
@@ -271,6 +277,11 @@ class ModelCheckpoint(Checkpoint):
         self.dirpath, problem = trainer.strategy.broadcast(found)
         if problem is not None:
             raise problem
+        if self.save_pretrained and storage.is_remote(str(self.dirpath)):
+            raise MisconfigurationException(
+                f"ModelCheckpoint(save_pretrained=True): {self.dirpath!r} is no folder of this machine: choose one by "
+                "dirpath=, or copy what trainer.save_pretrained(folder) writes."
+            )
         if self.save_last == "link" and storage.is_remote(str(self.dirpath)):
             raise MisconfigurationException(
                 f'ModelCheckpoint(save_last="link"): there are no links in {self.dirpath!r}; choose True.'
@@ -473,6 +484,8 @@ class ModelCheckpoint(Checkpoint):
 
     def _write(self, trainer: Trainer, path: str) -> None:
         trainer.save_checkpoint(path, self.save_weights_only)
+        if self.save_pretrained:
+            trainer.save_pretrained(self._pretrained_beside(path))
         self._step_of_last_save = trainer.global_step
         self._latest_path = path
         self._announce(trainer)
@@ -490,6 +503,11 @@ class ModelCheckpoint(Checkpoint):
         if resumed and storage.absolute(path) == storage.absolute(resumed):
             return
         trainer.strategy.remove_checkpoint(path)
+        if self.save_pretrained:
+            shutil.rmtree(self._pretrained_beside(path), ignore_errors=True)
+
+    def _pretrained_beside(self, path: str) -> str:
+        return f"{path.removesuffix(self.FILE_EXTENSION)}-pretrained"
 
     def _is_ours(self, path: str) -> bool:
         """Whether a path can be of a checkpoint that this callback has written: in its folder, named as its files are.

@@ -188,7 +188,7 @@ class Loading:
             MisconfigurationException: with their names.
         """
         if self.waiting:
-            names = _shown(sorted(self.waiting))
+            names = shown(sorted(self.waiting))
             raise MisconfigurationException(
                 NOT_FILLED.format(folder=str(self.files.folder), names=names, model=self.model)
             )
@@ -259,10 +259,10 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     """
     files = WeightFiles(folder)
     loading = Loading(files, type(model).__name__)
-    places = _places(model)
+    places = places_of(model)
     found, unexpected = _sources(model, loading, places)
     if not found:
-        there, here = _shown(sorted(files.shapes)), _shown(list(places))
+        there, here = shown(sorted(files.shapes)), shown(list(places))
         raise MisconfigurationException(
             ANOTHER.format(folder=str(folder), count=len(files.shapes), model=loading.model, there=there, here=here)
         )
@@ -278,9 +278,9 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
         layer, own = places[name]
         vars(layer).setdefault(PLAN, {})[own] = source
         loading.waiting.add(source.name)
-    if not any(_tensor(*place).is_meta for place in places.values()):
+    if not any(tensor_at(*place).is_meta for place in places.values()):
         for layer, own, source in planned(model):
-            read_into(_tensor(layer, own), source)
+            read_into(tensor_at(layer, own), source)
         forget(model)
 
 
@@ -290,7 +290,7 @@ FOLDER = "_lockstep_pretrained_folder"
 Place = tuple[nn.Module, str]
 
 
-def _places(model: nn.Module) -> dict[str, Place]:
+def places_of(model: nn.Module) -> dict[str, Place]:
     """The layer and the own name of each parameter and saved buffer, by its whole name; tied ones at each place."""
     found: dict[str, Place] = {}
     for prefix, layer in model.named_modules(remove_duplicate=False):
@@ -300,7 +300,8 @@ def _places(model: nn.Module) -> dict[str, Place]:
     return found
 
 
-def _tensor(layer: nn.Module, own: str) -> Tensor:
+def tensor_at(layer: nn.Module, own: str) -> Tensor:
+    """A parameter or buffer by its own name."""
     tensor = layer._parameters[own] if own in layer._parameters else layer._buffers[own]
     assert tensor is not None
     return tensor
@@ -383,14 +384,14 @@ def _converted(
 def _check_shapes(found: Mapping[str, Source], places: Mapping[str, Place], loading: Loading) -> None:
     wrong: list[str] = []
     for name, source in found.items():
-        wanted = tuple(_tensor(*places[name]).shape)
+        wanted = tuple(tensor_at(*places[name]).shape)
         given = loading.files.shapes[source.keys[0]] if source.conversion is None else wanted
         if given != wanted:
             wrong.append(f"{name} {given} for {wanted}")
     if wrong:
         raise MisconfigurationException(
             SHAPES.format(
-                folder=str(loading.files.folder), count=len(wrong), model=loading.model, shown=_shown(wrong, str)
+                folder=str(loading.files.folder), count=len(wrong), model=loading.model, shown=shown(wrong, str)
             )
         )
 
@@ -405,7 +406,7 @@ def _resolve_ties(model: nn.Module, found: dict[str, Source], places: Mapping[st
     """
     groups: dict[int, list[str]] = {}
     for name, place in places.items():
-        groups.setdefault(id(_tensor(*place)), []).append(name)
+        groups.setdefault(id(tensor_at(*place)), []).append(name)
     missing: list[str] = []
     for names in groups.values():
         there = [name for name in names if name in found]
@@ -435,7 +436,7 @@ def _alike(one: Source, other: Source) -> bool:
 
 def _part(model: Any, first: str, name: str, places: Mapping[str, Place]) -> None:
     layer, own = places[name]
-    tensor = _tensor(layer, own)
+    tensor = tensor_at(layer, own)
     layer._parameters[own] = Parameter(tensor.detach().clone(), tensor.requires_grad)
     getattr(model, "all_tied_weights_keys", {}).pop(name, None)
     rank_zero_warn(
@@ -467,15 +468,15 @@ def _say(
     if missing:
         rank_zero_warn(
             f"load_pretrained({folder!r}): {len(missing)} tensors of {loading.model} are not in the folder, and begin "
-            f"as the model makes them: {_shown(missing)}."
+            f"as the model makes them: {shown(missing)}."
         )
     if unexpected:
         rank_zero_warn(
             f"load_pretrained({folder!r}): {len(unexpected)} tensors of the folder have no place in {loading.model}, "
-            f"and are left out: {_shown(unexpected)}."
+            f"and are left out: {shown(unexpected)}."
         )
     of_files = {loading.files.dtypes[key] for source in found.values() for key in source.keys}
-    own = {str(_tensor(*places[name]).dtype).removeprefix("torch.") for name in found}
+    own = {str(tensor_at(*places[name]).dtype).removeprefix("torch.") for name in found}
     if {_NAMES.get(each, each) for each in of_files} != own:
         rank_zero_info(
             f"load_pretrained({folder!r}): the folder has {', '.join(sorted(of_files))}, and {loading.model} "
@@ -498,7 +499,8 @@ _NAMES = {
 """What torch calls safetensors' dtypes."""
 
 
-def _shown(names: Sequence[str], show: Callable[[str], str] = repr) -> str:
+def shown(names: Sequence[str], show: Callable[[str], str] = repr) -> str:
+    """The first names of a list, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(show(name) for name in names[:SHOWN]) + more
 
@@ -527,7 +529,7 @@ def is_planned(module: nn.Module) -> bool:
 
 def planned_ids(module: nn.Module) -> set[int]:
     """The ids of tensors that wait for values of a folder."""
-    return {id(_tensor(layer, own)) for layer, own, _ in planned(module)}
+    return {id(tensor_at(layer, own)) for layer, own, _ in planned(module)}
 
 
 def forget(module: nn.Module) -> None:

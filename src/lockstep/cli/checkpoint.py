@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import format, sharded, storage
+from lockstep.checkpoint import export, format, sharded, storage
 from lockstep.engines.deepspeed import folder as deepspeed_folder
 from lockstep.ground.comm import as_bytes
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
@@ -22,7 +22,7 @@ Show what a checkpoint holds, write it in another format, or compare two. A chec
 weights in safetensors.
 """
 WEIGHTS = ".safetensors"
-KINDS = ("file", "parts", "deepspeed")
+KINDS = ("file", "parts", "deepspeed", "huggingface")
 PICKLED = "read files that may run code (weights_only=False), as DeepSpeed's own: of an author whom you trust"
 ALIKE = (
     "epoch",
@@ -56,7 +56,14 @@ def checkpoint(words: Sequence[str]) -> int:
         help="a folder of parts to a file, a file or a folder of DeepSpeed's to a folder of parts; *.safetensors: the "
         "weights alone",
     )
-    convert.add_argument("--to", choices=KINDS, help="what to make; deepspeed: a folder of its engine's, of one rank")
+    convert.add_argument(
+        "--to",
+        choices=KINDS,
+        help="what to make; deepspeed: a folder of its engine's, of one rank; huggingface: one for from_pretrained",
+    )
+    convert.add_argument("--config", metavar="FOLDER", help="huggingface: of the model's config.json")
+    convert.add_argument("--tokenizer", metavar="FOLDER", help="huggingface: of a tokenizer; default: that of --config")
+    convert.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="huggingface: of a part (5GB)")
     convert.add_argument("source", metavar="PATH")
     convert.add_argument("target", metavar="NEW")
     diff = actions.add_parser("diff", help="what differs between two; exits with 0 where nothing does, else with 1")
@@ -77,6 +84,8 @@ def checkpoint(words: Sequence[str]) -> int:
         if given.action == "show":
             return max([_show(path, given.all, given.pickled) for path in given.paths])
         if given.action == "convert":
+            if given.to == "huggingface":
+                return _to_pretrained(given)
             return _convert(given.source, given.target, given.to, given.pickled)
         both = [_read(path, given.pickled) for path in given.paths]
         return _diff(both, given.all, given.rtol, given.atol)
@@ -213,6 +222,26 @@ def _write(found: dict[str, Any], target: str, kind: str) -> None:
     else:
         parts = sharded.split(found)
         sharded.write(parts, sharded.plan(parts, 0), target)
+
+
+def _to_pretrained(given: argparse.Namespace) -> int:
+    """Write the model of a checkpoint as a folder for ``from_pretrained``."""
+    if given.config is None:
+        raise MisconfigurationException(
+            "lockstep checkpoint convert --to huggingface: give --config FOLDER, which has the model's config.json"
+        )
+    if storage.exists(given.target):
+        raise MisconfigurationException(
+            f"lockstep checkpoint convert: {given.target!r} is there already: choose a new name"
+        )
+    export.check_tokenizer(given.tokenizer)
+    found = _read(given.source, given.pickled)
+    if "state_dict" not in found:
+        raise MisconfigurationException(f"lockstep checkpoint convert: {given.source!r} has no 'state_dict'")
+    export.write_state(given.target, found["state_dict"], given.config, given.max_shard_size, given.tokenizer)
+    sizes = storage.sizes(given.target)
+    print(f"{given.target}: folder of {len(sizes)} files, {_size(sum(sizes.values()))}")
+    return 0
 
 
 # -- diff ----------------------------------------------------------------------------------------------------

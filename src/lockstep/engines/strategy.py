@@ -117,6 +117,13 @@ class Strategy(Engine):
         """Read the weights of which `load_pretrained` knows."""
         fill_whole(module, self.root_device)
 
+    def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and value of each buffer, as rank 0 has it. Collective."""
+        for name, buffer in self.module.named_buffers():
+            value = buffer.detach().clone()
+            comm.broadcast_tensors([value], 0, None)
+            yield name, value
+
     def configuring(self) -> AbstractContextManager[object]:
         """Around ``configure_optimizers``, which may choose parameters by their shapes."""
         return nullcontext()

@@ -535,6 +535,10 @@ class BalancedStrategy(RankedStrategy):
         """Each parameter and gradient, from a rank that has it."""
         return self._parts.whole_parameters()
 
+    def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Each buffer, from the rank that has its block."""
+        return self._parts.whole_buffers()
+
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
         """Module and optimizers as of one process, on rank 0; the others take part, and hold no values of them."""
         if alone and self.world.size > 1:

@@ -1,0 +1,386 @@
+"""A model as a folder of safetensors that ``from_pretrained`` reads: parts of a size, written by ranks in turn."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.pretrained import (
+    FOLDER,
+    INDEX,
+    ONE_FILE,
+    Place,
+    is_of_transformers,
+    places_of,
+    shown,
+    tensor_at,
+)
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException, RankFailed, missing_extra
+from lockstep.ground.parameters import plain_name
+
+CONFIGS = ("config.json", "generation_config.json")
+TOKENIZERS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja"),
+    *("preprocessor_config.json", "processor_config.json"),
+)
+"""Files of a tokenizer or processor, by the names that transformers gives them."""
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+SIZE = "max_shard_size={given!r}: give bytes, or a size like '5GB' or '500MB'."
+NO_TOKENIZER = (
+    "tokenizer={given!r}: there is no tokenizer in this folder, none of {names} and {count} other names. Give the "
+    "folder that the tokenizer's `save_pretrained` has written, or the tokenizer itself."
+)
+NOT_A_FOLDER = "save_pretrained({folder!r}): this is a file: choose another name."
+WHICH = "save_pretrained: {module} holds {count} models of transformers ({names}): say which one is meant, by model=."
+NONE = "save_pretrained: {module} holds no model of transformers: say which of its modules is meant, by model=."
+NOT_OF_CONFIG = (
+    "--config {config!r}: this is the config of another model than the checkpoint has, or its names were changed: "
+    "{count} tensors of {model} are not in the checkpoint: "
+)
+OTHER_SHAPES = (
+    "--config {config!r}: {count} tensors of {model} have other shapes in the checkpoint; give the config that the "
+    "model was made from: "
+)
+NOT_PART = "save_pretrained(model={kind}): this module is no part of {module}."
+
+Named = tuple[str, Tensor]
+
+
+def bytes_of(size: int | str) -> int:
+    """How many bytes a size means, with transformers' units.
+
+    Example:
+        >>> bytes_of("5GB"), bytes_of("1MiB"), bytes_of(100)
+        (5000000000, 1048576, 100)
+    """
+    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?I?)B\s*", str(size).upper()) if isinstance(size, str) else None
+    try:
+        count = int(float(found[1]) * UNITS[found[2]]) if found else int(size)
+    except (ValueError, KeyError):
+        count = 0
+    if count < 1:
+        raise MisconfigurationException(SIZE.format(given=size))
+    return count
+
+
+def find_model(module: nn.Module, model: nn.Module | None) -> tuple[str, nn.Module]:
+    """The model that is meant, and what its names begin with in the module.
+
+    Args:
+        module: of the run.
+        model: what the user gave; None: the only one of transformers, or the only one that was loaded from a folder.
+    """
+    if model is not None:
+        for name, layer in module.named_modules():
+            if layer is model:
+                return f"{name}." if name else "", layer
+        raise MisconfigurationException(NOT_PART.format(kind=type(model).__name__, module=type(module).__name__))
+    found = list(_outermost("", module))
+    if len(found) > 1:
+        names = ", ".join(repr(name) for name, _ in found)
+        raise MisconfigurationException(WHICH.format(module=type(module).__name__, count=len(found), names=names))
+    if not found:
+        raise MisconfigurationException(NONE.format(module=type(module).__name__))
+    name, layer = found[0]
+    return f"{name}." if name else "", layer
+
+
+def _outermost(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if is_of_transformers(module) or FOLDER in vars(module):
+        yield prefix, module
+        return
+    for name, child in module.named_children():
+        yield from _outermost(f"{prefix}.{name}" if prefix else name, child)
+
+
+def check_tokenizer(tokenizer: object) -> None:
+    """Refuse a folder without a tokenizer."""
+    if isinstance(tokenizer, (str, os.PathLike)) and not _files(tokenizer, TOKENIZERS):
+        names = ", ".join(TOKENIZERS[:3])
+        raise MisconfigurationException(
+            NO_TOKENIZER.format(given=os.fspath(tokenizer), names=names, count=len(TOKENIZERS) - 3)
+        )
+
+
+def _files(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Path]:
+    return [path for path in (Path(folder) / name for name in names) if path.is_file()]
+
+
+def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -> Iterator[Named]:
+    """Of a module's tensors those that the folder of a model has, by their names there; tied ones once.
+
+    Args:
+        model: whose parameters and saved buffers are meant.
+        prefix: what its names begin with in the module.
+        tensors: of the module.
+    """
+    places = {_plain(name): place for name, place in places_of(model).items()}
+    sources = _tied(model, places)
+    names = names_in_files(model, list(places))
+    done: set[str] = set()
+    for name, tensor in tensors:
+        own = _plain(name)
+        own = own.removeprefix(prefix) if own.startswith(prefix) else ""
+        if own in places:
+            own = sources.get(own, own)
+            if own not in done:
+                done.add(own)
+                yield names.get(own, own), tensor
+
+
+def _plain(name: str) -> str:
+    """A name without what wrappers put into it."""
+    return plain_name(name).replace("_orig_mod.", "")
+
+
+def _tied(model: nn.Module, places: Mapping[str, Place]) -> dict[str, str]:
+    """By the name of a tied weight that under which a folder has it."""
+    found: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    return {
+        name: source
+        for name, source in found.items()
+        if name in places and source in places and tensor_at(*places[name]) is tensor_at(*places[source])
+    }
+
+
+def names_in_files(model: Any, names: Sequence[str]) -> dict[str, str]:
+    """What each parameter and buffer is called in the folder, where that is not its name in the model.
+
+    Renamings that transformers made when the model was loaded are taken back. Tensors that it joined or cut keep the
+    names that they have in the model, which it reads as well.
+    """
+    given = getattr(model, "_weight_conversions", None)
+    if not is_of_transformers(model) or not given:
+        return {}
+    loader = importlib.import_module("transformers.core_model_loading")
+    backwards = [each.reverse_transform() for each in reversed(given)]
+    renamings = [each for each in backwards if isinstance(each, loader.WeightRenaming)]
+    converters = [each for each in backwards if isinstance(each, loader.WeightConverter)]
+    found: dict[str, str] = {}
+    for name in names:
+        if loader.apply_converters(name, converters)[1] is None:
+            found[name] = loader.apply_renamings(name, renamings)
+    return found
+
+
+# -- of a checkpoint -------------------------------------------------------------------------------------------
+
+
+def write_state(
+    folder: str, state: Mapping[str, Any], config: str, max_shard_size: int | str, tokenizer: str | None
+) -> None:
+    """Write the model within a state dict.
+
+    Args:
+        folder: to make.
+        state: of a LightningModule; the model is an attribute of it, or itself.
+        config: a folder with the model's ``config.json``.
+        max_shard_size, tokenizer: as of `write`.
+
+    Raises:
+        MisconfigurationException: the config is of another model.
+    """
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    model = _model_of(config)
+    wanted = {name: tensor_at(*place) for name, place in places_of(model).items()}
+    prefix = _prefix_of(tensors, wanted)
+    missing = [name for name in wanted if prefix + name not in tensors]
+    if missing:
+        told = NOT_OF_CONFIG.format(config=config, model=type(model).__name__, count=len(missing))
+        raise MisconfigurationException(told + shown(missing))
+    wrong = [name for name, tensor in wanted.items() if tensors[prefix + name].shape != tensor.shape]
+    if wrong:
+        told = OTHER_SHAPES.format(config=config, model=type(model).__name__, count=len(wrong))
+        raise MisconfigurationException(told + shown(wrong))
+    floating = (tensors[prefix + name].dtype for name in wanted if tensors[prefix + name].is_floating_point())
+    model.to(next(floating, None))
+    write(folder, named_as_in_files(model, prefix, tensors.items()), model, max_shard_size, tokenizer, config)
+
+
+def _model_of(config: str) -> Any:
+    """The model that a folder's config describes, on the meta device."""
+    if not (Path(config) / CONFIGS[0]).is_file():
+        raise MisconfigurationException(
+            f"--config {config!r}: there is no {CONFIGS[0]} in it: give the model's folder."
+        )
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError:
+        raise missing_extra("transformers", "transformers", "lockstep checkpoint convert --to huggingface") from None
+    found = transformers.AutoConfig.from_pretrained(config)
+    kinds = [getattr(transformers, name, None) for name in found.architectures or ()]
+    with torch.device("meta"):
+        return kinds[0](found) if kinds and kinds[0] is not None else transformers.AutoModel.from_config(found)
+
+
+def _prefix_of(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+    """What the model's names begin with in a state dict: that under which most of them are there."""
+    first = next(iter(wanted))
+    found = [name.removesuffix(first) for name in tensors if name == first or name.endswith(f".{first}")]
+    return max(found, key=lambda prefix: sum(prefix + name in tensors for name in wanted), default="")
+
+
+# -- writing ---------------------------------------------------------------------------------------------------
+
+
+def write(
+    folder: str | os.PathLike[str],
+    tensors: Iterable[Named],
+    model: nn.Module | None,
+    max_shard_size: int | str,
+    tokenizer: object,
+    config: str | None = None,
+) -> None:
+    """Write a folder. Collective: each rank keeps the parts that it writes, one at a time.
+
+    Args:
+        folder: to make, or whose weights to replace.
+        tensors: by name, whole, in the same order on all ranks.
+        model: has the config; None: it is copied.
+        max_shard_size: of a part; a tensor that is larger has a part of its own.
+        tokenizer: one of transformers, or a folder that has its files; None: that of ``config``, if there is one.
+        config: a folder to copy further files from.
+    """
+    target = Path(folder)
+    if target.is_file():
+        raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
+    limit = bytes_of(max_shard_size)
+    check_tokenizer(tokenizer)
+    beside = target.with_name(comm.broadcast_object(f".{target.name}-{secrets.token_hex(4)}", 0, None))
+    parts = _Parts(beside, limit)
+    try:
+        for name, tensor in tensors:
+            parts.add(name, tensor)
+        parts.end()
+        _agree(parts.error, target)
+        error: Exception | None = None
+        if comm.rank(None) == 0:
+            try:
+                _write_index(beside, parts.sizes)
+                _write_about(beside, model, tokenizer, config)
+                _take_place(beside, target)
+            except Exception as failed:
+                error = failed
+        _agree(error, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _agree(error: Exception | None, folder: Path) -> None:
+    """An error of one rank is one of all."""
+    told = comm.all_gather_object(None if error is None else f"{type(error).__name__}: {error}", None)
+    if error is not None:
+        raise error
+    for rank, said in enumerate(told):
+        if said is not None:
+            raise RankFailed(f"rank {rank} could not write {str(folder)!r}: {said}", rank)
+
+
+class _Parts:
+    """The parts of a folder, of which this rank writes each that is its turn. What fails is kept till all have ended.
+
+    Args:
+        folder: where they go.
+        limit: bytes of a part.
+
+    Attributes:
+        sizes: of all tensors, part by part.
+        error: the first of this rank's.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder, self._limit = folder, limit
+        self._save = _safetensors().save_file
+        self._world, self._rank = comm.world_size(None), comm.rank(None)
+        self._held: dict[str, Tensor] = {}
+        self.sizes: list[dict[str, int]] = [{}]
+        self.error: Exception | None = None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor into the last part, or into a new one where it is full."""
+        size = tensor.numel() * tensor.element_size()
+        if self.sizes[-1] and sum(self.sizes[-1].values()) + size > self._limit:
+            self.end()
+            self.sizes.append({})
+        self.sizes[-1][name] = size
+        if (len(self.sizes) - 1) % self._world == self._rank:
+            self._held[name] = tensor.detach().cpu().contiguous()
+
+    def end(self) -> None:
+        """Write the last part, if it is this rank's."""
+        held, self._held = self._held, {}
+        if not held or self.error is not None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._save(held, self._folder / f"part-{len(self.sizes) - 1}", metadata={"format": "pt"})
+        except Exception as error:
+            self.error = error
+
+
+def _write_index(folder: Path, parts: Sequence[Mapping[str, int]]) -> None:
+    """Give the parts their names, and say what is in which."""
+    if len(parts) == 1:
+        (folder / "part-0").rename(folder / ONE_FILE)
+        return
+    weights: dict[str, str] = {}
+    for number, part in enumerate(parts):
+        name = f"model-{number + 1:05}-of-{len(parts):05}.safetensors"
+        (folder / f"part-{number}").rename(folder / name)
+        weights |= dict.fromkeys(part, name)
+    total = sum(size for part in parts for size in part.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_about(folder: Path, model: Any, tokenizer: Any, config: str | None) -> None:
+    """Config, what to generate by, and the tokenizer's files."""
+    source = config if config is not None else vars(model).get(FOLDER) if model is not None else None
+    copied = _files(source, (*CONFIGS, *TOKENIZERS)) if source is not None else []
+    if isinstance(tokenizer, (str, os.PathLike)):
+        copied += _files(tokenizer, TOKENIZERS)
+    for path in copied:
+        shutil.copy(path, folder / path.name)
+    if model is not None and is_of_transformers(model):
+        own = deepcopy(model.config)
+        own.dtype = str(model.dtype).removeprefix("torch.")
+        own.architectures = [type(model).__name__.removeprefix("FSDP")]
+        own.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(folder)
+
+
+def _take_place(beside: Path, target: Path) -> None:
+    """Move the files to where they belong; weights that were there before are removed, their index first."""
+    target.mkdir(parents=True, exist_ok=True)
+    (target / INDEX).unlink(missing_ok=True)
+    new = {path.name for path in beside.iterdir()}
+    for path in target.iterdir():
+        if PART.fullmatch(path.name) and path.name not in new:
+            path.unlink()
+    for name in sorted(new, key=lambda name: name == INDEX):
+        (beside / name).replace(target / name)
+
+
+def _safetensors() -> Any:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ModuleNotFoundError:
+        raise missing_extra("safetensors", "transformers", "save_pretrained") from None
