@@ -156,8 +156,8 @@ class Causes:
         if not self.ranks.has("wrapped"):
             return Cause(f"{what} never averaged over the ranks: the model is in no wrapper that does", "", proof)
         if bypassed:
-            text = f"{what} not averaged: {bypassed[0]['name']} is called past DistributedDataParallel"
-            return Cause(text, bypassed[0]["where"], proof)
+            text = f"{what} not averaged: {bypassed[0]['name']} is called past its wrapper (DistributedDataParallel)"
+            return Cause(text, _called(bypassed[0]), proof)
         if uncovered and names:
             text = f"{what} not averaged: DistributedDataParallel does not know them (added, or made trainable, behind "
             wrapped = self.ranks.first.of("wrapped")
@@ -192,12 +192,12 @@ class Causes:
             root = ", the square root of the number of ranks" if _near(1 / ratio, math.sqrt(self.size)) else ""
             size = f"{1 / ratio:.4g} times that of the whole gradient{root}"
             text = f"gradients are clipped (scaled) by a norm that is {size}: it is not made of all shards once"
-            return Cause(text, self._clipping() or step["where"], proof)
+            return Cause(text, self._norm_of(step), proof)
         for value in (math.sqrt(self.size), 1 / math.sqrt(self.size)):
             if _near(ratio, value):
                 word = "large" if ratio < 1 else "small"
                 text = f"gradients are clipped (scaled) by a norm that is too {word} by the square root of the ranks"
-                return Cause(text, self._clipping() or step["where"], proof)
+                return Cause(text, self._norm_of(step), proof)
         if self.whole.has("clipped") and self.retry("clipping"):
             return Cause("clipping: the norm is not that of the whole gradient", self._clipping(), "alike without it")
         text = "gradients are scaled (clipped?) by another number than on one process, before the step"
@@ -216,7 +216,9 @@ class Causes:
         proof = f"micro-batches are in the gradient by {weights}; each should be by {1 / self.size:.3g}"
         collective = self._gradient_collective(difference.update)
         if collective is not None and len(backward) > 1:
-            text = f"gradients{what} that are reduced already are reduced again with the next micro-batch's"
+            text = (
+                f"gradients{what} are reduced behind each micro-batch: accumulated ones, reduced already, are so again"
+            )
             return Cause(text, _called(collective), proof)
         no_sync = self.ranks.first.of("no_sync")
         if no_sync:
@@ -258,7 +260,7 @@ class Causes:
 
     def _rank_in_module(self) -> Cause | None:
         for _, event in self.ranks.of("rank read"):
-            text = f"{event['within']} reads the rank, and computes something else on each"
+            text = f"rank-dependent code: {event['within']} reads the rank (get_rank), and differs on each"
             return Cause(text, event["where"], "alike where every rank reads 0")
         return None
 
@@ -347,6 +349,14 @@ class Causes:
         told = ", ".join(f"{norm:.4g}" for norm in theirs if norm is not None)
         proof = f"total norm by rank: {told}; of one process: {own:.4g}" if own is not None and told else ""
         return Cause("clipping: the norm is not that of the whole gradient", self._clipping(), proof)
+
+    def _norm_of(self, step: Event) -> str:
+        """The line where a norm is computed: torch's clipping, or a number that ranks sum up behind the backward."""
+        update = step["update"]
+        for event in self.ranks.first.of("collective"):
+            if event["update"] == update and event["backwards"] and event["shape"] in ([], [1]):
+                return _called(event)
+        return self._clipping() or str(step["where"])
 
     def _clipping(self) -> str:
         events = self.ranks.first.of("clipped")

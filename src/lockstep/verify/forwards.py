@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.verify.float64 import widen_module, widened_tree
 from lockstep.verify.loaders import fingerprint
-from lockstep.verify.settings import is_users, location
+from lockstep.verify.settings import is_users, location, stack
 from lockstep.verify.watch import Watch, put
 
 _WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -45,6 +45,7 @@ class Forwards:
         self.roots: list[nn.Module] = []
         self.wrapped: dict[int, DistributedDataParallel] = {}
         self.covered: set[int] = set()
+        self._inner: set[int] = set()  # ids of the modules that a wrapper holds, and of those within
         self._wrappers: list[DistributedDataParallel] = []
         self._noted: set[str] = set()
         self._forwards = 0
@@ -80,8 +81,8 @@ class Forwards:
         self.watch.depth -= 1
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if id(module) in self.wrapped:
-            self._once("bypassed", name=type(module).__name__, where=location())
+        if id(module) in self._inner:
+            self._once("bypassed", name=type(module).__name__, where=location(), stack=stack())
         if self._forwards >= _FORWARDS:
             return
         self._forwards += 1
@@ -111,6 +112,7 @@ class Forwards:
                 widen_module(module)
             made(wrapper, module, *args, **kwargs)
             self.wrapped[id(module)] = wrapper
+            self._inner |= {id(each) for each in module.modules()}
             self._wrappers.append(wrapper)
             ignored = set(wrapper.parameters_to_ignore)
             named = module.named_parameters()
