@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,6 +89,9 @@ STAGES_OF = {
 DEAR = ("estimated_stepping_batches", "log_dir")
 """Attributes that do something when they are read: looked at only in on_train_start and at the end."""
 
+
+signature_of = lru_cache(inspect.signature)
+"""Of a hook, which each program overrides anew."""
 
 AFTER_SEARCH = ("callback.on_fit_start", *(f"callback.on_{stage}_start" for stage in ("test", "predict")))
 
@@ -204,7 +207,7 @@ class Player:
 
         def method(name: str) -> Callable[..., Any]:
             original = getattr(base, name)
-            signature = inspect.signature(original)
+            signature = signature_of(original)
 
             def call(this: Any, *args: Any, **kwargs: Any) -> Any:
                 bound = signature.bind(this, *args, **kwargs)
