@@ -388,3 +388,17 @@ class Around(Untrained):
 
     def configure_model(self) -> None:
         lockstep.load_pretrained(self.model, self.folder)  # type: ignore[arg-type]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_rank_needs_its_shards_and_one_tensor(tmp_path: Path) -> None:
+    from benchmarks.pretrained import measure, write
+
+    count, size, largest = write(str(tmp_path), 16)
+    assert count > 200e6
+    for found in measure("fsdp", str(tmp_path), 2):
+        assert found["held"] < 0.51 * size
+        assert found["peak"] < 1.1 * found["held"] + largest
