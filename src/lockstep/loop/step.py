@@ -129,19 +129,27 @@ class Step:
         self._weighs: bool | None = None  # whether it returns weights, as all ranks agree once one has returned a loss
         self._factor: float | Tensor = 1.0
         self._share = 1.0
-        automatic = self.module.automatic_optimization
         self._use_optimizers()
-        by_engine = self.strategy.window
-        may = by_engine is None and self.strategy.takes_closure
-        is_own = is_replaced if by_engine is None else is_overridden
-        own_step = is_own("optimizer_step", self.module, LightningModule)
-        wants = may and any(takes_closure(optimizer) for optimizer in self._optimizers)
-        self._by_closure = automatic and (self.needs_closure or own_step or wants)
+        self._by_closure = self._steps_by_closure()
         self._losses: list[Tensor] = []  # of this window, where a closure returns their sum
         self._absent: tuple[int, ...] = ()  # ranks without samples for the micro-batch at hand
         self._bare_backward = (
             self.scaler is None and self.hooks.on_before_backward is None and self.hooks.on_after_backward is None
         )
+        self._choose_way()
+
+    def _steps_by_closure(self) -> bool:
+        """Whether ``optimizer.step`` plays the last micro-batch: an optimizer or an ``optimizer_step`` wants it so."""
+        by_engine = self.strategy.window is not None
+        is_own = is_overridden if by_engine else is_replaced
+        own_step = is_own("optimizer_step", self.module, LightningModule)
+        may = self.strategy.takes_closure and not by_engine
+        wants = may and any(takes_closure(optimizer) for optimizer in self._optimizers)
+        return self.module.automatic_optimization and (self.needs_closure or own_step or wants)
+
+    def _choose_way(self) -> None:
+        """Take one of the ways through a window, and refuse an optimizer that cannot go with it."""
+        automatic, by_engine = self.module.automatic_optimization, self.strategy.window
         if not automatic:
             self.window = self._manual
         elif by_engine is not None:
