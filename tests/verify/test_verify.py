@@ -41,6 +41,44 @@ def test_a_healthy_script_is_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "alike" in Path("report/certificate.md").read_text()
 
 
+def test_a_script_whose_optimizers_step_by_closures_is_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's do. No window was counted then, and one process was fed as if it accumulated by the ranks."""
+    certificate = certified("healthy/lightning_automatic", monkeypatch, tmp_path)
+    assert certificate.verdict == ALIKE, str(certificate)
+
+
+HOOKED = """
+import torch, torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+x = torch.randn(96, 8, generator=torch.Generator().manual_seed(3))
+data = TensorDataset(x, x[:, :1] * x[:, 1:2])
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+model.register_comm_hook(None, fp16_compress_hook)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for a, b in DataLoader(data, 8, sampler=DistributedSampler(data)):
+    loss = torch.nn.functional.mse_loss(model(a), b)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_hook_that_rounds_what_travels_is_a_difference_by_nature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was called different, by 3e-4."""
+    (tmp_path / "hooked.py").write_text(HOOKED)
+    monkeypatch.chdir(tmp_path)
+    certificate = verify(Request(("hooked.py",), patience=PATIENCE))
+    assert certificate.verdict == ALIKE, str(certificate)
+    assert any("fp16_compress_hook was off" in note for note in certificate.nature)
+
+
 def test_a_missing_synchronization_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate = certified("bugs/no_sync_everywhere", monkeypatch, tmp_path)
     assert certificate.verdict == DIFFERENT
@@ -152,8 +190,9 @@ def test_each_wrong_script_is_different_with_a_cause(
 @pytest.mark.parametrize("name", BAD)
 def test_each_bad_script_is_refused_in_a_sentence(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate = certified(f"bad/{name}", monkeypatch, tmp_path)
-    # a script is run, not imported, and stopped behind its steps; samples are written down as they come
-    if name in ("trains_when_imported", "endless", "not_replayable"):
+    # a script is run, not imported, and stopped behind its steps; samples are written down as they come; what
+    # too_large may take is enough for it
+    if name in ("trains_when_imported", "endless", "not_replayable", "too_large"):
         assert certificate.verdict != DIFFERENT
         return
     assert certificate.verdict == UNKNOWN, str(certificate)

@@ -23,6 +23,7 @@ from lockstep.verify.loaders import fingerprint
 from lockstep.verify.settings import is_users, location, stack
 from lockstep.verify.watch import Watch, put
 
+_ROUNDING = "torch.distributed.algorithms.ddp_comm_hooks."
 _WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _FORWARDS = 64
 """Calls of outermost modules that are written down."""
@@ -103,6 +104,19 @@ class Forwards:
 
     # -- wrappers
 
+    def _see_hooks(self) -> None:
+        """Leave out torch's own communication hooks, which round what travels; hooks of the user's do what they do."""
+        register = DistributedDataParallel.register_comm_hook
+
+        @functools.wraps(register)
+        def registered(wrapper: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+            if getattr(hook, "__module__", "").startswith(_ROUNDING):
+                self._once("comm hook", name=hook.__name__)
+            else:
+                register(wrapper, state, hook)
+
+        put(DistributedDataParallel, "register_comm_hook", registered)
+
     def _see_wrappers(self) -> None:
         made, no_sync = DistributedDataParallel.__init__, DistributedDataParallel.no_sync
 
@@ -124,6 +138,7 @@ class Forwards:
             self._once("no_sync", where=location())
             return no_sync(wrapper)
 
+        self._see_hooks()
         join = Join.__enter__
 
         @functools.wraps(join)

@@ -178,7 +178,8 @@ class Verification:
         reason = refusals.of_one(whole, ranks)
         if reason:
             return self._unknown(reason)
-        if self._windows(whole)[:1] == [size * self.request.devices for size in self._windows(ranks)[:1]]:
+        first = self._windows(whole)[:1]  # none where closures step: they make the backwards themselves
+        if first and first == [size * self.request.devices for size in self._windows(ranks)[:1]]:
             # the script accumulates by the number of ranks: one process gets the micro-batches one after another
             self.apart = True
             whole = self.on_one(ranks)
@@ -393,6 +394,9 @@ class Verification:
     def _note_nature(self, ranks: Recording, whole: Recording) -> None:
         if ranks.has("dropout"):
             self.found.nature.append("dropout was off: ranks drop other elements than one process does")
+        if ranks.has("comm hook"):
+            name = ranks.first.of("comm hook")[0]["name"]
+            self.found.nature.append(f"the communication hook {name} was off: it rounds gradients, or keeps parts back")
         if whole.has("batch norm"):
             self.found.nature.append(
                 "BatchNorm is not synchronized: one process was made to count over each rank's samples, as ranks do"
