@@ -27,7 +27,7 @@ started (`srun lockstep env`) to see what a rank sees.
 REQUIRED = ("torch", "cloudpickle", "numpy", "tqdm", "typing-extensions")
 OPTIONAL = (
     *("alembic", "deepspeed", "jsonargparse", "matplotlib", "mlflow-skinny", "onnx", "onnxscript", "optuna", "psutil"),
-    *("pyyaml", "rich", "safetensors", "sqlalchemy", "tensorboard", "torchmetrics", "wandb"),
+    *("pyyaml", "rich", "safetensors", "sqlalchemy", "tensorboard", "torchmetrics", "transformers", "wandb"),
 )
 BESIDE = ("lightning", "pytorch-lightning", "mlflow")
 """Distributions that are no extras, and that are told of where they are installed."""

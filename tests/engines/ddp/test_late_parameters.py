@@ -53,18 +53,18 @@ def test_a_module_with_known_parameters_may_come() -> None:
 
 def test_a_newcomer_is_not_taken_for_one_that_is_gone() -> None:
     """A parameter that is let go of leaves its address to the next."""
-    net = _net()
-    came = LateParameters(net)
+    values = torch.ones(2)
     for _ in range(100):
-        address = id(net[0].bias)
-        net[0].bias = None
-        parameter = nn.Parameter(torch.ones(2))
-        if id(parameter) == address:
-            net[0].bias = parameter
-            assert came.found == "0.bias"
-            return
         net = _net()
         came = LateParameters(net)
+        address = id(net[0].bias)
+        net[0].bias = None
+        others = [nn.Parameter(values) for _ in range(1000)]  # which fill the place that is free
+        taken = [parameter for parameter in others if id(parameter) == address]
+        if taken:
+            net[0].bias = taken[0]
+            assert came.found == "0.bias"
+            return
     raise AssertionError("no address was used again")
 
 
