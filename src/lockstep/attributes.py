@@ -17,6 +17,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.progress.base import ProgressBar
+from lockstep.config.compile import CompileOptions
 from lockstep.config.run import RunConfig, set_flag
 from lockstep.data.combined import CombinedLoader
 from lockstep.datamodule import LightningDataModule
@@ -118,6 +119,7 @@ class Attributes:
     debug: Literal["collectives"] | None
     keep_global_batch: bool
     balance: bool
+    compile: CompileOptions | None
     hang_timeout: float | None
     hang_kill: float | None
 

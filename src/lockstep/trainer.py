@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -134,6 +134,10 @@ class Trainer(Attributes):
             are on each rank.
         balance: let each rank take as many samples of a global batch as its measured speed and memory allow, under
             "ddp" and "fsdp"; the global batch and its gradient stay what they are.
+        compile: compile the module's layers by ``torch.compile`` for the length of each call: True, or a dict of its
+            arguments ("mode", "fullgraph", "dynamic", "backend", "options"), "blocks" (True: the repeated blocks, as
+            by default on several ranks; False: the whole module, as by default on one; or classes of layers) and
+            "graph_breaks" (True: tell where the compiler could not follow). Recompilations are told with their reason.
         hang_timeout: how long a rank may wait for others, in seconds or as a timedelta, before it is told which rank
             waits where, and what the others do. None: nobody is told.
         hang_kill: the same, before the run is ended; one whose ranks provably went different ways ends at once. None:
@@ -197,6 +201,7 @@ class Trainer(Attributes):
         debug: str | None = None,
         keep_global_batch: bool = True,
         balance: bool = False,
+        compile: bool | Mapping[str, Any] = False,
         hang_timeout: float | timedelta | None = 60.0,
         hang_kill: float | timedelta | None = 1800.0,
         **others: Never,

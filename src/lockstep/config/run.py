@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
+from lockstep.config.compile import CompileOptions, compile_options
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
@@ -315,6 +316,7 @@ class RunConfig:
     debug: Literal["collectives"] | None = _flag(choice, choices=(None, "collectives"))
     keep_global_batch: bool = _flag(switch)
     balance: bool = _flag(switch)
+    compile: CompileOptions | None = _flag(compile_options)
     hang_timeout: float | None = _flag(seconds)
     hang_kill: float | None = _flag(seconds)
 

@@ -1,16 +1,76 @@
-"""Whether a module is compiled, whole or in part: code that watches its layers or its graph then sees nothing."""
+"""Layers that are compiled: the ``forward`` that a run compiles, and whether a module has any."""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 
+class CompiledForward:
+    """Stands in the place of a layer's ``forward``, an attribute of the layer: hooks of the layer stay outside.
+
+    A copy of the layer is compiled anew, when it is first called.
+
+    Args:
+        layer: whose forward it is.
+        options: of ``torch.compile``.
+
+    Attributes:
+        own: a ``forward`` that the layer had been given before, beside that of its class.
+    """
+
+    def __init__(self, layer: nn.Module, options: Mapping[str, Any]) -> None:
+        self.layer, self.options = layer, options
+        self.own: Callable[..., Any] | None = vars(layer).get("forward")
+        self._compiled: Callable[..., Any] | None = None
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._plain())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a layer around this one is compiled, and takes it along
+            return self._plain()(*args, **kwargs)
+        if self._compiled is None:
+            self._compiled = torch.compile(self._plain(), **self.options)
+        return self._compiled(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_compiled": None}
+
+    def put_back(self) -> None:
+        """Let the layer have the ``forward`` that it had before."""
+        if vars(self.layer).get("forward") is self:
+            del vars(self.layer)["forward"]
+            if self.own is not None:
+                vars(self.layer)["forward"] = self.own
+
+    def _plain(self) -> Callable[..., Any]:
+        return self.own or type(self.layer).forward.__get__(self.layer)
+
+
 def has_compiled(module: nn.Module) -> bool:
-    """Whether a layer of a module is compiled, by ``torch.compile``, ``Module.compile`` or ``torch.jit``."""
-    return any(
-        isinstance(layer, torch.jit.ScriptModule)
-        or getattr(layer, "_compiled_call_impl", None) is not None
-        or type(layer).__name__ == "OptimizedModule"
-        for layer in module.modules()
-    )
+    """Whether a layer of a module is compiled: by the run, ``torch.compile``, ``Module.compile`` or ``torch.jit``.
+
+    Code that watches a compiled layer, or its graph, sees nothing.
+    """
+    return any(is_compiled_layer(layer) for layer in module.modules())
+
+
+def is_compiled_layer(layer: nn.Module) -> bool:
+    """Whether this layer itself is compiled."""
+    if isinstance(layer, torch.jit.ScriptModule) or type(layer).__name__ == "OptimizedModule":
+        return True
+    return getattr(layer, "_compiled_call_impl", None) is not None or _is_compiled(vars(layer).get("forward"))
+
+
+def _is_compiled(forward: object) -> bool:
+    while forward is not None:
+        if isinstance(forward, CompiledForward):
+            return True
+        forward = getattr(forward, "own", None)  # of recomputation, which lies around it
+    return False

@@ -385,6 +385,9 @@ PARTS: tuple[Part, ...] = (
         "module.compile()",
         COMPILE,
     ),
+    Part("torch._dynamo.callback.callback_handler", "loop/compile_layers.py", "when it compiles", COMPILE),
+    Part("torch._inductor.cpp_builder.get_cpp_compiler", "loop/compile_layers.py", "its C++ compiler", COMPILE),
+    Part("torch._logging._internal.log_state", "loop/compile_layers.py", "why it compiles anew", COMPILE),
     # supervision
     Part(
         "torch.distributed._functional_collectives", "supervise/collective_trace.py", "collectives of DTensors", TRACE

@@ -195,11 +195,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     if session.config.debug == "collectives" and strategy.world_size > 1:
         watched.enter_context(compared())
     ckpt_path = _choose_checkpoint(session, asked)
-    session.agreement = strategy.make_agreement()
-    session.stop_flag = session.agreement.register("stop")
-    session.interrupt_flag = session.agreement.register("interrupt")
-    if signals is not None:
-        signals.set_up()
+    _agree_on_ends(session, signals)
     session.published = LoggedMetrics()
     session.hooks = Hooks(session.trainer, module, session.callbacks, session.results)
     _choose_seed(session)
@@ -213,6 +209,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     _call_setup_hooks(session, "setup")
     strategy.barrier("after setup")
     _configure_model(session)
+    _compile(session)
     own_backward = module.backward if is_replaced("backward", module, LightningModule) else None
     if strategy.places_first:
         strategy.setup_module(module, own_backward)
@@ -344,6 +341,22 @@ def _configure_model(session: Session) -> None:
         session.hooks.own("configure_model")
 
 
+def _agree_on_ends(session: Session, signals: Signals | None) -> None:
+    """Make the flags by which ranks tell each other to stop."""
+    session.agreement = session.strategy.make_agreement()
+    session.stop_flag = session.agreement.register("stop")
+    session.interrupt_flag = session.agreement.register("interrupt")
+    if signals is not None:
+        signals.set_up()
+
+
+def _compile(session: Session) -> None:
+    if session.config.compile is not None:
+        from lockstep.loop.compile_layers import CompiledLayers  # not for runs that compile nothing
+
+        session.compiled = CompiledLayers(session, session.config.compile)
+
+
 def _choose_seed(session: Session) -> None:
     """One seed for the order of data: the user's, else one that rank 0 draws; a checkpoint's replaces it."""
     if session.seed is None:
@@ -402,6 +415,9 @@ def _tear_down(session: Session, release: Callable[[], None]) -> None:
     state.finish_alone(session)
     session.strategy.teardown()
     leave_device(session)
+    if session.compiled is not None:
+        session.compiled.end()
+        session.compiled = None
     if session.has("results"):
         session.results.enter("")  # nothing can be logged any more
     if session.has("agreement"):

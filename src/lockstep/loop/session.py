@@ -57,6 +57,13 @@ class FitSignals(Protocol):
         """Tell the other ranks."""
 
 
+class Compiled(Protocol):
+    """What a call has compiled: see `lockstep.loop.compile_layers`."""
+
+    def end(self) -> None:
+        """Put back what was there before, and say what has been compiled."""
+
+
 class Instruments(Protocol):
     """The timed methods of a run with a profiler: see `lockstep.loop.profiled`."""
 
@@ -134,6 +141,7 @@ class Session:
         built: the parameters that there were when a set-up ran out of memory.
         chooses: a plan may put another strategy in the place of this one, when a fit begins.
         inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
+        compiled: the layers that ``Trainer(compile=...)`` has compiled for this call.
     """
 
     trainer: Trainer
@@ -165,6 +173,7 @@ class Session:
     built: list[Tensor] | None = None
     chooses: bool = False
     inner: Session | None = None
+    compiled: Compiled | None = None
 
     module: LightningModule = field(init=False)
     hooks: Hooks = field(init=False)
@@ -224,7 +233,7 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has, here or in another process; the rest is bound to this one, or to the call that runs."""
-        bound = ("hooks", "results", "agreement", "activations", "built", "signals", "instruments", "inner")
+        bound = ("hooks", "results", "agreement", "activations", "built", "signals", "instruments", "inner", "compiled")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     # -- callbacks and loggers -----------------------------------------------------------------------------

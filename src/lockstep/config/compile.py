@@ -1,0 +1,84 @@
+"""``Trainer(compile=...)``: what of a module is compiled, and how."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.ground.errors import MisconfigurationException
+
+Blocks = bool | tuple[type[nn.Module] | str, ...] | None
+OWN = ("blocks", "graph_breaks")
+"""Keys that are lockstep's; the others are arguments of ``torch.compile``."""
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What is compiled, and how."""
+
+    blocks: Blocks = None
+    """True: the repeated blocks; False: the whole module, layer by layer from the top; classes of layers, or their
+    names; None: the repeated blocks where several ranks train, else the whole module."""
+    graph_breaks: bool = False
+    """Whether it is told where the compiler could not follow."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of ``torch.compile``."""
+
+    @property
+    def backend(self) -> str:
+        """The name of the compiler."""
+        backend = self.options.get("backend", "inductor")
+        return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+
+
+def compile_options(flag: str, value: object) -> CompileOptions | None:
+    """The options; None where nothing is to be compiled.
+
+    Raises:
+        MisconfigurationException: it is no bool and no dict, or has a key that neither lockstep nor torch knows.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return CompileOptions()
+    if isinstance(value, CompileOptions):
+        return value
+    if not isinstance(value, Mapping):
+        raise MisconfigurationException(
+            f'Trainer({flag}={value!r:.100}): give True, False, or a dict such as {{"mode": "max-autotune", '
+            '"fullgraph": True, "blocks": [Block]}.'
+        )
+    theirs = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]
+    for key in value:
+        if key not in (*OWN, *theirs):
+            near = difflib.get_close_matches(str(key), (*OWN, *theirs), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join((*OWN, *theirs))}."
+            raise MisconfigurationException(f"Trainer({flag}={{{key!r}: ...}}): there is no such option: {hint}")
+    breaks = value.get("graph_breaks", False)
+    if not isinstance(breaks, bool):
+        raise MisconfigurationException(f"Trainer({flag}={{'graph_breaks': {breaks!r:.50}}}): give True or False.")
+    options = {name: value[name] for name in theirs if name in value}
+    return CompileOptions(_blocks(flag, value.get("blocks")), breaks, options)
+
+
+def _blocks(flag: str, given: object) -> Blocks:
+    if given is None or isinstance(given, bool):
+        return given
+    several = given if isinstance(given, Collection) and not isinstance(given, str) else (given,)
+    kinds = tuple(several)
+    if not kinds or not all(isinstance(kind, str) or _is_layer(kind) for kind in kinds):
+        raise MisconfigurationException(
+            f"Trainer({flag}={{'blocks': {given!r:.100}}}): give True (the repeated blocks), False (the whole module), "
+            "or classes of layers."
+        )
+    return kinds
+
+
+def _is_layer(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, nn.Module)

@@ -1,0 +1,307 @@
+"""Trainer(compile=...): layers run compiled under every strategy, with the same numbers, and are left as they were."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import LightningModule, Trainer
+from lockstep.callbacks import Callback
+from lockstep.ground.compiled import CompiledForward, has_compiled
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from tests.equivalence.models import Blocks
+from tests.equivalence.models import rows as sums
+from tests.loop.pieces import quiet
+
+EAGER = {"backend": "eager"}
+"""What the compiler makes of a graph is run by Python: it is quick, and has the same numbers."""
+
+
+class Block(nn.Module):
+    """A layer made of layers, as a transformer has many."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+graphs: list[Any] = []
+
+
+def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """A compiler that counts its graphs, and leaves them to Python."""
+    graphs.append(graph)
+    return graph.forward
+
+
+class Net(LightningModule):
+    """Blocks in a Sequential, and a head."""
+
+    def __init__(self, width: int = 8, blocks: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(blocks)])
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.blocks(x))
+        return y
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = (self(x) - y).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", (self(x) - y).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Flat(Net):
+    """Has no forward of its own: the step calls the layers."""
+
+    forward = LightningModule.forward  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return (self.head(self.blocks(x)) - y).square().mean()
+
+
+def rows(count: int = 24, width: int = 8, dtype: torch.dtype = torch.float32) -> TensorDataset:
+    """Made up data."""
+    drawn = torch.Generator().manual_seed(1)
+    x = torch.randn(count, width, generator=drawn, dtype=dtype)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def loader(batch: int = 4) -> DataLoader[Any]:
+    """Made up batches."""
+    return DataLoader(rows(), batch_size=batch)
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    graphs.clear()
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@contextmanager
+def _made_at(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+def fitted(module: type[Net] = Net, **flags: Any) -> Net:
+    """A module after a fit."""
+    with _made_at(3):
+        made = module()
+    quiet(max_epochs=1, **flags).fit(made, loader())
+    return made
+
+
+@pytest.mark.parametrize("module", [Net, Flat])
+@pytest.mark.parametrize("blocks", [None, True, False, [Block], "Block"])
+def test_a_fit_has_the_numbers_of_one_that_compiles_nothing(module: type[Net], blocks: Any) -> None:
+    plain = fitted(module)
+    assert not graphs
+    made = fitted(module, compile={"backend": counting, "blocks": blocks})
+    assert graphs
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(made.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_all_is_as_it_was_when_the_call_is_over() -> None:
+    made = fitted(compile=EAGER)
+    assert not has_compiled(made)
+    assert all("forward" not in vars(layer) for layer in made.modules())
+    pickle.loads(pickle.dumps(made))
+
+
+def test_all_is_as_it_was_when_the_call_has_failed() -> None:
+    class Fails(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise ValueError("no")
+
+    made = Fails()
+    with pytest.raises(ValueError, match="no"):
+        quiet(compile=EAGER).fit(made, loader())
+    assert not has_compiled(made)
+
+
+def test_a_forward_of_ones_own_is_compiled_and_comes_back() -> None:
+    made = Net()
+    own = made.blocks[0].forward = lambda x: 2 * x
+    quiet(max_epochs=1, compile={**EAGER, "blocks": True}).fit(made, loader())
+    assert made.blocks[0].forward is own
+    assert torch.equal(made.blocks[0].norm.weight, torch.ones(8))  # it had no part in the fit
+
+
+def test_copies_within_a_fit_run_compiled_by_themselves() -> None:
+    copies: list[Net] = []
+
+    class Copies(Callback):
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            copies.append(copy.deepcopy(pl_module))  # type: ignore[arg-type]
+
+    made = Net()
+    quiet(max_epochs=1, compile={**EAGER, "blocks": True}, callbacks=[Copies()]).fit(made, loader())
+    (copied,) = copies
+    first: Any = copied.blocks[0]
+    forward = vars(first)["forward"]
+    assert isinstance(forward, CompiledForward)
+    assert forward.layer is first is not made.blocks[0]
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(copied(x), made(x))
+
+
+ENGINES: dict[str, Any] = {
+    "ddp": lambda: "ddp",
+    "sharded optimizer": lambda: DDPStrategy(shard_optimizer=True),
+    "fsdp": lambda: "fsdp",
+    "recomputed under fsdp": lambda: FSDPStrategy(activation_checkpointing=True),
+    "2-D": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    "deepspeed": lambda: "deepspeed_stage_2",
+    "balanced": lambda: BalancedStrategy(),
+}
+
+
+def _equal(engine: str, make: type[Blocks] = Blocks, **flags: Any) -> EquivalenceReport:
+    if engine == "deepspeed":  # has no float64
+        flags = {**flags, "precision": "32-true", "tolerance": 1e-5}
+    return check_equivalence(make, sums(23), strategy=ENGINES[engine](), devices=2, **flags)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_compiled_run_is_one_process(engine: str, ranks: RankPool) -> None:
+    """Block by block, before an engine cuts them or hangs its hooks on them."""
+    for report in ranks(2).run(partial(_equal, engine, compile=EAGER), group=False, timeout=200):
+        assert report, report
+
+
+class ByHand(Blocks):
+    """Compiles its blocks by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = torch.compile(self.net[1], backend="eager")
+        self.net[2].compile(backend="eager")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "2-D"])
+def test_layers_that_the_user_has_compiled_train_under_every_strategy(engine: str, ranks: RankPool) -> None:
+    for report in ranks(2).run(partial(_equal, engine, ByHand), group=False, timeout=200):
+        assert report, report
+
+
+def test_recompilations_are_told_with_the_shape_that_caused_them() -> None:
+    class Lengths(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            return (self(x[: 4 - batch_idx % 3]) - y[: 4 - batch_idx % 3]).square().mean()
+
+    said: list[str] = []
+    with patch("lockstep.loop.compile_layers.rank_zero_info", said.append):
+        quiet(max_epochs=1, compile={**EAGER, "blocks": [Block], "dynamic": False}).fit(Lengths(), loader())
+    assert said[0] == "trainer.fit: 2 x Block are compiled by eager: the first batch of each shape takes longer."
+    assert "torch.compile: " in said[1]
+    assert "anew:" in said[1]
+    told = "\n".join(said[2:])
+    assert "forward (test_compile_layers.py:" in told
+    assert "tensor 'x' size mismatch at index 0. expected 4, actual 3" in told
+
+
+def test_graph_breaks_are_told_by_file_and_line_where_it_is_asked_for() -> None:
+    class Breaks(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    made = Net(blocks=1)
+    made.blocks = nn.Sequential(Breaks(8))
+    said: list[str] = []
+    err = io.StringIO()
+    with patch("lockstep.loop.compile_layers.rank_zero_info", said.append), redirect_stderr(err):
+        quiet(max_epochs=1, compile={**EAGER, "blocks": [Breaks], "graph_breaks": True}).fit(made, loader())
+    told = [line for line in said if "graph break" in line]
+    assert len(told) == 1
+    assert "test_compile_layers.py" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (3, r"compile=3\): give True, False, or a dict"),
+        ({"modes": "default"}, r"there is no such option: did you mean 'mode'"),
+        ({"blocks": 3}, r"give True \(the repeated blocks\)"),
+        ({"blocks": []}, r"give True \(the repeated blocks\)"),
+        ({"graph_breaks": "yes"}, "give True or False"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(given: Any, says: str) -> None:
+    with pytest.raises(MisconfigurationException, match=says):
+        quiet(compile=given)
+
+
+def test_layers_that_are_not_there_are_refused_by_name() -> None:
+    with pytest.raises(MisconfigurationException, match="there is no layer of class 'Blok'"):
+        quiet(compile={**EAGER, "blocks": ["Blok"]}).fit(Net(), loader())
+    with pytest.raises(MisconfigurationException, match="it chooses no layer of Net"):
+        quiet(compile={**EAGER, "blocks": [nn.Conv2d]}).fit(Net(), loader())
+
+
+def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    def none() -> str:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    with pytest.raises(
+        MisconfigurationException, match=r"finds none \(No working C\+\+ compiler found\): install g\+\+"
+    ):
+        quiet(compile=True).fit(Net(), loader())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "recomputed under fsdp", "balanced"])
+def test_code_that_inductor_builds_has_the_numbers_of_one_process(engine: str, ranks: RankPool) -> None:
+    for report in ranks(2).run(partial(_equal, engine, compile=True), group=False, timeout=800):
+        assert report, report
+
+
+def _in_two_parts() -> str:
+    strategy = BalancedStrategy(schedule="zero-bubble")
+    with pytest.raises(MisconfigurationException) as refused:
+        check_equivalence(Blocks, sums(23), strategy=strategy, devices=2, compile=EAGER)
+    return str(refused.value)
+
+
+def test_a_schedule_that_cuts_a_backward_in_two_is_refused(ranks: RankPool) -> None:
+    for said in ranks(2).run(_in_two_parts, group=False, timeout=100):
+        assert "is compiled" in said
