@@ -151,7 +151,8 @@ def without_saves_of_weights(program: Program, theirs: Record, ours: Record) -> 
 
 
 def trains_nothing(program: Program) -> bool:
-    return program.flags.get("limit_train_batches") == 0 and not program.flags.get("overfit_batches")
+    overruled = program.flags.get("overfit_batches") or program.flags.get("fast_dev_run")
+    return program.flags.get("limit_train_batches") == 0 and not overruled
 
 
 def without_loader_of_nothing(program: Program, theirs: Record, ours: Record) -> str:

@@ -329,6 +329,20 @@ ROWS = [
         then="numbers",
     ),
     Row(
+        "A fraction of several training loaders is one of their batches together; Lightning refuses it where it is no "
+        "batch of one of them.",
+        PAGE,
+        replace(
+            PLAIN,
+            train="dict max_size_cycle",
+            train_samples=(9, 3),
+            batch_size=3,
+            flags=_flags(limit_train_batches=0.5),
+        ),
+        lambda program, d, theirs, ours: program.train.startswith("dict") and refused(theirs, "You requested to check"),
+        then="all",
+    ),
+    Row(
         "A training loader without batches is refused by name; Lightning's fit ends without a step.",
         PAGE,
         replace(PLAIN, train="drop_last", train_samples=(1, 1)),

@@ -246,13 +246,19 @@ class Entry:
         """Forget what came after :meth:`snapshot`."""
         self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = snapshot
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of an epoch that is not over."""
+    def state(self, age: int | None) -> dict[str, Any]:
+        """What a checkpoint keeps of an epoch that is not over.
+
+        Args:
+            age: how many micro-batches ago ``last`` was logged; None where loggers have it.
+        """
         return {
             "key": list(self.key),
             "options": [*self.normal(), self.each_step],
             "total": float(self.total),
             "last": float(self.last),
+            "last_weight": float(self.last_weight),
+            "age": age,
             "weight": float(self.weight),
             "dtype": self.dtype,
         }
@@ -351,6 +357,7 @@ class LogCollector:
         self.table: dict[str, Entry] | None = None
         self.hook: tuple[str, int] = ("", -1)
         self.among_batches = False
+        self.show_ahead: Callable[[], int] | None = None  # as `StepParts.show_newest`, where windows are played ahead
         self.shown = 0  # the micro-batch after which users last saw all values
         self.micro_batch = 1  # counted by the training loop, alike on all ranks
         self.weight = 1.0
@@ -675,27 +682,46 @@ class LogCollector:
 
         What a torchmetrics object has collected is in its own state; here is that it was logged, if it is the module's.
         """
+        before, micro_batch = self.snapshot(), self.micro_batch
+        if self.show_ahead is not None:
+            self.micro_batch = self.show_ahead()
+        found = self._states()
+        self.go_back(before)
+        self.micro_batch = micro_batch
+        return found
+
+    def _states(self) -> list[dict[str, Any]]:
         names = {id(part): name for name, part in self._modules().items() if is_metric(part)}
         found = []
         for entry in self._entries():
             is_known = entry.metric is None or id(entry.metric) in names
-            if is_known and (entry.epoch_fresh or entry.each_step):
+            is_newer = entry.step_fresh > (self.shown if self._world_size == 1 else 0) and entry.last_weight > 0
+            if is_known and (entry.epoch_fresh or entry.each_step or is_newer):
                 metric = None if entry.metric is None else names[id(entry.metric)]
-                found.append({**entry.state(), "fresh": entry.epoch_fresh, "metric": metric})
+                age = self.micro_batch - entry.step_fresh if is_newer else None
+                found.append({**entry.state(age), "fresh": entry.epoch_fresh, "metric": metric})
         return found
 
     def _modules(self) -> dict[str, nn.Module]:
         return {} if self._module is None else dict(self._module.named_modules())
 
-    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Go on collecting where :meth:`state_dict` was taken."""
+    def load_state_dict(self, state: list[dict[str, Any]], micro_batches: int = 0) -> None:
+        """Go on collecting where :meth:`state_dict` was taken.
+
+        Args:
+            state: of this rank.
+            micro_batches: how many the run has had, alike on all ranks: ranks compare whose value is the newest.
+        """
         modules = self._modules()
+        self.micro_batch += micro_batches
         for saved in state:
             hook, dataloader_idx, name = saved["key"]
             entry = Entry((hook, dataloader_idx, name), tuple(saved["options"]))
             entry.total, entry.last, entry.weight = saved["total"], saved["last"], saved["weight"]
             entry.dtype = saved["dtype"]
             entry.epoch_fresh = saved.get("fresh", True)
+            if saved.get("age") is not None:  # checkpoints of earlier versions have none
+                entry.last_weight, entry.step_fresh = saved["last_weight"], max(1, self.micro_batch - saved["age"])
             metric = modules.get(saved.get("metric") or "")
             if is_metric(metric):
                 entry.metric = metric
@@ -767,22 +793,6 @@ def checked_size(name: str, batch_size: object) -> float:
             "for, 0 or more; leave it out to have that of the batch."
         )
     return size
-
-
-def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What several ranks had collected in an epoch, as one of them goes on with it; see `LogCollector.state_dict`."""
-    found: dict[Key, dict[str, Any]] = {}
-    for saved in (each for part in parts for each in part):
-        key: Any = tuple(saved["key"])
-        if key not in found:
-            found[key] = dict(saved)
-            continue
-        first, op = found[key], Entry(key, tuple(saved["options"])).op
-        totals = first["total"], saved["total"]
-        first["total"] = extreme(op, *totals) if op in ("min", "max") else sum(totals)
-        first["weight"] += saved["weight"]
-        first["fresh"] = first.get("fresh", True) or saved.get("fresh", True)
-    return list(found.values())
 
 
 def _epochs(entry: Entry) -> tuple[Any, float, int]:

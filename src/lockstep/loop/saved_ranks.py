@@ -26,7 +26,7 @@ from torch import Tensor
 from lockstep.data.source import of_all_ranks
 from lockstep.engines.collectives import ReplicaMap
 from lockstep.engines.sharded.fully_shard import whole_gradients
-from lockstep.loop.logging import merged
+from lockstep.loop.parts import merged
 
 Part = dict[str, Any]
 """What a checkpoint holds of one rank."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -667,10 +668,10 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
         session.fit.loaded.load_state_dict(part["data"])
         logged = part.get("results", [])
         for entry in logged:
-            for key in ("total", "last", "weight"):
-                if not (entry[key] is None or isinstance(entry[key], (int, float, torch.Tensor))):
+            for key in ("total", "last", "weight", "last_weight", "age"):
+                if not isinstance(entry.get(key), (int, float, torch.Tensor, NoneType)):
                     raise TypeError(f"{key!r} of a logged value is a {type(entry[key]).__name__}")
-        session.results.load_state_dict(logged)
+        session.results.load_state_dict(logged, session.fit.progress.total_batches)
         modules = dict(module.named_modules())
         for name, saved in part.get("metrics", {}).items():
             load_metric(modules[name], saved if isinstance(saved, list) else [saved])

@@ -337,6 +337,7 @@ class Step:
         self._parts = StepParts(results)
         outputs = self._play_window(self.training_step, parts)
         self._parts.keep()
+        results.show_ahead = self._parts.show_newest  # for a checkpoint of a hook below
         if self.hooks.on_after_backward is not None:
             self.hooks.call("on_after_backward")
         self._prepare_update()
