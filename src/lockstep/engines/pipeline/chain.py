@@ -2,21 +2,24 @@
 
 A step is the user's own method, ``training_step`` say, which calls the chain once. :meth:`Chain.input_of` runs it up to
 that call; :meth:`Chain.with_output` runs it all, with an output that was computed elsewhere in the place of the call.
+What blocks are called with besides, masks and tables of positions say, each rank computes by the same code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.tree import tree_leaves
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
-CONTRACT = "each block of the chain takes one tensor, the output of the block before it, and gives one tensor"
+CONTRACT = "each block of the chain takes one tensor first, the output of the block before it, and gives one tensor"
 NOT_A_CHAIN = (
     "BalancedStrategy(chain={name!r}): {what}. Give the name of an nn.Sequential or nn.ModuleList of the module with "
     "two or more blocks{known}."
@@ -30,6 +33,14 @@ BETWEEN = (
     f"{CONTRACT}. Move what happens between them into one of them."
 )
 ARGUMENTS = "Block {place} of the chain {chain!r} was called with {given}: " + CONTRACT + "."
+LEARNED = (
+    "Block {place} of the chain {chain!r} was called with {given}, and a tensor beside the first one needs a gradient, "
+    "which would have to go back past the block: compute it inside of the block, or detach it."
+)
+NOT_AT_FIRST = (
+    "Block {place} of the chain {chain!r} was called with {given}, and its first block with one tensor alone: call "
+    "each block with the same arguments, or none of them."
+)
 TWICE = (
     "The chain {chain!r} was called twice in one step: its blocks are split over the ranks, and pass each micro-batch "
     "once. Put both inputs into one batch."
@@ -47,6 +58,21 @@ class _Reached(BaseException):
     def __init__(self, value: Tensor) -> None:
         super().__init__()
         self.value = value
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a block is called with beside the output of the block before it."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.args or self.kwargs)
+
+
+Extras = Sequence[Extra]
+"""By block; empty: each takes one tensor alone."""
 
 
 class _Mode(Enum):
@@ -102,6 +128,9 @@ class Chain:
         self.mode = _Mode.REFUSES
         self._output: Tensor | None = None
         self._count = 0
+        self._first: Tensor | None = None
+        self._extras: list[Extra] = []
+        self._takes_more = False
 
     def block_of(self, name: str) -> int | None:
         """The place of the block that has what is called so in the module's state dict; None: it is outside."""
@@ -146,32 +175,63 @@ class Chain:
         """A step of the user's has called a block."""
         if self.mode is _Mode.REFUSES:
             raise MisconfigurationException(OUTSIDE.format(chain=self.name))
-        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+        if not args or not isinstance(args[0], Tensor):
             raise MisconfigurationException(ARGUMENTS.format(place=place, chain=self.name, given=_shown(args, kwargs)))
         value: Tensor = args[0]
+        extra = Extra(args[1:], kwargs)
+        self._check_place(place, value)
+        self._takes_more = bool(extra) if place == 0 else self._takes_more
+        if extra and not self._takes_more:
+            raise MisconfigurationException(
+                NOT_AT_FIRST.format(place=place, chain=self.name, given=_shown(args, kwargs))
+            )
+        if self.mode is _Mode.TAKES:
+            return self._taken(place, value, extra)
+        self._count += 1
+        assert self._output is not None
+        return self._output
+
+    def _check_place(self, place: int, value: Tensor) -> None:
+        """Blocks are called one after the other, each with what the one before gave."""
         if self._count == 0 and place != 0:
             raise MisconfigurationException(NOT_FIRST.format(chain=self.name, place=place))
-        if self.mode is _Mode.TAKES:
-            raise _Reached(value)
         if place == 0 and self._count:
             raise MisconfigurationException(TWICE.format(chain=self.name))
         if place != self._count or (place and value is not self._output):
             before = self._count - 1
             raise MisconfigurationException(BETWEEN.format(place=place, chain=self.name, before=before))
-        self._count += 1
-        assert self._output is not None
-        return self._output
+
+    def _taken(self, place: int, value: Tensor, extra: Extra) -> Tensor:
+        """End the step where all is known that blocks are called with; until then each gives what it was given."""
+        given = _shown((value, *extra.args), dict(extra.kwargs))
+        if place == 0:
+            self._first, self._extras = value, []
+            if not extra:  # nor does a later block
+                raise _Reached(value)
+        if any(tensor.requires_grad for tensor in tree_leaves((extra.args, extra.kwargs), Tensor)):
+            raise MisconfigurationException(LEARNED.format(place=place, chain=self.name, given=given))
+        self._extras.append(extra)
+        self._count, self._output = place + 1, value
+        if self._count == len(self.blocks):
+            assert self._first is not None
+            raise _Reached(self._first)
+        return value
 
     # -- a step in two parts
 
-    def input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Any]:
-        """What a step calls the chain with, and nothing of it after that; (None, its output) where it calls none."""
-        self._count = 0
+    def input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Extras]:
+        """What a step calls the chain with, and nothing of it after that; None where it calls none."""
+        self._count, self._first, self._extras = 0, None, []
         try:
             with self._in(_Mode.TAKES):
-                return None, step()
+                step()
         except _Reached as reached:
-            return reached.value, None
+            return reached.value, self._extras
+        finally:
+            self._output = self._first = None
+        if self._count:
+            self._refuse_end()
+        return None, ()
 
     def with_output(self, step: Callable[[], Any], output: Tensor) -> Any:
         """What a step returns whose call of the chain gives ``output``.
@@ -186,10 +246,11 @@ class Chain:
         finally:
             self._output = None
         if self._count != len(self.blocks):
-            raise MisconfigurationException(
-                ENDED_EARLY.format(count=self._count, blocks=len(self.blocks), chain=self.name)
-            )
+            self._refuse_end()
         return returned
+
+    def _refuse_end(self) -> None:
+        raise MisconfigurationException(ENDED_EARLY.format(count=self._count, blocks=len(self.blocks), chain=self.name))
 
 
 def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -6,13 +6,15 @@ A process that drives several devices measures each of them, and has as many row
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from lockstep.engines.pipeline.chain import Extras
 from lockstep.engines.pipeline.control import BlockCost, Resplit, SplitControl, StageCost, StageLook, shares_of_blocks
 from lockstep.engines.pipeline.layout import Ownership
 from lockstep.engines.pipeline.probe import Like, probe, states_of
@@ -112,9 +114,10 @@ class MeasuredSplit:
     ) -> Resplit | None:
         """Measure all blocks on each device; where a stage has no rank with samples, the next window does it."""
         first = 0 if stages.has_all else stages.layout.place_of(0)
-        like = _input_of(stages, turns[0]) if turns and stages.has_first else None
-        like = comm.broadcast_object(like, first, stages.group)
-        told = [] if like is None else self._told(stages, owned, optimizers, like, len(turns))
+        given = _input_of(stages, turns[0]) if turns and stages.has_first else None
+        like, takes_more = comm.broadcast_object(given and (given[0], bool(given[1])), first, stages.group) or (None, 0)
+        extras_of = partial(stages.extras_of, turns[0].take) if takes_more else tuple
+        told = [] if like is None else self._told(stages, owned, optimizers, like, extras_of, len(turns))
         ranks: list[_Told] = [each for of_rank in comm.all_gather_object(told) for each in of_rank]
         if not ranks:
             return None
@@ -132,12 +135,18 @@ class MeasuredSplit:
             each.take()
 
     def _told(
-        self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], like: Like, count: int
+        self,
+        stages: Stages,
+        owned: Ownership,
+        optimizers: Sequence[Optimizer],
+        like: Like,
+        extras_of: Callable[[], Extras],
+        count: int,
     ) -> list[_Told]:
         """Of each device of this process."""
         states, told = states_of(optimizers), []
         for place, device in stages.devices.items():
-            found = probe(stages, like, device, self.times[place].clock)
+            found = probe(stages, like, device, self.times[place].clock, extras_of)
             seconds, keeps = tuple(max(each.seconds, 1e-9) for each in found), tuple(each.keeps for each in found)
             room = self._room(stages, owned, optimizers, states, place)
             told.append(_Told(place, seconds, keeps, states, room, count))
@@ -206,10 +215,11 @@ def _bytes_of_states(optimizers: Sequence[Optimizer], parameters: Sequence[Param
     return sum(value.nbytes for state in kept for value in state.values() if isinstance(value, Tensor))
 
 
-def _input_of(stages: Stages, turn: Turn) -> Like:
+def _input_of(stages: Stages, turn: Turn) -> tuple[Like, Extras]:
     """What a micro-batch's step calls the chain with; the step draws the same random numbers again later."""
     with forked_random_numbers(stages.devices.values()):
-        return Like.of(stages.begin(turn))
+        x, extras = stages.begin(turn)
+        return Like.of(x), extras
 
 
 def sizes_of(stages: Stages, states: float) -> list[tuple[float, float]]:

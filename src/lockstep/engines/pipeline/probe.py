@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.engines.pipeline.stages import Stages
+from lockstep.engines.pipeline.chain import Extras
+from lockstep.engines.pipeline.stages import Stages, extra_on
 from lockstep.ground.device import current_device, forked_random_numbers, synchronize
 from lockstep.ground.parts import stands_in
 
@@ -62,7 +63,11 @@ class BlockProbe:
 
 
 def probe(
-    stages: Stages, like: Like, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    stages: Stages,
+    like: Like,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+    extras_of: Callable[[], Extras] = tuple,
 ) -> list[BlockProbe]:
     """Run each block of a chain by itself, forward and backward; all is as before afterwards.
 
@@ -71,6 +76,7 @@ def probe(
         like: what the first block is given.
         device: of this process.
         clock: seconds.
+        extras_of: makes what blocks take besides, anew for each pass: they may write into it.
 
     Raises:
         MisconfigurationException: a block gives what cannot go to the next stage.
@@ -82,17 +88,20 @@ def probe(
         torch.enable_grad(),
         stages.chain.running(),
     ):
-        likes, keeps = [like], []
+        likes, keeps, extras = [like], [], extras_of()
         for place, block in enumerate(blocks):
             with _whole(block, device), _counting(block) as kept:  # a warm-up
-                likes.append(Like.of(_run(stages, place, block, likes[-1].made(device))))
+                likes.append(Like.of(_run(stages, place, block, likes[-1].made(device), extras)))
             keeps.append(sum(kept.values()))
         passes: list[list[float]] = []
         begun = time.perf_counter()
         while _goes_on(len(passes), time.perf_counter() - begun):
+            extras = extras_of()
             # what else the machine does meanwhile slows down a pass, and not one block
-            calling = _timed(stages, 0, _Nothing(), likes[0], device, clock)
-            each = [_timed(stages, place, block, likes[place], device, clock) for place, block in enumerate(blocks)]
+            calling = _timed(stages, 0, _Nothing(), likes[0], device, clock, extras)
+            each = [
+                _timed(stages, place, block, likes[place], device, clock, extras) for place, block in enumerate(blocks)
+            ]
             passes.append([max(seconds - calling, seconds / 10) for seconds in each])
     typical = median(sum(each) for each in passes)
     told = [each for each in passes if sum(each)]  # a clock may be too coarse
@@ -108,18 +117,24 @@ def _goes_on(passes: int, seconds: float) -> bool:
 class _Nothing(nn.Module):
     """A block that computes nothing: what it takes is what calling a block by itself takes."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         return x.view_as(x)
 
 
 def _timed(
-    stages: Stages, place: int, block: nn.Module, like: Like, device: torch.device, clock: Callable[[], float]
+    stages: Stages,
+    place: int,
+    block: nn.Module,
+    like: Like,
+    device: torch.device,
+    clock: Callable[[], float],
+    extras: Extras,
 ) -> float:
     """Seconds of a block."""
     with _whole(block, device):
         x = like.made(device)
         begin = _now(device, clock)
-        _run(stages, place, block, x)
+        _run(stages, place, block, x, extras)
         return _now(device, clock) - begin
 
 
@@ -128,12 +143,13 @@ def _now(device: torch.device, clock: Callable[[], float]) -> float:
     return clock()
 
 
-def _run(stages: Stages, place: int, block: nn.Module, x: Tensor) -> Tensor:
+def _run(stages: Stages, place: int, block: nn.Module, x: Tensor, extras: Extras) -> Tensor:
     """The output of a forward; its backward has run, too."""
     # a leaf is changed in place by no block
     given = x.clone() if any(getattr(layer, "inplace", False) for layer in block.modules()) else x
+    args, kwargs = extra_on(x.device, extras, place)
     with stages.context():
-        out: Tensor = block(given)
+        out: Tensor = block(given, *args, **kwargs)
     stages.check(out, place)
     if out.requires_grad:
         out.backward(torch.ones_like(out))

@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from lockstep.engines.pipeline.chain import Chain
+from lockstep.engines.pipeline.chain import Chain, Extras
 from lockstep.engines.pipeline.layout import Layout
 from lockstep.engines.pipeline.split_check import SplitCheck
 from lockstep.engines.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes
 from lockstep.ground import comm
 from lockstep.ground.device import current_device, forked_random_numbers
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.tree import tree_map
 from lockstep.memory.recompute import running_again
 from lockstep.planner.timeline import IN_ROUNDS, Action, actions_of, in_one_row
 
@@ -43,6 +44,8 @@ KEPT = 16
 """Shapes whose stages are kept; each keeps the buffers that it receives into."""
 DIMENSIONS = 12
 """Of a tensor that goes from stage to stage, at most."""
+HEAD = 4
+"""Numbers that are sent ahead of it, beside its shape."""
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NOT_FLOATING = (
     "Block {block} of the chain {chain!r} {verb} {what}: between the blocks goes one tensor of floating-point numbers, "
@@ -57,6 +60,10 @@ NOT_ROWS = (
     "The chain {chain!r} gives a tensor of shape {shape} for a micro-batch of {rows} samples, of which {samples} count "
     "(the last one of a batch is filled up): its first dimension has to be the samples. Or give sizes that "
     "micro_batches={count} divides, by drop_last=True."
+)
+OTHER_ARGUMENTS = (
+    "The blocks of the chain {chain!r} were called with one tensor alone for one batch and with more for another of "
+    "the same shapes: call them with the same arguments each time."
 )
 NO_LOSS = (
     "`training_step` returned None. The stages before the last one wait for a gradient of each micro-batch: return a "
@@ -100,6 +107,7 @@ class _Stage:
         blocks: of the chain.
         places: of these blocks in the chain.
         expected: shape of what it sends, where that is known.
+        done: forwards of the micro-batches that go through it now: schedules run them in their order.
     """
 
     def __init__(
@@ -109,14 +117,15 @@ class _Stage:
         layout: Layout,
         device: torch.device,
         times: StageTimes | None,
-        through: Callable[[_Stage, Tensor], Tensor],
+        through: Callable[[_Stage, Tensor, Extras], Tensor],
     ) -> None:
         self.number, self.places = number, layout.blocks_of(number)
         self.device, self.times = device, times
         self.is_first, self.is_last = number == 0, number == layout.stages - 1
         self.blocks = [chain.blocks[place] for place in self.places]
         self.expected: torch.Size | None = None
-        self.run: Callable[[Tensor], Tensor] = _timed(times, BLOCKS, partial(through, self))
+        self.done = 0
+        self.run: Callable[[Tensor, Extras], Tensor] = _timed(times, BLOCKS, partial(through, self))
         # what a stage receives is a leaf, which no block may change in place
         self.changes_input = not self.is_first and any(
             getattr(layer, "inplace", False) for layer in self.blocks[0].modules()
@@ -150,10 +159,15 @@ class _Blocks(nn.Module):
 
 @dataclass
 class _Plan:
-    """Of a shape: torch's schedule, and the shape of what each stage of this rank sends."""
+    """Of a shape: torch's schedule, and the shape of what each stage of this rank sends.
+
+    Attributes:
+        takes_more: blocks are called with more than the output of the block before them.
+    """
 
     schedule: Schedule
     sends: list[torch.Size]
+    takes_more: bool
 
 
 def round_size(micro_batches: int, ranks: int) -> int:
@@ -215,6 +229,7 @@ class Stages:
         self._plans: dict[Hashable, _Plan] = {}
         self._turns: Sequence[Turn] = ()
         self._returned: list[Any] = []
+        self._takes_more = False
         self._error: BaseException | None = None
         self._under_way: list[tuple[Any, Tensor]] = []
         self._run_begin = _timed(times.get(self.root), BEFORE, self.begin)
@@ -236,8 +251,9 @@ class Stages:
             while len(self._plans) >= KEPT:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = plan
+        self._takes_more = plan.takes_more
         for stage, sends in zip(self._own, plan.sends, strict=True):
-            stage.expected = sends
+            stage.expected, stage.done = sends, 0
         try:
             self._play(plan.schedule, torch.arange(len(turns)))  # on the CPU: to read them waits for no device
         except Exception:
@@ -262,11 +278,17 @@ class Stages:
     def _forward(self, stage: _Stage, x: Tensor) -> Tensor:
         """A stage's part of a forward."""
         try:
+            extras: Extras = ()
+            turn = self._turns[stage.done]
+            stage.done += 1
             if stage.is_first:
-                turn = self._turns[int(x)]
                 turn.enter()
-                x = self._run_begin(turn)
-            out: Tensor = stage.run(stage.moved(x))
+                x, extras = self._run_begin(turn)
+                if bool(extras) != self._takes_more:
+                    raise MisconfigurationException(OTHER_ARGUMENTS.format(chain=self.chain.name))
+            elif self._takes_more:
+                extras = self.extras_of(turn.take)
+            out: Tensor = stage.run(stage.moved(x), extras)
             if stage.expected is not None and not stage.is_last and out.shape != stage.expected:
                 found, expected = tuple(out.shape), tuple(stage.expected)
                 raise MisconfigurationException(
@@ -277,24 +299,29 @@ class Stages:
             self._error = error
             raise
 
-    def begin(self, turn: Turn) -> Tensor:
+    def begin(self, turn: Turn) -> tuple[Tensor, Extras]:
         """What a step calls the chain with."""
-        x = self._input_of(turn.take)
+        x, extras = self._input_of(turn.take)
         if x is None:
             raise MisconfigurationException(NEVER_CALLED.format(chain=self.chain.name))
-        return x
+        return x, extras
 
-    def _input_of(self, step: Callable[[], Any]) -> Tensor | None:
+    def _input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Extras]:
         # where the last stage is here, too, it runs the whole step, and what that logs counts
         with self.context(), running_again() if self.has_last else nullcontext():
-            x, _ = self.chain.input_of(step)
-        return x
+            return self.chain.input_of(step)
 
-    def _through(self, stage: _Stage, x: Tensor) -> Tensor:
+    def extras_of(self, step: Callable[[], Any]) -> Extras:
+        """What a step calls the blocks with beside the output of the one before: the first stage knows it, too."""
+        with self.context(), running_again(), torch.no_grad():
+            return self.chain.input_of(step)[1]
+
+    def _through(self, stage: _Stage, x: Tensor, extras: Extras) -> Tensor:
         with current_device(stage.device), self.context(), self.chain.running():
             out: Any = x.clone() if stage.changes_input else x
             for block, place in zip(stage.blocks, stage.places, strict=True):
-                out = block(out)
+                args, kwargs = extra_on(stage.device, extras, place)
+                out = block(out, *args, **kwargs)
                 self.check(out, place)
         return out if stage.is_last else out.contiguous()
 
@@ -352,7 +379,7 @@ class Stages:
         """torch's stages and schedule for micro-batches like the first of these."""
         from torch.distributed.pipelining import schedules
 
-        shapes = self._shapes()
+        shapes, takes_more = self._shapes()
         stages: list[Any] = [self._stage(own, *shape) for own, shape in zip(self._own, shapes, strict=True)]
         sends = [sent.shape for _, sent in shapes]
         # losses are weighed by their shares, and so added up
@@ -366,13 +393,13 @@ class Stages:
             ]
             schedule._prepare_schedule_with_comms({0: list(row)})
             _begins_on_any_devices(schedule, stages)
-            return _Plan(schedule, sends)
+            return _Plan(schedule, sends, takes_more)
         if self.schedule not in IN_ROUNDS:
             one_by_one = self.schedule == "1f1b" and count >= self.layout.stages
             kind = schedules.Schedule1F1B if one_by_one else schedules.ScheduleGPipe
             schedule = kind(stages[0], count, **given)
             stages[0].stage_index_to_group_rank = {s: self.layout.place_of(s) for s in range(self.layout.stages)}
-            return _Plan(schedule, sends)
+            return _Plan(schedule, sends, takes_more)
         many = schedules.ScheduleInterleavedZeroBubble if self._splits else schedules.ScheduleInterleaved1F1B
         kind_of_rounds = many if goes_in_rounds(count, self.layout.ranks) else schedules.ScheduleLoopedBFS
         schedule = kind_of_rounds(stages, count, **given)
@@ -380,7 +407,7 @@ class Stages:
         schedule._prepare_schedule_with_comms(
             {self.layout.ranks - 1 - rank: actions for rank, actions in schedule.pipeline_order.items()}
         )
-        return _Plan(schedule, sends)
+        return _Plan(schedule, sends, takes_more)
 
     def actions(self, count: int) -> list[list[Action]]:
         """What each place of the pipeline computes for so many micro-batches, in its order."""
@@ -414,24 +441,28 @@ class Stages:
             vars(stage)[name] = _timed(own.times, BACKWARD, getattr(stage, name))
         return stage
 
-    def _shapes(self) -> list[tuple[Tensor, Tensor]]:
-        """What each stage here gets and gives: tensors without values, of one micro-batch through all stages."""
+    def _shapes(self) -> tuple[list[tuple[Tensor, Tensor]], bool]:
+        """What each stage here gets and gives: tensors without values, of one micro-batch through all stages.
+
+        And whether blocks take more than that.
+        """
         found, out = [], None
+        extras: Extras = ()
         with forked_random_numbers(self.devices.values()), torch.enable_grad():
             for stage in self._own:
                 if stage.is_first:
                     received: Tensor = torch.zeros(1, dtype=torch.int64)
-                    x = self.begin(self._turns[0])
+                    x, extras = self.begin(self._turns[0])
                     self.check(x, 0)
                 else:
-                    arrived = self._receive(stage, out)
+                    arrived, extras = self._receive(stage, out, extras, self._turns[0].take)
                     assert arrived is not None  # each training step calls the chain
                     received = x = arrived
-                out = self._through(stage, stage.moved(x))
-                self._send(stage, out)
+                out = self._through(stage, stage.moved(x), extras)
+                self._send(stage, out, extras)
                 found.append((_valueless(received), _valueless(out)))
             self._wait()
-        return found
+        return found, bool(extras)
 
     # -- forwards alone
 
@@ -442,10 +473,11 @@ class Stages:
             what it returned, on the rank of the last stage; None elsewhere.
         """
         out: Tensor | None = None
+        extras: Extras = ()
         for stage in self._own:
-            x = self._input_of(step) if stage.is_first else self._receive(stage, out)
-            out = None if x is None else self._through(stage, stage.moved(x))
-            self._send(stage, out)
+            x, extras = self._input_of(step) if stage.is_first else self._receive(stage, out, extras, step)
+            out = None if x is None else self._through(stage, stage.moved(x), extras)
+            self._send(stage, out, extras)
         if not self.has_last:
             return None
         with self.context():
@@ -454,14 +486,15 @@ class Stages:
     def _peer(self, stage: int) -> int:
         return comm.ranks_of(self.group)[self.layout.place_of(stage)]
 
-    def _send(self, stage: _Stage, tensor: Tensor | None) -> None:
+    def _send(self, stage: _Stage, tensor: Tensor | None, extras: Extras) -> None:
         """To the next stage, if it is elsewhere; None: the step did not call the chain."""
         if stage.is_last or self.has_all:
             return
         self._wait()
-        head = torch.full((DIMENSIONS + 3,), -1, dtype=torch.int64)
+        head = torch.full((HEAD + DIMENSIONS,), -1, dtype=torch.int64)
         if tensor is not None:
-            told = [DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.ndim, *tensor.shape]
+            flags = int(tensor.requires_grad), int(bool(extras))
+            told = [DTYPES.index(tensor.dtype), *flags, tensor.ndim, *tensor.shape]
             head[: len(told)] = torch.tensor(told)
         peer = self._peer(stage.number + 1)
         for each in (head.to(self.device), *([] if tensor is None else [tensor.detach()])):
@@ -473,19 +506,25 @@ class Stages:
             work.wait()
         self._under_way.clear()
 
-    def _receive(self, stage: _Stage, before: Tensor | None) -> Tensor | None:
-        """From the stage before; where that is here, too, ``before`` is what it gave."""
+    def _receive(
+        self, stage: _Stage, before: Tensor | None, extras: Extras, step: Callable[[], Any]
+    ) -> tuple[Tensor | None, Extras]:
+        """From the stage before; where that is here, too, ``before`` is what it gave, and ``extras`` what it took.
+
+        Else the step says what blocks take besides, if they do.
+        """
         if self.has_all:
-            return None if before is None else before.detach().requires_grad_(before.requires_grad)
+            return None if before is None else before.detach().requires_grad_(before.requires_grad), extras
         peer = self._peer(stage.number - 1)
-        head = torch.empty(DIMENSIONS + 3, dtype=torch.int64, device=self.device)
+        head = torch.empty(HEAD + DIMENSIONS, dtype=torch.int64, device=self.device)
         dist.recv(head, peer, group=self.group)
-        kind, needed, dimensions, *shape = head.tolist()
+        kind, needed, takes_more, dimensions, *shape = head.tolist()
         if kind < 0:
-            return None
+            return None, ()
         tensor = torch.empty(shape[:dimensions], dtype=DTYPES[kind], device=self.device)
         dist.recv(tensor, peer, group=self.group)
-        return tensor.requires_grad_() if needed and torch.is_grad_enabled() else tensor
+        given = tensor.requires_grad_() if needed and torch.is_grad_enabled() else tensor
+        return given, self.extras_of(step) if takes_more else ()
 
     def close(self) -> None:
         """Wait for what is under way, and let go of all buffers."""
@@ -502,6 +541,18 @@ def _without_schedules_in_the_log() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def extra_on(device: torch.device, extras: Extras, place: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a block takes besides, on its device."""
+    if not extras:
+        return (), {}
+    args, kwargs = extras[place].args, dict(extras[place].kwargs)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return tree_map(moved, args, Tensor), tree_map(moved, kwargs, Tensor)
 
 
 def _without_memory(returned: Any) -> Any:
