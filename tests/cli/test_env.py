@@ -16,7 +16,7 @@ from lockstep.cli import env as shown
 from lockstep.cli.run import COMMANDS, HELP, main
 from lockstep.cluster.detect import explained
 from lockstep.launch.environment import FAMILIES, HIDDEN, NAMES, in_force
-from tests.project.test_bare import EXTRAS
+from tests.project.test_bare import EXTRAS, OF_MODELS
 from tests.project.test_packaging import names, project
 
 __all__ = ["project"]  # a fixture
@@ -101,7 +101,7 @@ def test_what_is_required_is_told_of_first(
 
 
 def test_every_extra_is_told_of(project: dict[str, Any]) -> None:
-    wanted = set().union(*(names(project["optional-dependencies"][extra]) for extra in EXTRAS))
+    wanted = set().union(*(names(project["optional-dependencies"][extra]) for extra in (*EXTRAS, *OF_MODELS)))
     assert set(shown.OPTIONAL) == wanted
     there = shown.report()["optional"]
     assert set(shown.OPTIONAL) <= there.keys()

@@ -26,8 +26,8 @@ started (`srun lockstep env`) to see what a rank sees.
 # by the names of the distributions; a test compares them with pyproject.toml
 REQUIRED = ("torch", "cloudpickle", "numpy", "tqdm", "typing-extensions")
 OPTIONAL = (
-    *("alembic", "deepspeed", "jsonargparse", "matplotlib", "mlflow-skinny", "onnx", "onnxscript", "optuna", "psutil"),
-    *("pyyaml", "rich", "safetensors", "sqlalchemy", "tensorboard", "torchmetrics", "transformers", "wandb"),
+    *("alembic", "deepspeed", "jsonargparse", "matplotlib", "mlflow-skinny", "onnx", "onnxscript", "optuna", "peft"),
+    *("psutil", "pyyaml", "rich", "safetensors", "sqlalchemy", "tensorboard", "torchmetrics", "transformers", "wandb"),
 )
 BESIDE = ("lightning", "pytorch-lightning", "mlflow")
 """Distributions that are no extras, and that are told of where they are installed."""

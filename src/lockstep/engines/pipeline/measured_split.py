@@ -113,9 +113,7 @@ class MeasuredSplit:
         self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], turns: Sequence[Turn]
     ) -> Resplit | None:
         """Measure all blocks on each device; where a stage has no rank with samples, the next window does it."""
-        first = 0 if stages.has_all else stages.layout.place_of(0)
-        given = _input_of(stages, turns[0]) if turns and stages.has_first else None
-        like, takes_more = comm.broadcast_object(given and (given[0], bool(given[1])), first, stages.group) or (None, 0)
+        like, takes_more = _input_of(stages, turns)
         extras_of = partial(stages.extras_of, turns[0].take) if takes_more else tuple
         told = [] if like is None else self._told(stages, owned, optimizers, like, extras_of, len(turns))
         ranks: list[_Told] = [each for of_rank in comm.all_gather_object(told) for each in of_rank]
@@ -215,11 +213,19 @@ def _bytes_of_states(optimizers: Sequence[Optimizer], parameters: Sequence[Param
     return sum(value.nbytes for state in kept for value in state.values() if isinstance(value, Tensor))
 
 
-def _input_of(stages: Stages, turn: Turn) -> tuple[Like, Extras]:
-    """What a micro-batch's step calls the chain with; the step draws the same random numbers again later."""
-    with forked_random_numbers(stages.devices.values()):
-        x, extras = stages.begin(turn)
-        return Like.of(x), extras
+def _input_of(stages: Stages, turns: Sequence[Turn]) -> tuple[Like | None, bool]:
+    """What a micro-batch's step calls the chain with, and whether blocks take more; None without one. Collective.
+
+    The step draws the same random numbers again later.
+    """
+    found: tuple[Like | None, bool] = None, False
+    if turns and stages.has_first:
+        with forked_random_numbers(stages.devices.values()):
+            x, extras = stages.begin(turns[0])
+        found = Like.of(x), bool(extras)
+    first = 0 if stages.has_all else stages.layout.place_of(0)
+    told: tuple[Like | None, bool] = comm.broadcast_object(found, first, stages.group)
+    return told
 
 
 def sizes_of(stages: Stages, states: float) -> list[tuple[float, float]]:
