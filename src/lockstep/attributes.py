@@ -30,7 +30,7 @@ from lockstep.loggers.base import Logger
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import Hooks
-from lockstep.loop.loaders import Loaders
+from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.memory import memory_of
@@ -130,7 +130,7 @@ class Attributes:
     callbacks = Of[list[Callback]]()
     state = Of[TrainerState]()
     datamodule = Of[LightningDataModule | None]()
-    loaders = Of[Loaders]()
+    loaders = Of[RunLoaders]()
     enable_validation = Of[bool]()
     seed = Of[int | None]()
     published = Of[LoggedMetrics]()

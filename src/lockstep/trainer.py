@@ -59,7 +59,7 @@ from lockstep.loop.compiled import unwrapped
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop, Result
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.loaders import Loaders
+from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.prediction import PredictionCheck
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
@@ -572,7 +572,7 @@ class Trainer(Attributes):
         check_constructed(f"trainer.{fn}(model)", module, "_automatic_optimization")
         self.session.module = module
         self.datamodule = self.datamodule if datamodule is None and model is None else datamodule
-        self.loaders = Loaders(given, self.datamodule, module)
+        self.loaders = RunLoaders(given, self.datamodule, module)
         self.session.fit.given = None
         for loop in (self.fit_loop.validation, self.validate_loop, self.test_loop, self.predict_loop):
             loop.given = None

@@ -14,7 +14,7 @@ optuna = pytest.importorskip("optuna")
 from lockstep import LightningModule  # noqa: E402
 from lockstep.callbacks import PruneTrial  # noqa: E402
 from lockstep.ground.errors import MisconfigurationException  # noqa: E402
-from lockstep.hpc.journal import Journal  # noqa: E402
+from lockstep.hpc.journal import StudyJournal  # noqa: E402
 from lockstep.hpc.parser import HyperOptArgumentParser, Hyperparameters, running_trial  # noqa: E402
 from lockstep.hpc.trials import JOURNAL  # noqa: E402
 from lockstep.testing.pool import RankPool  # noqa: E402
@@ -62,7 +62,7 @@ def drawn(folder: Path, number: int = 0, above: float = 2.5) -> Hyperparameters:
 
 
 def entries(folder: Path) -> list[Any]:
-    storage = optuna.storages.JournalStorage(Journal(str(folder / JOURNAL)))
+    storage = optuna.storages.JournalStorage(StudyJournal(str(folder / JOURNAL)))
     return list(optuna.load_study(study_name=folder.name, storage=storage).trials)
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from lockstep.cli.run import Wrong, main, name_of, planned
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch.elastic_run import Plan, refuse_nested, start
+from lockstep.launch.elastic_run import LaunchPlan, refuse_nested, start
 from lockstep.launch.environment import free_port
 from lockstep.testing.pool import RankPool
 from tests.cli.restarted import train
@@ -163,7 +163,7 @@ def test_a_port_that_is_taken() -> None:
         other.bind(("", 0))
         other.listen()
         port = other.getsockname()[1]
-        plan = Plan(("a.py",), "a", 1, (2, 2), node_rank=0, address="127.0.0.1", port=port)
+        plan = LaunchPlan(("a.py",), "a", 1, (2, 2), node_rank=0, address="127.0.0.1", port=port)
         with pytest.raises(
             MisconfigurationException, match=rf"--master-port {port}: .* cannot listen .*choose another"
         ):

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.feed import Feed
-from lockstep.loop.progress import Accumulation, BatchCounting, Given, Plan, accumulation, count_batches
+from lockstep.loop.progress import Accumulation, BatchCounting, BatchPlan, Given, accumulation, count_batches
 from tests.data.loaders import SizedStream, Stream, by_sampler, feed_of, indices, loader, numbers
 
 Make = Callable[[], Any]
@@ -40,7 +40,7 @@ class Life:
     """What the ranks of a life have drawn together, window by window, and where they left off."""
 
     windows: list[list[int]]
-    plan: Plan
+    plan: BatchPlan
     feed: Feed
 
 
@@ -49,7 +49,7 @@ def play(
     size: int,
     accumulate: Accumulation = 1,
     *,
-    saved: Plan | None = None,
+    saved: BatchPlan | None = None,
     stop: float = math.inf,
     epoch: int = 0,
     **flags: Any,
@@ -81,7 +81,7 @@ def play(
     before = feed.counting.resumed_at if first else None
     return Life(
         [sorted(window) for window in found],
-        Plan(feed.counting.ranks, accumulate, feed.batches, size, at, before),
+        BatchPlan(feed.counting.ranks, accumulate, feed.batches, size, at, before),
         feed,
     )
 
@@ -126,7 +126,7 @@ def test_several_moves_in_one_epoch(kind: str) -> None:
     for size, stop in ((4, 1), (3, 1), (4, 1), (1, math.inf)):
         life = play(make, size, 1, saved=plan, stop=stop)
         found += life.windows
-        plan = Plan.load(life.plan.state_dict())
+        plan = BatchPlan.load(life.plan.state_dict())
         assert (plan.ranks, plan.size) == (4, size)
     assert found == at_once(make, 4)
 
@@ -189,7 +189,7 @@ def test_several_loaders_go_on_together() -> None:
     def make() -> Any:
         return {"long": loader(64, 4), "short": loader(24, 2)}  # 4 and 3 batches of 4 ranks
 
-    def drawn(life_size: int, saved: Plan | None, stop: float) -> tuple[list[Any], Plan]:
+    def drawn(life_size: int, saved: BatchPlan | None, stop: float) -> tuple[list[Any], BatchPlan]:
         found: list[Any] = []
         for rank in range(life_size):
 
@@ -209,7 +209,7 @@ def test_several_loaders_go_on_together() -> None:
                         into += indices(batch[name])
         at = feed.reached(number)
         sets = [(sorted(long), sorted(short)) for long, short in found]
-        return sets, Plan(feed.counting.ranks, 1, feed.batches, life_size, at)
+        return sets, BatchPlan(feed.counting.ranks, 1, feed.batches, life_size, at)
 
     whole, _ = drawn(4, None, math.inf)
     first, plan = drawn(4, None, 1)

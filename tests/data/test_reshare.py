@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.cut import Cut
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.feed import Feed
-from lockstep.loop.progress import BatchCounting, Given, Plan, count_batches
+from lockstep.loop.progress import BatchCounting, BatchPlan, Given, count_batches
 from tests.data.loaders import Stream, by_sampler, feed_of, indices, loader, numbers
 from tests.data.test_shares import batch_sampler
 
@@ -168,7 +168,7 @@ def test_shares_of_another_number_of_ranks_do_not_hold() -> None:
 
 
 def test_a_run_goes_on_with_other_ranks_whose_shares_change_too() -> None:
-    def life(size: int, saved: Plan | None, stop: int, changes: Any) -> tuple[list[list[int]], Plan]:
+    def life(size: int, saved: BatchPlan | None, stop: int, changes: Any) -> tuple[list[list[int]], BatchPlan]:
         def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
             return count_batches(saved, Given(size, 1, batches, flexible))
 
@@ -176,7 +176,7 @@ def test_a_run_goes_on_with_other_ranks_whose_shares_change_too() -> None:
         first = feeds[0].counting.begins(0)[0]
         found = play(feeds, 1, changes, first)[:stop]
         number = first + sum(len(window[0]) for window in found)
-        found_plan = Plan(feeds[0].counting.ranks, 1, feeds[0].batches, size, feeds[0].reached(number))
+        found_plan = BatchPlan(feeds[0].counting.ranks, 1, feeds[0].batches, size, feeds[0].reached(number))
         origin = feeds[0].counting.resumed_at
         return samples_of(found), dataclasses.replace(found_plan, resumed_at=origin)
 

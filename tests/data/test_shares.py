@@ -17,7 +17,7 @@ from lockstep.data.cut import apportion
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.feed import Feed
-from lockstep.loop.progress import BatchCounting, Given, Plan, count_batches
+from lockstep.loop.progress import BatchCounting, BatchPlan, Given, count_batches
 from tests.data.loaders import Augmented, Stream, by_sampler, drawn, epoch, feed_of, indices, loader, numbers
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 5), st.floats(0.5, 5.0)), min_size=2, max_size=4)
@@ -184,7 +184,7 @@ def test_several_loaders_are_weighed_each_by_its_own_samples() -> None:
 def test_a_run_goes_on_with_other_shares_and_other_ranks() -> None:
     """Windows are ranges of positions, whoever takes which part of them."""
 
-    def play(shares: Any, saved: Plan | None, stop: float) -> tuple[list[list[int]], Plan]:
+    def play(shares: Any, saved: BatchPlan | None, stop: float) -> tuple[list[list[int]], BatchPlan]:
         found: list[list[int]] = []
         size = len(shares)
         for rank in range(size):
@@ -202,7 +202,7 @@ def test_a_run_goes_on_with_other_shares_and_other_ranks() -> None:
                 number += window.size
                 found.extend([] for _ in range(index + 1 - len(found)))
                 found[index] += [i for batch, weight, _ in window if weight for i in indices(batch)]
-        plan = Plan(feed.counting.ranks, 1, feed.batches, size, feed.reached(number), feed.counting.resumed_at)
+        plan = BatchPlan(feed.counting.ranks, 1, feed.batches, size, feed.reached(number), feed.counting.resumed_at)
         return [sorted(window) for window in found], plan
 
     whole, _ = play((1, 1, 1), None, math.inf)

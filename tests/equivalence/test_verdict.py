@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from lockstep.testing import check_equivalence
-from lockstep.testing.equivalence import BUFFER, GRADIENT, PARAMETER, STEPS, Finding, Witness, digest, judge
+from lockstep.testing.equivalence import BUFFER, GRADIENT, PARAMETER, STEPS, RankFinding, Witness, digest, judge
 from tests.equivalence.models import Plain, rows
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def strays(*findings: tuple[int, str, str, float]) -> Witness:
-    return Witness([Finding(step, what, name, size, 2.0, "same") for step, what, name, size in findings])
+    return Witness([RankFinding(step, what, name, size, 2.0, "same") for step, what, name, size in findings])
 
 
 def test_nothing_strays() -> None:

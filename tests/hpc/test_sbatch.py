@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.hpc.sbatch import Batch, Option, Trials, minutes_of, module_command, option, quoted, text
+from lockstep.hpc.sbatch import Batch, Option, ScriptTrials, minutes_of, module_command, option, quoted, text
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sbatch"
 
@@ -32,7 +32,7 @@ PAGE = Batch(
         "export MASTER_PORT=12910",
         module_command("NCCL/2.4.7-1-cuda.10.0"),
     ],
-    trials=Trials("/logs/name_for_squeue", 7),
+    trials=ScriptTrials("/logs/name_for_squeue", 7),
 )
 EVERYTHING = Batch(
     name="a job; $(touch x)",
@@ -53,7 +53,7 @@ EVERYTHING = Batch(
     options=[Option("partition", "long"), Option("exclusive", None, "all\nof it"), Option("comment", 'a "b" \\ #c')],
     commands=["module purge"],
     variables={"PYTHONPATH": "/a b:/c"},
-    trials=Trials("/logs/100% sure", None, 1000, 16),
+    trials=ScriptTrials("/logs/100% sure", None, 1000, 16),
 )
 
 

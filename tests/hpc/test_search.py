@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.hpc import queue
-from lockstep.hpc.queue import Job, SlurmRefused
+from lockstep.hpc.queue import QueuedJob, SlurmRefused
 from lockstep.hpc.search import Limits, Search, exhausted, found_at, look, ranges, state_of
 from lockstep.hpc.trials import STDERR, TrialFolder, read_events
 from tests.hpc.fake_slurm import FakeSlurm
@@ -75,7 +75,7 @@ def test_the_state_of_a_trial(events: tuple[str, ...], slurm: str | None, state:
     found = told(*events)
     for event in found:
         event["job"] = None if event.get("job") == "None" else event.get("job")
-    assert state_of(read_events(found), None if slurm is None else Job(slurm))[0] == state
+    assert state_of(read_events(found), None if slurm is None else QueuedJob(slurm))[0] == state
 
 
 def test_a_state_is_unknown_where_slurm_cannot_be_asked(tmp_path: Path, slurm: FakeSlurm) -> None:
@@ -128,8 +128,8 @@ def test_numbers_in_few_words() -> None:
 def test_jobs_in_the_queue(slurm: FakeSlurm) -> None:
     slurm.says("squeue", "120_7|PENDING||JobArrayTaskLimit\n120_8|RUNNING|node2|None\n119|COMPLETED|node1|None\n")
     assert queue.look(["120_7", "120_8"]) == {
-        "120_7": Job("PENDING", "", "JobArrayTaskLimit"),
-        "120_8": Job("RUNNING", "node2", ""),
+        "120_7": QueuedJob("PENDING", "", "JobArrayTaskLimit"),
+        "120_8": QueuedJob("RUNNING", "node2", ""),
     }
     assert "--jobs=120" in slurm.calls("squeue")[0]
     assert slurm.calls("sacct") == []
@@ -138,7 +138,10 @@ def test_jobs_in_the_queue(slurm: FakeSlurm) -> None:
 def test_jobs_that_the_controller_has_forgotten_are_looked_up_in_slurmdbd(slurm: FakeSlurm) -> None:
     slurm.refuses("squeue", "slurm_load_jobs error: Invalid job id specified")
     slurm.says("sacct", "5|CANCELLED by 0|node1\n7_1|COMPLETED|node2\n7_[2-3]|PENDING|None assigned\n")
-    assert queue.look(["5", "7_1", "8"]) == {"5": Job("CANCELLED", "node1"), "7_1": Job("COMPLETED", "node2")}
+    assert queue.look(["5", "7_1", "8"]) == {
+        "5": QueuedJob("CANCELLED", "node1"),
+        "7_1": QueuedJob("COMPLETED", "node2"),
+    }
 
 
 def test_jobs_that_the_controller_has_forgotten_are_looked_up_in_the_file_of_jobcomp(
@@ -154,7 +157,7 @@ def test_jobs_that_the_controller_has_forgotten_are_looked_up_in_the_file_of_job
     )
     slurm.refuses("sacct", "Slurm accounting storage is disabled")
     slurm.says("scontrol", f"JobCompLoc              = {log}\nJobCompType             = jobcomp/filetxt\n")
-    assert queue.look(["5", "4_1"]) == {"5": Job("NODE_FAIL", "node2"), "4_1": Job("TIMEOUT", "node3")}
+    assert queue.look(["5", "4_1"]) == {"5": QueuedJob("NODE_FAIL", "node2"), "4_1": QueuedJob("TIMEOUT", "node3")}
     slurm.says("scontrol", "JobCompType             = jobcomp/none\n")
     assert queue.look(["5", "4_1"]) == {}
 

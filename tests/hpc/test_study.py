@@ -23,7 +23,7 @@ from lockstep.ground.errors import MisconfigurationException  # noqa: E402
 from lockstep.ground.rank import rank_zero_only  # noqa: E402
 from lockstep.hpc import journal, study  # noqa: E402
 from lockstep.hpc.grid import Options, SearchSettings, Space, range_of  # noqa: E402
-from lockstep.hpc.journal import CorruptJournal, FileLock, Journal, held  # noqa: E402
+from lockstep.hpc.journal import CorruptJournal, FileLock, StudyJournal, held  # noqa: E402
 from lockstep.hpc.study import BEAT, LOST, NUMBER, StudyTrial, fail_dead  # noqa: E402
 from lockstep.hpc.trials import JOURNAL, TrialFolder  # noqa: E402
 
@@ -303,7 +303,7 @@ def test_a_line_that_comes_out_otherwise_is_written_again(tmp_path: Path, monkey
 
     monkeypatch.setattr(journal, "_write", torn)
     path = tmp_path / "j"
-    Journal(str(path)).append_logs([{"op_code": 1}, {"op_code": 2}])
+    StudyJournal(str(path)).append_logs([{"op_code": 1}, {"op_code": 2}])
     assert path.read_bytes() == b'{"op_code":1}\n{"op_code":2}\n'
     assert len(calls) == 2
 
@@ -313,17 +313,17 @@ def test_a_file_that_holds_no_line_as_it_was_written_is_told_of(
 ) -> None:
     write = journal._write
     path = tmp_path / "j"
-    Journal(str(path)).append_logs([{"op_code": 1}])
+    StudyJournal(str(path)).append_logs([{"op_code": 1}])
     monkeypatch.setattr(journal, "_write", lambda file, data: write(file, b"\0" * len(data)))
     with pytest.raises(CorruptJournal, match="does not hold the line that was written last"):
-        Journal(str(path)).append_logs([{"op_code": 2}])
+        StudyJournal(str(path)).append_logs([{"op_code": 2}])
     assert path.read_bytes() == b'{"op_code":1}\n'
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = journal._write
     path = tmp_path / "j"
-    Journal(str(path)).append_logs([{"op_code": 1}])
+    StudyJournal(str(path)).append_logs([{"op_code": 1}])
 
     def full(file: int, data: bytes) -> None:
         write(file, data[:4])
@@ -331,7 +331,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(journal, "_write", full)
     with pytest.raises(OSError, match="No space"):
-        Journal(str(path)).append_logs([{"op_code": 2}])
+        StudyJournal(str(path)).append_logs([{"op_code": 2}])
     assert path.read_bytes() == b'{"op_code":1}\n'
     assert not list(tmp_path.glob("j.lock*"))
 
@@ -384,7 +384,9 @@ def test_optunas_own_tools_and_the_journal_exclude_each_other(tmp_path: Path) ->
     (tmp_path / "j").touch()
     theirs.acquire()
     done: list[int] = []
-    thread = threading.Thread(target=lambda: done.append(Journal(str(tmp_path / "j")).append_logs([{"op_code": 1}])))  # type: ignore[func-returns-value]
+    thread = threading.Thread(
+        target=lambda: done.append(StudyJournal(str(tmp_path / "j")).append_logs([{"op_code": 1}]))
+    )  # type: ignore[func-returns-value]
     thread.start()
     time.sleep(0.3)
     assert not done

@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError, RendezvousStoreInfo
 
-from lockstep.launch.elastic_run import FRESH, InOrder, Plan, _first, _not_met, _take, _variables, clear_away
+from lockstep.launch.elastic_run import FRESH, InOrder, LaunchPlan, _first, _not_met, _take, _variables, clear_away
 
-ONE = Plan(("train.py",), "train-1", 2)
+ONE = LaunchPlan(("train.py",), "train-1", 2)
 
 
-def told(plan: Plan, **environ: str) -> dict[str, str]:
+def told(plan: LaunchPlan, **environ: str) -> dict[str, str]:
     return _variables(plan, Path("/folder"), environ)
 
 
 def test_without_restarts_ranks_are_told_nothing_that_changes_a_fit() -> None:
     assert told(ONE, GLOO_SOCKET_IFNAME="eth0") == {"LOCKSTEP_STARTED": "--devices 2"}
-    several = Plan(("train.py",), "train-1", 2, (1, 3))
+    several = LaunchPlan(("train.py",), "train-1", 2, (1, 3))
     assert told(several) == {
         "LOCKSTEP_STARTED": "--devices 2 --nodes 1:3",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -34,7 +34,7 @@ def test_without_restarts_ranks_are_told_nothing_that_changes_a_fit() -> None:
 
 @pytest.mark.parametrize("flags", [{"max_restarts": 1}, {"resume": True}])
 def test_a_run_that_may_go_on_has_a_name_and_its_agent_one_of_its_own(flags: dict[str, Any]) -> None:
-    plan = Plan(("train.py",), "train-1", 2, **flags)
+    plan = LaunchPlan(("train.py",), "train-1", 2, **flags)
     first, second = told(plan), told(plan)
     assert first["LOCKSTEP_RUN"] == second["LOCKSTEP_RUN"] == "train-1"
     assert first["LOCKSTEP_AGENT"] != second["LOCKSTEP_AGENT"]
@@ -42,7 +42,7 @@ def test_a_run_that_may_go_on_has_a_name_and_its_agent_one_of_its_own(flags: dic
 
 
 def test_a_job_that_slurm_has_started_anew_has_the_same_agents() -> None:
-    plan, job = Plan(("train.py",), "train-1", 2, max_restarts=1), {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    plan, job = LaunchPlan(("train.py",), "train-1", 2, max_restarts=1), {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
     names = [
         told(plan, **job, SLURM_PROCID=task, SLURM_RESTART_COUNT=life)["LOCKSTEP_AGENT"]
         for life, task in (("0", "0"), ("1", "0"), ("1", "1"))
@@ -112,7 +112,7 @@ def test_the_end_that_others_follow_from_is_told() -> None:
 
 
 def test_nodes_that_do_not_meet_are_told_what_to_do() -> None:
-    plan = Plan(("train.py",), "train-1", 2, (2, 2), node_rank=1, address="node1", port=29400, patience=9)
+    plan = LaunchPlan(("train.py",), "train-1", 2, (2, 2), node_rank=1, address="node1", port=29400, patience=9)
     errors = {name: type(f"Rendezvous{name}Error", (Exception,), {}) for name in ("Connection", "Timeout", "Closed")}
     assert "node 1 could not reach --master-addr node1 --master-port 29400 within 60 s" in _not_met(
         plan, errors["Connection"]()

@@ -18,7 +18,7 @@ import torch
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import spawn
-from lockstep.launch.spawn import Forked, ForkLauncher, obstacle
+from lockstep.launch.spawn import ForkedProcess, ForkLauncher, obstacle
 from lockstep.testing.pool import RankPool
 from tests.launch.forks import Net, data, trained, weights_of_a_rank
 
@@ -169,4 +169,4 @@ def test_a_copy_is_waited_for_like_a_started_process() -> None:
 def test_a_copy_that_somebody_else_has_waited_for_has_ended() -> None:
     copy = spawn._fork(lambda: os._exit(0), "ends")
     os.waitpid(copy.pid, 0)
-    assert Forked.wait(copy) == 0
+    assert ForkedProcess.wait(copy) == 0

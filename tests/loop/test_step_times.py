@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.loop.step_times import BACKWARD, DATA, FORWARD, PAUSE, WAITING, DeviceTimes, Event, StepTimes
+from lockstep.ground.device import TimedEvent
+from lockstep.loop.step_times import BACKWARD, DATA, FORWARD, PAUSE, WAITING, DeviceTimes, StepTimes
 from lockstep.supervise.collective_trace import wrapped
 from lockstep.testing.pool import RankPool
 from tests.loop.balanced import Clock
@@ -98,7 +99,7 @@ class Device:
     def passes(self, seconds: float) -> None:
         self.queued += seconds
 
-    def event(self) -> Event:
+    def event(self) -> TimedEvent:
         return FakeEvent(self)
 
 

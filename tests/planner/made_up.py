@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.planner.profile import BlockProfile, ModelProfile, ParameterProfile, SpanProfile, StepProfile
-from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, Work
+from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, OperationWork
 
 GB = 10**9
 
@@ -28,12 +28,12 @@ def transformer(billions: float, *, kept: float = 4 * GB, samples: int = 32, blo
     def steps(again: bool) -> StepProfile:
         own = a // 16 if again else a  # a recomputed block keeps its input
         here = [(at + 1) * own + a for at in range(blocks)]
-        spans = [SpanProfile(FORWARD, at, here[at], here[at], 0, Work(work, a, 20)) for at in range(blocks)]
+        spans = [SpanProfile(FORWARD, at, here[at], here[at], 0, OperationWork(work, a, 20)) for at in range(blocks)]
         for at in reversed(range(blocks)):
-            done = Work((3 if again else 2) * work, 2 * a, 40)
+            done = OperationWork((3 if again else 2) * work, 2 * a, 40)
             spans.append(SpanProfile(BACKWARD, at, here[at], here[at] + (blocks - at) * size, here[at] + size, done))
         total = (blocks + 1) * size
-        done = Work(0, 5 * total, 300)
+        done = OperationWork(0, 5 * total, 300)
         return StepProfile((*spans, SpanProfile(UPDATE, REST, 2 * size, total + 2 * size, 0, done)))
 
     chain = tuple(BlockProfile(f"blocks.{at}", "Block", True, a, a // 16) for at in range(blocks))

@@ -15,7 +15,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.planning import profile_module
 from lockstep.planner import profile
 from lockstep.planner.profile import find_units, measure_step, profile_step
-from lockstep.planner.trace import BACKWARD, FORWARD, UPDATE, Step
+from lockstep.planner.trace import BACKWARD, FORWARD, UPDATE, TracedStep
 from lockstep.precision.base import Precision
 from lockstep.precision.formats import make_precision
 from tests.loop.pieces import quiet
@@ -66,7 +66,9 @@ def test_a_profile_leaves_no_trace() -> None:
     module, _, batch = made("tied")
     before = {name: value.clone() for name, value in module.state_dict().items()}
     parameters, state = list(module.parameters()), torch.get_rng_state()
-    step = Step(module, lambda: module.training_step(batch, 0), lambda: [module.configure_optimizers()], nullcontext)
+    step = TracedStep(
+        module, lambda: module.training_step(batch, 0), lambda: [module.configure_optimizers()], nullcontext
+    )
     profile = profile_module(module, batch, Precision(), trainer=quiet())
     measure_step(profile, step, torch.device("cpu"), warm_up=1, steps=2)
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
@@ -155,7 +157,9 @@ def test_what_cannot_be_planned_is_said(kind: type[LightningModule], said: str) 
 
 def test_a_step_of_a_loop_of_ones_own() -> None:
     net = nn.Linear(8, 2)
-    step = Step(net, lambda: net(torch.ones(4, 8)).sum(), lambda: [torch.optim.SGD(net.parameters(), 0.1)], nullcontext)
+    step = TracedStep(
+        net, lambda: net(torch.ones(4, 8)).sum(), lambda: [torch.optim.SGD(net.parameters(), 0.1)], nullcontext
+    )
     profile = profile_step(step, samples=4)
     assert profile.elements == 18
     assert {(p.like, p.fixed) for p in profile.parameters} == {(0, 0)}

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lockstep.callbacks import BatchSizeFinder, Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.tuner import Tuner
-from lockstep.tuner.batch_size import Search, search
+from lockstep.tuner.batch_size import BatchSizeSearch, search
 from lockstep.utilities.combined_loader import CombinedLoader
 from tests.loop.pieces import Recorder, Slope, numbers, quiet
 from tests.tuner.pieces import Data, Net, contents, differences
@@ -32,7 +32,7 @@ def played(most: int, samples: int = 10**9, **options: Any) -> tuple[int, list[i
         tried.append(size)
         return size <= most
 
-    settings = Search(**{"mode": "power", **options})
+    settings = BatchSizeSearch(**{"mode": "power", **options})
     return search(fits, lambda size: size >= samples, settings), tried
 
 

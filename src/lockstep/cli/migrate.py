@@ -102,7 +102,7 @@ def _diff(before: str, after: str, name: str) -> str:
 
 
 @dataclass(frozen=True, order=True)
-class Note:
+class ReportLine:
     """A line of the report."""
 
     line: int
@@ -111,7 +111,7 @@ class Note:
     """Whether something is to be done; else something behaves otherwise."""
 
 
-def _report(name: str, changed: bool, notes: Sequence[Note], written: bool) -> Iterator[str]:
+def _report(name: str, changed: bool, notes: Sequence[ReportLine], written: bool) -> Iterator[str]:
     if not changed and not notes:
         yield f"{name}: nothing is to be done: it imports nothing of Lightning"
     elif not changed or written:
@@ -142,7 +142,7 @@ def _learn_names(script: _Script) -> None:
             script.names |= {ast.unparse(target): made for target in node.targets if made.endswith(".Trainer")}
 
 
-def migrated(text: str, name: str = "script.py") -> tuple[str, list[Note]]:
+def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]:
     """A script for Lightning as one for lockstep, and the report.
 
     Args:
@@ -167,7 +167,9 @@ def migrated(text: str, name: str = "script.py") -> tuple[str, list[Note]]:
         elif isinstance(node, ast.Attribute):
             script.tell(node, ast.unparse(node), script.meant(node) or ROOT)
         elif isinstance(node, ast.Constant) and home_of(str(node.value)):
-            script.notes.append(Note(node.lineno, f"the text {node.value!r:.60} names Lightning: lockstep is meant?"))
+            script.notes.append(
+                ReportLine(node.lineno, f"the text {node.value!r:.60} names Lightning: lockstep is meant?")
+            )
     return script.edited(), [*script.notes, *found_in(script)]
 
 
@@ -177,7 +179,7 @@ class _Script:
     def __init__(self, text: str, name: str) -> None:
         self.nodes = list(ast.walk(ast.parse(text, name)))
         self.names: dict[str, str] = {}  #: a name of the script's to what it is, ``lockstep.Trainer``
-        self.notes: list[Note] = []
+        self.notes: list[ReportLine] = []
         self._data = text.encode()  # the columns of the tree count bytes
         self._starts = [0, *itertools.accumulate(len(line.encode()) for line in _lines(text))]
         self.edits: list[tuple[int, int, str]] = []  #: begin, end, and the text in the place
@@ -202,7 +204,7 @@ class _Script:
         """Report a name that cannot be had from lockstep, and why."""
         why = refusal(path)
         if why is not None and (isinstance(node, ast.stmt) or refusal(path.rpartition(".")[0]) is None):
-            self.notes.append(Note(node.lineno, f"{name}: {why}"))
+            self.notes.append(ReportLine(node.lineno, f"{name}: {why}"))
 
     def import_(self, node: ast.Import) -> None:
         """``import lightning.pytorch as pl``. A package that is used by its own name is lockstep by that name."""
@@ -289,7 +291,9 @@ def _flags(script: _Script, call: ast.Call) -> None:
     """Put today's flags in the place of old ones; tell what cannot be known here."""
     given = {keyword.arg: keyword for keyword in call.keywords if keyword.arg is not None}
     if len(given) < len(call.keywords):
-        script.notes.append(Note(call.lineno, "Trainer(**...): old flags among them are translated when it runs."))
+        script.notes.append(
+            ReportLine(call.lineno, "Trainer(**...): old flags among them are translated when it runs.")
+        )
     values: Today = {name: _value(script, keyword.value) for name, keyword in given.items()}
     today = {flag: values.get(flag, default) for flag, default in FLAGS.items()}
     old = old_flags_of(today, {name: value for name, value in values.items() if name in OLD_FLAGS})
@@ -355,9 +359,9 @@ def _translate(script: _Script, given: dict[str, ast.keyword], names: list[str],
     found, told = _meaning(old, today, given.keys() - set(names))
     if told:
         what = f"Trainer({', '.join(map(script.of, places)):.90})"
-        script.notes.append(Note(places[0].lineno, f"{what}: {told}"))
+        script.notes.append(ReportLine(places[0].lineno, f"{what}: {told}"))
         return
-    script.notes += [Note(places[0].lineno, f"{note}.", by_hand=False) for note in found.notes]
+    script.notes += [ReportLine(places[0].lineno, f"{note}.", by_hand=False) for note in found.notes]
     text = ", ".join(f"{flag}={value!r}" for flag, value in found.flags.items() if value != today[flag])
     script.edits += [(*script.span(place), (place is places[0] and text) or GONE) for place in places]
 
@@ -369,14 +373,14 @@ ROWS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("dif
 """What is to be done by hand, and what differs, by what a script has of it; tests/surface/table.py writes the file."""
 
 
-def found_in(script: _Script) -> Iterator[Note]:
+def found_in(script: _Script) -> Iterator[ReportLine]:
     """The rows that apply to what the script uses; what differs, at the line where it is used first."""
     said: set[str] = set()
     for line, used in sorted(set(_used(script))):
-        yield from (Note(line, text) for text in ROWS["by_hand"].get(used, ()))
+        yield from (ReportLine(line, text) for text in ROWS["by_hand"].get(used, ()))
         new = [text for text in ROWS["differs"].get(used, ()) if text not in said]
         said.update(new)
-        yield from (Note(line, text, by_hand=False) for text in new)
+        yield from (ReportLine(line, text, by_hand=False) for text in new)
 
 
 def _flags_used(script: _Script, call: ast.Call) -> Iterator[tuple[int, str]]:

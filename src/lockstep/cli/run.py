@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lockstep.ground.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from lockstep.launch.elastic_run import Plan
+    from lockstep.launch.elastic_run import LaunchPlan
 
 USAGE = "lockstep run [options] script.py [options] [arguments of the script]"
 ABOUT = """\
@@ -104,7 +104,7 @@ def run(words: Sequence[str]) -> int:
     return start(plan)
 
 
-def planned(words: Sequence[str]) -> Plan:
+def planned(words: Sequence[str]) -> LaunchPlan:
     """The words of the command as a plan.
 
     Raises:
@@ -119,9 +119,9 @@ def planned(words: Sequence[str]) -> Plan:
             raise Wrong(f"lockstep run: --{name.replace('_', '-')} {getattr(options, name)}: give a number from 0")
     command = ("-m", options.module, *script) if options.module else tuple(script)
     check_script("lockstep run", options.module, script)
-    from lockstep.launch.elastic_run import Plan
+    from lockstep.launch.elastic_run import LaunchPlan
 
-    return Plan(
+    return LaunchPlan(
         words=command,
         name=name_of(command),
         devices=devices,

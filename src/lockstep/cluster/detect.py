@@ -261,7 +261,7 @@ def early_rank(environ: Mapping[str, str]) -> int:
 
 
 @dataclass(frozen=True)
-class Finding:
+class EnvironmentFinding:
     """What the environment says about this process, and by which variables."""
 
     cluster: str | None  #: a name of `CLUSTERS`, "local" for a rank that lockstep started; None: nobody started it
@@ -287,7 +287,7 @@ class _Asked(Mapping[str, str]):
         return len(self._environ)
 
 
-def explained(environ: Mapping[str, str] = os.environ) -> Finding:
+def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
     """What `detect` would find for a Trainer that names no devices, and by which variables it is known.
 
     Example:
@@ -299,23 +299,27 @@ def explained(environ: Mapping[str, str] = os.environ) -> Finding:
         try:
             world = cluster.given_world(asked)
         except MisconfigurationException as error:
-            return Finding(cluster.name, f"its variables are there, and cannot be used: {error}")
+            return EnvironmentFinding(cluster.name, f"its variables are there, and cannot be used: {error}")
         if world is not None:
             why = f"{cluster.started} started this process, by {_said(asked.read)}"
             others = [other.name for other in CLUSTERS[number + 1 :] if _gives_a_world(other, environ)]
-            return Finding(cluster.name, why + (f"; it comes before {', '.join(others)}" if others else ""), world)
+            return EnvironmentFinding(
+                cluster.name, why + (f"; it comes before {', '.join(others)}" if others else ""), world
+            )
     asked = _Asked(environ)
     try:
         if local.is_started(environ):
             placement = detect(asked)
-            return Finding(LOCAL, f"lockstep started this process, by {_said(asked.read)}", placement.world)
+            return EnvironmentFinding(LOCAL, f"lockstep started this process, by {_said(asked.read)}", placement.world)
         job = slurm.allocation(asked)
         if job is not None:
             why = f"this is the batch script of the SLURM job {job.job}, and no rank: a Trainer starts its {job.tasks} "
-            return Finding("slurm", why + f"tasks by srun ({_said(asked.read)})")
-        return Finding(None, "no launcher has started this process; a Trainer starts the ranks", detect(environ).world)
+            return EnvironmentFinding("slurm", why + f"tasks by srun ({_said(asked.read)})")
+        return EnvironmentFinding(
+            None, "no launcher has started this process; a Trainer starts the ranks", detect(environ).world
+        )
     except MisconfigurationException as error:
-        return Finding(None, f"no launcher has started this process, and a Trainer cannot begin: {error}")
+        return EnvironmentFinding(None, f"no launcher has started this process, and a Trainer cannot begin: {error}")
 
 
 def _said(variables: Mapping[str, str]) -> str:

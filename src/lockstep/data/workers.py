@@ -69,12 +69,12 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
     with _deaf(loader):
         iterator = iter(loader)
     event = getattr(iterator, "_workers_done_event", None)
-    if isinstance(event, _Done):
+    if isinstance(event, _DoneEvent):
         return iterator  # persistent workers: it is that of the pass before
     workers = getattr(iterator, "_workers", None)
     condition, flag = getattr(event, "_cond", None), getattr(event, "_flag", None)
     if workers and condition is not None and flag is not None:
-        iterator._workers_done_event = _Done(condition, flag, workers)  # type: ignore[attr-defined]
+        iterator._workers_done_event = _DoneEvent(condition, flag, workers)  # type: ignore[attr-defined]
     if workers:
         _watched.add(iterator)
     fetch = getattr(iterator, "_try_get_data", None)
@@ -240,7 +240,7 @@ def end_workers(loader: object) -> None:
         loader._iterator = None  # type: ignore[attr-defined]
 
 
-class _Done:
+class _DoneEvent:
     """The parent's side of a `multiprocessing.Event` that workers have too and that only the parent sets."""
 
     def __init__(self, condition: Condition, flag: Semaphore, workers: Sequence[BaseProcess]) -> None:

@@ -72,7 +72,7 @@ class MicroBatch:
     empty: bool = False
 
 
-class Window(Protocol):
+class WindowPlayer(Protocol):
     """An engine's own way through a window: all forwards and backwards, in the order that suits it.
 
     Args:
@@ -118,7 +118,7 @@ class Engine:
         step_device: where steps run while parameters are on several devices; None: where the parameters are.
     """
 
-    window: Window | None = None
+    window: WindowPlayer | None = None
     runs_padding: bool = False
     cuts_parameters: bool = False
     places_first: bool = False

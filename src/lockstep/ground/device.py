@@ -13,7 +13,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -220,7 +220,19 @@ def has_timed_events(device: torch.device) -> bool:
     return device.type != "cpu" and hasattr(device_module(device), "Event")
 
 
-def timed_event(device: torch.device) -> Any:
+class TimedEvent(Protocol):
+    """A point in the work of a device: see `torch.Event`."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds to a later one."""
+        ...
+
+
+def timed_event(device: torch.device) -> TimedEvent:
     """An event that knows its time, of a device that has such; it belongs to the current one of the kind."""
     return device_module(device).Event(enable_timing=True)
 

@@ -16,7 +16,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
 from lockstep.hpc import queue, sbatch, snapshot, trial_process
 from lockstep.hpc.parser import Hyperparameters
-from lockstep.hpc.sbatch import Batch, Option, Trials
+from lockstep.hpc.sbatch import Batch, Option, ScriptTrials
 from lockstep.hpc.search import SCRIPT, SEARCH, Search, submit_trials
 from lockstep.hpc.trials import STDERR, STDOUT, TrialFolder, folders
 from lockstep.launch.attempts import trial_here
@@ -357,7 +357,9 @@ class SlurmCluster:
         Raises:
             MisconfigurationException: a value or an option that cannot be, or a folder that cannot be written.
         """
-        sbatch.text(self._batch(search, name, gpus, ["python"], "/", {}, Trials(str(search.path))))  # options first
+        sbatch.text(
+            self._batch(search, name, gpus, ["python"], "/", {}, ScriptTrials(str(search.path)))
+        )  # options first
         try:
             _clear(search)
             words, folder, variables = self._command(search)
@@ -375,9 +377,9 @@ class SlurmCluster:
                 }
             )
             if self.array:
-                scripts = [(search.path, Trials(str(search.path), None, len(trials), self.at_most))]
+                scripts = [(search.path, ScriptTrials(str(search.path), None, len(trials), self.at_most))]
             else:
-                scripts = [(trial.path, Trials(str(search.path), trial.number)) for trial in trials]
+                scripts = [(trial.path, ScriptTrials(str(search.path), trial.number)) for trial in trials]
             for path, which in scripts:
                 text = sbatch.text(self._batch(search, name, gpus, words, folder, variables, which))
                 (path / SCRIPT).write_bytes(text.encode(errors="surrogateescape"))
@@ -423,7 +425,7 @@ class SlurmCluster:
         words: list[str],
         folder: str,
         variables: Mapping[str, str],
-        trials: Trials,
+        trials: ScriptTrials,
     ) -> Batch:
         which = "trial_%4a" if trials.number is None else f"trial_{trials.number:04}"
         logs = f"{str(search.path).replace('%', '%%')}/{which}"

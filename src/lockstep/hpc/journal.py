@@ -35,7 +35,7 @@ class CorruptJournal(RuntimeError):
     """The journal of a study has a line that is no whole operation."""
 
 
-class Journal(JournalFileBackend):
+class StudyJournal(JournalFileBackend):
     """Optuna's journal file, in which a torn line is found when it is written, or else when it is read.
 
     Args:

@@ -29,7 +29,7 @@ GRACE = 5.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """How a trial ended.
 
     Attributes:
@@ -70,7 +70,7 @@ class Trials:
     lost: Callable[[int], None]
 
 
-def run(function: Callable[..., object], options: object, trials: Trials) -> list[Outcome]:
+def run(function: Callable[..., object], options: object, trials: Trials) -> list[TrialOutcome]:
     """Run the trials; gives how each ended, by number.
 
     A trial that fails is told of, and the others go on. Where the folder has trials that completed, these are not run
@@ -87,7 +87,7 @@ def run(function: Callable[..., object], options: object, trials: Trials) -> lis
     """
     trials.folder.mkdir(parents=True, exist_ok=True)
     _write_call(function, options, trials.folder)
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, TrialOutcome] = {}
     free, running = list(reversed(trials.devices)), dict[int, tuple[_Process, str | None]]()
     waiting = _to_run(trials, outcomes)
     try:
@@ -129,7 +129,7 @@ def _write_call(function: Callable[..., object], options: object, folder: Path) 
         ) from error
 
 
-def _to_run(trials: Trials, outcomes: dict[int, Outcome]) -> Iterator[TrialFolder]:
+def _to_run(trials: Trials, outcomes: dict[int, TrialOutcome]) -> Iterator[TrialFolder]:
     """The trials that have not completed yet, with their values written; of the others, the outcomes."""
     for number, values in trials.values:
         trial = TrialFolder.of(trials.folder, number)
@@ -173,7 +173,7 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
-    def outcome(self, trials: Trials) -> Outcome:
+    def outcome(self, trials: Trials) -> TrialOutcome:
         """How the trial ended."""
         last, code = read_events(self.trial.events()).last, self._process.returncode
         if last is None or last.end is None:
@@ -184,18 +184,18 @@ class _Process:
         return _outcome(self.trial, trials, "" if last is None else last.error)
 
 
-def _outcome(trial: TrialFolder, trials: Trials, error: str) -> Outcome:
+def _outcome(trial: TrialFolder, trials: Trials, error: str) -> TrialOutcome:
     """What a trial's folder says of its end."""
     events = trial.events()
     last, values = read_events(events).last, trial.values()
     hparams = None if values is None else trials.hparams(values, trial.number)
     metrics = trial.result().get("metrics", {})
     if last is not None and last.end == "completed":
-        return Outcome(trial.number, "pruned" if last.pruned else "completed", hparams, last.value, metrics)
+        return TrialOutcome(trial.number, "pruned" if last.pruned else "completed", hparams, last.value, metrics)
     told = [str(event.get("error", "")) for event in events if event.get("event") == "failed"]
     error = (last.error if last is not None else "") or error or (told[-1] if told else "")
     log.warning("trial %d failed: %s", trial.number, error)
-    return Outcome(trial.number, "failed", hparams, None, metrics, error)
+    return TrialOutcome(trial.number, "failed", hparams, None, metrics, error)
 
 
 def _end(processes: Sequence[_Process]) -> None:

@@ -26,7 +26,7 @@ from lockstep.hpc.grid import (
     range_of,
     through,
 )
-from lockstep.hpc.local import Outcome, Trials, dealt, run
+from lockstep.hpc.local import TrialOutcome, Trials, dealt, run
 from lockstep.launch.environment import visible_devices
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Hyperparameters(argparse.Namespace):
         nb_trials: int | None = None,
         nb_workers: int = 4,
         log_path: str | os.PathLike[str] | None = None,
-    ) -> list[Outcome]:
+    ) -> list[TrialOutcome]:
         """Run the trials on this machine, each in a process of its own; GPUs, if there are any, are shared out.
 
         The function travels by cloudpickle, so that the script is not run again. A trial that fails does not stop the
@@ -234,7 +234,7 @@ class Hyperparameters(argparse.Namespace):
         nb_trials: int | None = None,
         nb_workers: int = 4,
         log_path: str | os.PathLike[str] | None = None,
-    ) -> list[Outcome]:
+    ) -> list[TrialOutcome]:
         """The same without GPUs, which trials do not see."""
         return self._play(train_function, nb_trials, [""] * _workers(nb_workers), log_path)
 
@@ -246,7 +246,7 @@ class Hyperparameters(argparse.Namespace):
         nb_trials: int | None = None,
         nb_workers: int | None = None,
         log_path: str | os.PathLike[str] | None = None,
-    ) -> list[Outcome]:
+    ) -> list[TrialOutcome]:
         """The same on GPUs: a trial at a time on each entry of ``gpu_ids``.
 
         Args:
@@ -274,7 +274,7 @@ class Hyperparameters(argparse.Namespace):
         nb_trials: int | None,
         devices: list[str | None] | list[str],
         log_path: str | os.PathLike[str] | None,
-    ) -> list[Outcome]:
+    ) -> list[TrialOutcome]:
         search = self._known_search("optimize_parallel")
         values: Iterable[tuple[int, dict[str, Any] | None]]
         if self.drawn_late:

@@ -20,7 +20,7 @@ class SlurmRefused(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Job:
+class QueuedJob:
     """A job as SLURM knows it."""
 
     state: str  #: PENDING, RUNNING, COMPLETED, FAILED, PREEMPTED, NODE_FAIL, TIMEOUT, CANCELLED ...
@@ -74,7 +74,7 @@ def cancel(jobs: Iterable[str]) -> None:
         _do(["scancel", *part])
 
 
-def look(jobs: Iterable[str]) -> dict[str, Job]:
+def look(jobs: Iterable[str]) -> dict[str, QueuedJob]:
     """What SLURM knows of jobs; those that it has forgotten are left out.
 
     The controller remembers jobs for some minutes after their end (MinJobAge); after that slurmdbd is asked, where
@@ -87,7 +87,7 @@ def look(jobs: Iterable[str]) -> dict[str, Job]:
         SlurmRefused: there is no squeue, or it has failed, in its own words.
     """
     wanted = set(jobs)
-    found: dict[str, Job] = {}
+    found: dict[str, QueuedJob] = {}
     for part in _parts(sorted({job.partition("_")[0] for job in wanted})):
         found.update(_in_queue(part))
     missing = wanted - found.keys()
@@ -97,7 +97,7 @@ def look(jobs: Iterable[str]) -> dict[str, Job]:
     return {name: job for name, job in found.items() if name in wanted}
 
 
-def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, Job]]:
+def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, QueuedJob]]:
     words = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%r", f"--jobs={','.join(numbers)}"]
     try:
         said = _do(words)
@@ -107,25 +107,25 @@ def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, Job]]:
         raise
     for line in said.splitlines():
         name, state, nodes, reason = [*line.strip().split("|"), "", "", "", ""][:4]
-        yield name, Job(state, nodes, "" if reason == "None" else reason)
+        yield name, QueuedJob(state, nodes, "" if reason == "None" else reason)
 
 
-def _in_accounts(numbers: Sequence[str]) -> dict[str, Job]:
+def _in_accounts(numbers: Sequence[str]) -> dict[str, QueuedJob]:
     """Of jobs that the controller has forgotten."""
-    found: dict[str, Job] = {}
+    found: dict[str, QueuedJob] = {}
     try:
         for part in _parts(numbers):
             words = ["sacct", "--allocations", "--noheader", "--parsable2", "--format=JobID,State,NodeList"]
             for line in _do([*words, f"--jobs={','.join(part)}"]).splitlines():
                 name, state, nodes = [*line.split("|"), "", "", ""][:3]
                 if state:
-                    found[name] = Job(state.split()[0], nodes)  # "CANCELLED by 0"
+                    found[name] = QueuedJob(state.split()[0], nodes)  # "CANCELLED by 0"
     except SlurmRefused:  # no slurmdbd
         return _in_jobcomp(set(numbers))
     return found
 
 
-def _in_jobcomp(numbers: set[str]) -> dict[str, Job]:
+def _in_jobcomp(numbers: set[str]) -> dict[str, QueuedJob]:
     """Of the file of jobcomp/filetxt, which has a line for each start of a job that has ended."""
     try:
         config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", _do(["scontrol", "show", "config"]), re.MULTILINE))
@@ -140,7 +140,7 @@ def _in_jobcomp(numbers: set[str]) -> dict[str, Job]:
         array, task = told.get("ArrayJobId"), told.get("ArrayTaskId")
         if (array or told.get("JobId")) in numbers:
             name = f"{array}_{task}" if array and task else told["JobId"]
-            found[name] = Job(told.get("JobState", ""), told.get("NodeList", ""))
+            found[name] = QueuedJob(told.get("JobState", ""), told.get("NodeList", ""))
     return found
 
 

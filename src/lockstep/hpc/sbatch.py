@@ -24,7 +24,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Trials:
+class ScriptTrials:
     """The trials that a script runs: one of a search, or all of them as one array job."""
 
     search: str  #: the folder of the search
@@ -73,7 +73,7 @@ class Batch:
     options: Sequence[Option] = ()
     commands: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    trials: Trials | None = None
+    trials: ScriptTrials | None = None
 
 
 FROM = {
@@ -268,7 +268,7 @@ def _option_value(option: Option) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _trial(trials: Trials) -> list[str]:
+def _trial(trials: ScriptTrials) -> list[str]:
     if trials.number is None:
         first = f'printf -v {TRIAL} "%s/trial_%04d" {quoted(trials.search)} "$SLURM_ARRAY_TASK_ID"'
     else:

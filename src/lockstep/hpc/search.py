@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.checkpoint import storage
 from lockstep.hpc import queue
-from lockstep.hpc.queue import Job, SlurmRefused
+from lockstep.hpc.queue import QueuedJob, SlurmRefused
 from lockstep.hpc.trials import Attempt, TrialFolder, TrialHistory, folders, read_events
 
 SEARCH = "search.json"
@@ -119,7 +119,7 @@ def look(search: Search) -> tuple[list[Status], str]:
     trials = search.trials()
     histories = [read_events(trial.events()) for trial in trials]
     asked = [history.jobs[-1] for history in histories if history.jobs and not _is_over(history)]
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, QueuedJob] = {}
     trouble = ""
     if asked:
         try:
@@ -137,7 +137,7 @@ def _is_over(history: TrialHistory) -> bool:
     return history.last is not None and history.last.end == "completed" and not history.waits
 
 
-def _status(trial: TrialFolder, history: TrialHistory, job: Job | None, asked: bool) -> Status:
+def _status(trial: TrialFolder, history: TrialHistory, job: QueuedJob | None, asked: bool) -> Status:
     state, error = state_of(history, job, asked)
     if state == FAILED and not error:
         error = trial.last_line()
@@ -149,7 +149,7 @@ def _status(trial: TrialFolder, history: TrialHistory, job: Job | None, asked: b
     return Status(trial, state, error, node, history, trial.values() or {}, trial.result())
 
 
-def state_of(history: TrialHistory, job: Job | None, asked: bool = True) -> tuple[str, str]:
+def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -> tuple[str, str]:
     """The state of a trial, and why it failed or waits.
 
     Only its own last word makes it "completed". A failure that SLURM answers by another start, or that comes from a
@@ -173,7 +173,7 @@ def state_of(history: TrialHistory, job: Job | None, asked: bool = True) -> tupl
     return _without_end(history, last, job, asked)
 
 
-def _without_end(history: TrialHistory, last: Attempt | None, job: Job | None, asked: bool) -> tuple[str, str]:
+def _without_end(history: TrialHistory, last: Attempt | None, job: QueuedJob | None, asked: bool) -> tuple[str, str]:
     """The state of a trial that neither waits nor has said how its last attempt ended."""
     known = "" if job is None else job.state
     if known in _RUNS:
@@ -187,7 +187,7 @@ def _without_end(history: TrialHistory, last: Attempt | None, job: Job | None, a
     return _without_word(last is None, known, job, asked)
 
 
-def _without_word(never_began: bool, known: str, job: Job | None, asked: bool) -> tuple[str, str]:
+def _without_word(never_began: bool, known: str, job: QueuedJob | None, asked: bool) -> tuple[str, str]:
     """The state of a trial that has said no last word, and whose job is over or unknown."""
     if not asked:
         return UNKNOWN, ""

@@ -14,7 +14,7 @@ from lockstep.data.order import make_key
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import log, rank_zero_only
 from lockstep.hpc.grid import Dimension, Options, SearchSettings
-from lockstep.hpc.journal import FileLock, Journal, held
+from lockstep.hpc.journal import FileLock, StudyJournal, held
 from lockstep.hpc.trials import JOURNAL, TrialFolder
 
 try:
@@ -267,7 +267,7 @@ class StudyTrial:
                 "sampler=GridSampler: it cannot be asked for one trial: use strategy='grid_search'"
             )
         pruner: Any = settings.pruner or optuna.pruners.MedianPruner()
-        storage = optuna.storages.JournalStorage(Journal(str(self.folder / JOURNAL)))
+        storage = optuna.storages.JournalStorage(StudyJournal(str(self.folder / JOURNAL)))
         try:
             study = optuna.load_study(study_name=name, storage=storage, sampler=sampler, pruner=pruner)
         except KeyError:
@@ -322,7 +322,7 @@ def fail_dead(folder: Path) -> list[int]:
         return []
     with held(FileLock(str(journal), DRAWS, LONGEST_DRAW)):
         try:
-            storage = optuna.storages.JournalStorage(Journal(str(journal)))
+            storage = optuna.storages.JournalStorage(StudyJournal(str(journal)))
             study = optuna.load_study(study_name=folder.absolute().name, storage=storage)
         except KeyError:
             return []

@@ -72,7 +72,7 @@ PASSED_ON = ("SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What ``lockstep run`` is asked to start."""
 
     words: tuple[str, ...]  #: the script and its arguments, as behind ``python``
@@ -185,7 +185,7 @@ def say(text: str) -> None:
         print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
 
 
-def start(plan: Plan, environ: MutableMapping[str, str] = os.environ) -> int:
+def start(plan: LaunchPlan, environ: MutableMapping[str, str] = os.environ) -> int:
     """Start the ranks of this node, and those anew that fail; gives the exit code.
 
     Raises:
@@ -257,7 +257,7 @@ def refuse_nested(environ: Mapping[str, str]) -> None:
     )
 
 
-def _variables(plan: Plan, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+def _variables(plan: LaunchPlan, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """What the ranks are told by the environment."""
     told = {STARTED: plan.flags} | (on_one_host(HERE, environ) if plan.alone else {OWN_PORTS: "1"})
     told |= names_variables(environ) if plan.lightning else {}
@@ -269,7 +269,7 @@ def _variables(plan: Plan, folder: Path, environ: Mapping[str, str]) -> dict[str
     return told
 
 
-def _hosts(plan: Plan) -> bool:
+def _hosts(plan: LaunchPlan) -> bool:
     """Whether the agents of several nodes meet here."""
     if plan.node_rank is not None:
         return plan.node_rank == 0
@@ -286,7 +286,7 @@ def _hosts(plan: Plan) -> bool:
     return False
 
 
-def _check_port(plan: Plan) -> None:
+def _check_port(plan: LaunchPlan) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -308,7 +308,7 @@ def _silence() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _agent(plan: Plan, hosts: bool, folder: Path) -> Agent:
+def _agent(plan: LaunchPlan, hosts: bool, folder: Path) -> Agent:
     python = [sys.executable, *subprocess._args_from_interpreter_flags(), "-u"]  # type: ignore[attr-defined]
     spec = WorkerSpec(
         role="default",
@@ -323,7 +323,7 @@ def _agent(plan: Plan, hosts: bool, folder: Path) -> Agent:
     return Agent(folder, plan.grace, spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)))
 
 
-def _several(plan: Plan, hosts: bool) -> RendezvousHandler:
+def _several(plan: LaunchPlan, hosts: bool) -> RendezvousHandler:
     """What brings the agents of several nodes together, of which this one ``hosts`` their meeting or does not."""
     options = {"join_timeout": plan.patience, "last_call_timeout": 5, "read_timeout": REACH, "timeout": plan.patience}
     endpoint = f"{plan.address}:{plan.port}"
@@ -360,7 +360,7 @@ def _run(agent: Agent, folder: Path) -> int:
     return int(code if code > 0 else 128 - code)
 
 
-def _not_met(plan: Plan, error: BaseException) -> str:
+def _not_met(plan: LaunchPlan, error: BaseException) -> str:
     """What to do where the agents of the nodes did not find each other."""
     few = plan.nodes[0]
     place = f"--master-addr {plan.address} --master-port {plan.port}"

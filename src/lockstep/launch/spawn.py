@@ -502,7 +502,7 @@ def end_openmp_pools() -> bool:
         return False
 
 
-class Forked:
+class ForkedProcess:
     """A copy of this process, with what of :class:`subprocess.Popen` is needed to watch it.
 
     Attributes:
@@ -525,7 +525,7 @@ class Forked:
             return self._code
 
 
-def _fork(body: Callable[[], object], name: str) -> Forked:
+def _fork(body: Callable[[], object], name: str) -> ForkedProcess:
     """Copy this process; the copy calls ``body`` and ends."""
     # multiprocessing's own process, of which only the child's side is used: it knows what has to be made anew there,
     # while its parent's side lets no two threads wait for a child
@@ -536,7 +536,7 @@ def _fork(body: Callable[[], object], name: str) -> Forked:
         pid = os.fork()
     if pid == 0:
         _be_a_child(process)
-    return Forked(pid)
+    return ForkedProcess(pid)
 
 
 def _be_a_child(process: BaseProcess) -> NoReturn:

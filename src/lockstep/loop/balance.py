@@ -22,8 +22,9 @@ from lockstep.ground.row_exchange import RowExchange
 from lockstep.ground.window_times import WindowTimes, typical
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed, Window
+from lockstep.loop.memory import Windows
 from lockstep.loop.session import Session
-from lockstep.loop.step_times import DeviceTimes, StepTimes, Windows
+from lockstep.loop.step_times import DeviceTimes, StepTimes
 
 PERIOD = 8
 """Windows from one look at the ranks' times to the next."""

@@ -32,7 +32,7 @@ from lockstep.loop.contradictions import check_contradictions
 from lockstep.loop.device_left import leave_device
 from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden, is_replaced
-from lockstep.loop.loaders import Loaders
+from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.memory import explained, keep, of_setup
@@ -285,7 +285,7 @@ def check_module(session: Session, fn: TrainerFn) -> None:
         _check_loader(loaders, fn, "predict")
 
 
-def _check_loader(loaders: Loaders, fn: TrainerFn, stage: str) -> None:
+def _check_loader(loaders: RunLoaders, fn: TrainerFn, stage: str) -> None:
     if not loaders.defined(stage):
         raise MisconfigurationException(
             f"trainer.{fn}(): no data: pass `dataloaders=` or `datamodule=`, or define `{stage}_dataloader`."

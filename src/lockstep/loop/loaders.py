@@ -16,7 +16,7 @@ from lockstep.module import LightningModule
 
 
 @dataclass
-class Loaders:
+class RunLoaders:
     """The loaders of one call of the Trainer, by stage ("train", "val", "test", "predict").
 
     Attributes:

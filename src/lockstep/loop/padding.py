@@ -107,7 +107,9 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
     """
     states = random_states()
     packages = (kind.__module__.partition(".")[0] for kind in type(module).__mro__)
-    seen = _Seen(next(package for package in packages if package != "torch"))  # torch's FSDP derives a class of its own
+    seen = _SeenObjects(
+        next(package for package in packages if package != "torch")
+    )  # torch's FSDP derives a class of its own
     restores = [_of_tensor(buffer) for buffer in buffers]
     for part in module.modules():
         restores.append(_of_metric(part, seen) if is_metric(part) else _of_attributes(part, seen))
@@ -119,7 +121,7 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
         set_random_states(states)
 
 
-class _Seen(dict[int, Any]):
+class _SeenObjects(dict[int, Any]):
     """What has been looked at, by id, which keeps it alive, so that no other gets its id.
 
     Args:
@@ -137,7 +139,7 @@ class _Seen(dict[int, Any]):
         return own and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
 
 
-def _of_attributes(owner: object, seen: _Seen) -> Restore:
+def _of_attributes(owner: object, seen: _SeenObjects) -> Restore:
     attributes = vars(owner)
     known = set(attributes)
     kept = {name: value for name, value in attributes.items() if name not in OF_TORCH and _is_state(value, seen)}
@@ -152,13 +154,13 @@ def _of_attributes(owner: object, seen: _Seen) -> Restore:
     return restore
 
 
-def _is_state(value: object, seen: _Seen) -> bool:
+def _is_state(value: object, seen: _SeenObjects) -> bool:
     return (
         isinstance(value, (*PLAIN, Tensor, list, dict, set, deque, tuple)) or is_metric(value) or seen.looks_into(value)
     )
 
 
-def _of_value(value: object, seen: _Seen) -> Restore:
+def _of_value(value: object, seen: _SeenObjects) -> Restore:
     """Puts the inside of a value back; what it is bound to is its owner's affair."""
     if isinstance(value, (*PLAIN, nn.Parameter)) or id(value) in seen:
         return _nothing
@@ -180,7 +182,7 @@ def _of_value(value: object, seen: _Seen) -> Restore:
 
 
 def _of_container(
-    container: Any, copied: Any, items: Iterable[Any], fill: Callable[[Any], Any], seen: _Seen
+    container: Any, copied: Any, items: Iterable[Any], fill: Callable[[Any], Any], seen: _SeenObjects
 ) -> Restore:
     inside = [_of_value(item, seen) for item in list(items)]
 
@@ -205,7 +207,7 @@ def _of_tensor(tensor: Tensor) -> Restore:
     return restore
 
 
-def _of_metric(metric: Metric, seen: _Seen) -> Restore:
+def _of_metric(metric: Metric, seen: _SeenObjects) -> Restore:
     seen[id(metric)] = metric
     return partial(put_back, snapshot(metric))
 

@@ -20,7 +20,7 @@ from lockstep.loop.optimizers import parse
 from lockstep.loop.signatures import takes_idx
 from lockstep.module import LightningModule
 from lockstep.planner.profile import ModelProfile, measure_step, profile_step
-from lockstep.planner.trace import Step
+from lockstep.planner.trace import TracedStep
 from lockstep.precision.base import Precision
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def built(module: LightningModule, trainer: Trainer | None, device: torch.device
     return made if device is None else made.to(device)
 
 
-def step_of(module: LightningModule, batch: object, precision: Precision) -> Step:
+def step_of(module: LightningModule, batch: object, precision: Precision) -> TracedStep:
     """One step of ``module`` on ``batch``, as the loops play it.
 
     Args:
@@ -114,7 +114,7 @@ def step_of(module: LightningModule, batch: object, precision: Precision) -> Ste
 
     dtype = getattr(precision, "dtype", None)
     context: Callable[[], Any] = precision.context or nullcontext
-    return Step(module, loss, optimizers, context, dtype)
+    return TracedStep(module, loss, optimizers, context, dtype)
 
 
 def profile_module(

@@ -198,7 +198,7 @@ class ResumePoint:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """What the batches of a run are, and how far this life of it has come: what a checkpoint keeps."""
 
     ranks: int
@@ -222,7 +222,7 @@ class Plan:
         return {**named, "at": self.at.state_dict(), "origin": origin}
 
     @classmethod
-    def load(cls, state: dict[str, Any]) -> Plan:
+    def load(cls, state: dict[str, Any]) -> BatchPlan:
         """From :meth:`state_dict`.
 
         Raises:
@@ -318,7 +318,7 @@ class Given:
     """``Trainer(keep_global_batch=...)``."""
 
 
-def count_batches(saved: Plan | None, given: Given) -> BatchCounting:
+def count_batches(saved: BatchPlan | None, given: Given) -> BatchCounting:
     """By what a run counts that goes on from ``saved``; pure.
 
     The plan holds where only the number of ranks has changed. Where the user has changed ``batch_size`` or
@@ -357,12 +357,12 @@ def _table(flag: Accumulation) -> dict[int, int]:
     return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != accumulation(table, epoch - 1)}
 
 
-def _can_step(saved: Plan, given: Given) -> bool:
+def _can_step(saved: BatchPlan, given: Given) -> bool:
     """Manual optimization: whether a row is one micro-batch, for nobody but the user can accumulate."""
     return given.automatic or (saved.ranks <= given.size and (given.flexible or saved.ranks == given.size))
 
 
-def _resume_point(saved: Plan, given: Given, made: BatchCounting) -> ResumePoint | None:
+def _resume_point(saved: BatchPlan, given: Given, made: BatchCounting) -> ResumePoint | None:
     """Where the last boundary of ``saved`` is, by the counts of this life; None: it is the beginning of an epoch."""
     at = saved.at
     if at.rows == 0:
@@ -377,7 +377,7 @@ def _resume_point(saved: Plan, given: Given, made: BatchCounting) -> ResumePoint
     return ResumePoint(at.epoch, number, number, at.position)
 
 
-def _check_divides(saved: Plan, given: Given) -> None:
+def _check_divides(saved: BatchPlan, given: Given) -> None:
     flag, epoch = saved.accumulate, saved.at.epoch
     values = {accumulation(flag, epoch)}
     if isinstance(flag, dict):
@@ -400,7 +400,7 @@ def _check_divides(saved: Plan, given: Given) -> None:
 # -- what is said ----------------------------------------------------------------------------------------
 
 
-def _samples(ranks: int, flag: Accumulation, saved: Plan, given: Given | None = None) -> int:
+def _samples(ranks: int, flag: Accumulation, saved: BatchPlan, given: Given | None = None) -> int:
     """Samples of a step in the epoch of the checkpoint, by the loader that has most."""
     batches = saved.batches if given is None else given.batches
     return ranks * accumulation(flag, saved.at.epoch) * max(batches, default=1)
@@ -416,7 +416,7 @@ def _step(ranks: int, flag: Accumulation, batches: list[int], epoch: int) -> str
     return f"{ranks} rank{plural} x batch_size={size} x accumulate_grad_batches={accumulate} = {total} samples a step"
 
 
-def _plan_holds(saved: Plan, given: Given, made: BatchCounting) -> str:
+def _plan_holds(saved: BatchPlan, given: Given, made: BatchCounting) -> str:
     epoch, size = saved.at.epoch, given.size
     accumulate, batch = accumulation(saved.accumulate, epoch), max(saved.batches, default=1)
     was = _step(saved.ranks, saved.accumulate, saved.batches, epoch)
@@ -432,7 +432,7 @@ def _plan_holds(saved: Plan, given: Given, made: BatchCounting) -> str:
     )
 
 
-def _users_hold(saved: Plan, given: Given, as_planned: bool, before: int, now: int) -> str:
+def _users_hold(saved: BatchPlan, given: Given, as_planned: bool, before: int, now: int) -> str:
     epoch = saved.at.epoch
     was = _step(saved.ranks, saved.accumulate, saved.batches, epoch)
     new = _step(given.size, given.accumulate, given.batches, epoch)
@@ -469,7 +469,7 @@ class CountedFeed(Protocol):
         """Where it stands after so many micro-batches of this rank's count."""
 
 
-def _warn_of_other_order(saved: Plan, feed: CountedFeed) -> None:
+def _warn_of_other_order(saved: BatchPlan, feed: CountedFeed) -> None:
     """Where an epoch in torch's order goes on: one process and several draw differently."""
     if saved.at.rows > 0 and saved.by_process not in (None, feed.by_process):
         rank_zero_warn(
@@ -486,7 +486,7 @@ class Elastic:
     """
 
     def __init__(self) -> None:
-        self.saved: Plan | None = None
+        self.saved: BatchPlan | None = None
         self._ranks: int | None = None  # those of the plan, once it is settled
         self._flag: Accumulation = 1  # as it is given to the fit, whatever callbacks make of it later
 
@@ -499,7 +499,7 @@ class Elastic:
         """Take in lockstep's part of a checkpoint that a fit on so many ranks is to go on from."""
         self._ranks = None
         if own.get("plan") is not None:
-            self.saved = Plan.load(own["plan"])
+            self.saved = BatchPlan.load(own["plan"])
         elif len(own.get("ranks", ())) not in (0, ranks) and own["progress"]["batch"]:
             raise MisconfigurationException(
                 "trainer.fit(ckpt_path=...): this checkpoint is of an earlier version of lockstep, from the middle of "
@@ -579,4 +579,4 @@ class Elastic:
             at = feed.reached(progress.batch - begun)
         point = found.resumed_at
         before = point if point is not None and point.epoch == progress.epoch else None
-        return Plan(found.ranks, self._flag, feed.batches, found.size, at, before, feed.by_process).state_dict()
+        return BatchPlan(found.ranks, self._flag, feed.batches, found.size, at, before, feed.by_process).state_dict()

@@ -27,7 +27,7 @@ from lockstep.launch.attempts import trial_folder
 from lockstep.loggers.base import Logger
 from lockstep.loop.feed import Feed
 from lockstep.loop.hooks import Hooks
-from lockstep.loop.loaders import Loaders
+from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.progress import Elastic, Progress
@@ -64,7 +64,7 @@ class Compiled(Protocol):
         """Put back what was there before, and say what has been compiled."""
 
 
-class Instruments(Protocol):
+class TimedMethods(Protocol):
     """The timed methods of a run with a profiler: see `lockstep.loop.profiled`."""
 
     def conclude(self) -> None:
@@ -156,7 +156,7 @@ class Session:
 
     state: TrainerState = field(default_factory=TrainerState)
     datamodule: LightningDataModule | None = None
-    loaders: Loaders = field(default_factory=lambda: Loaders({}, None, None))
+    loaders: RunLoaders = field(default_factory=lambda: RunLoaders({}, None, None))
     enable_validation: bool = False
     seed: int | None = None
     fit: FitState = field(default_factory=FitState)
@@ -167,7 +167,7 @@ class Session:
     interruption: str | None = None
     is_padding: bool = False
     signals: FitSignals | None = None
-    instruments: Instruments | None = None
+    instruments: TimedMethods | None = None
     activations: Activations | None = None
     used: MemoryUse | None = None
     built: list[Tensor] | None = None

@@ -8,16 +8,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
 from lockstep.data.source import Source
 from lockstep.engines.strategy import Strategy
-from lockstep.ground.device import current_stream, has_streams, timed_event
+from lockstep.ground.device import TimedEvent, current_stream, has_streams, timed_event
 from lockstep.ground.window_times import WindowTimes
 from lockstep.loop.evaluate import EvaluationLoop
+from lockstep.loop.memory import Windows
 from lockstep.supervise.collective_trace import wrapped
 
 DATA, FORWARD, BACKWARD, WAITING, PAUSE = range(5)
@@ -26,12 +27,8 @@ NEWEST = 64
 """Windows that are kept until they are looked at."""
 
 _END = object()
-
-
-class Windows(Protocol):
-    """What plays the windows of a fit: see `lockstep.loop.step.Step`."""
-
-    training_step: Callable[..., Any]
+_Tape = list[tuple[int, int, TimedEvent, TimedEvent]]
+"""Part, depth, begin, end; inner ones come first."""
 
 
 class StepTimes:
@@ -146,18 +143,6 @@ class StepTimes:
 # -- on a GPU --------------------------------------------------------------------------------------------------
 
 
-class Event(Protocol):
-    """A point in the work of a device: see `torch.Event`."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds to a later one."""
-        ...
-
-
 class DeviceTimes(StepTimes):
     """The same by events in a device's work, which the host is ahead of; nobody waits for the device.
 
@@ -171,14 +156,14 @@ class DeviceTimes(StepTimes):
     """
 
     def __init__(
-        self, clock: Callable[[], float], make_event: Callable[[], Event], stream: Callable[[], object]
+        self, clock: Callable[[], float], make_event: Callable[[], TimedEvent], stream: Callable[[], object]
     ) -> None:
         super().__init__(clock)
         self._make, self._stream, self._own_stream = make_event, stream, stream()
-        self._tape: list[tuple[int, int, Event, Event]] = []  # part, depth, begin, end; inner ones come first
+        self._tape: _Tape = []  # part, depth, begin, end; inner ones come first
         self._depth = 0
         self._last = self._now()
-        self._pending: deque[tuple[float, int, float, list[tuple[int, int, Event, Event]], Event, Event]] = deque()
+        self._pending: deque[tuple[float, int, float, _Tape, TimedEvent, TimedEvent]] = deque()
 
     @classmethod
     def of(cls, device: torch.device, clock: Callable[[], float]) -> DeviceTimes:
@@ -186,7 +171,7 @@ class DeviceTimes(StepTimes):
         stream = functools.partial(current_stream, device) if has_streams(device) else str
         return cls(clock, functools.partial(timed_event, device), stream)
 
-    def _now(self) -> Event:
+    def _now(self) -> TimedEvent:
         event = self._make()
         event.record()
         return event
@@ -237,7 +222,7 @@ class DeviceTimes(StepTimes):
         return super().take(kind)
 
 
-def _own_seconds(tape: list[tuple[int, int, Event, Event]]) -> list[float]:
+def _own_seconds(tape: _Tape) -> list[float]:
     """Seconds of each part, without those of the calls inside; what is inside comes first."""
     seconds, inside = [0.0] * 5, [0.0]
     for part, depth, begin, end in tape:

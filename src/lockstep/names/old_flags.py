@@ -22,7 +22,7 @@ Today = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Row:
+class OldFlag:
     """What one old flag means today."""
 
     today: Callable[[Any], Today] | None = None
@@ -57,21 +57,21 @@ class Translation:
         return self.callbacks + (list(given) if isinstance(given, (list, tuple)) else [given])
 
 
-def _renamed(name: str) -> Row:
-    return Row(today=lambda value: {name: value})
+def _renamed(name: str) -> OldFlag:
+    return OldFlag(today=lambda value: {name: value})
 
 
-def _part(name: str) -> Row:
+def _part(name: str) -> OldFlag:
     """A part of a loader; an int of 1 meant all of it, where it means one batch today."""
-    return Row(today=lambda value: {name: float(value)})
+    return OldFlag(today=lambda value: {name: float(value)})
 
 
-def _no_effect(why: str) -> Row:
-    return Row(today=lambda value: {}, why=why)
+def _no_effect(why: str) -> OldFlag:
+    return OldFlag(today=lambda value: {}, why=why)
 
 
-def _refused(way_out: str, *idle: object) -> Row:
-    return Row(idle=idle, why=way_out)
+def _refused(way_out: str, *idle: object) -> OldFlag:
+    return OldFlag(idle=idle, why=way_out)
 
 
 def _checkpoints(value: object) -> Today:
@@ -115,7 +115,7 @@ TOGETHER = frozenset(
     }
 )
 
-ROWS: dict[str, Row] = {
+ROWS: dict[str, OldFlag] = {
     "max_nb_epochs": _renamed("max_epochs"),
     "min_nb_epochs": _renamed("min_epochs"),
     "train_percent_check": _part("limit_train_batches"),
@@ -130,12 +130,12 @@ ROWS: dict[str, Row] = {
     "flush_logs_every_n_steps": _no_effect("loggers write what they get at once; CSVLogger has an argument for it"),
     "default_save_path": _renamed("default_root_dir"),
     "weights_save_path": _refused("use callbacks=ModelCheckpoint(dirpath=...)", None),
-    "checkpoint_callback": Row(today=_checkpoints),
-    "early_stop_callback": Row(today=_early_stop),
+    "checkpoint_callback": OldFlag(today=_checkpoints),
+    "early_stop_callback": OldFlag(today=_early_stop),
     "enable_early_stop": _refused("use callbacks=EarlyStopping('val_loss', patience=3)", False),
-    "weights_summary": Row(today=_summary),
+    "weights_summary": OldFlag(today=_summary),
     "show_progress_bar": _renamed("enable_progress_bar"),
-    "progress_bar_refresh_rate": Row(today=_refresh_rate),
+    "progress_bar_refresh_rate": OldFlag(today=_refresh_rate),
     "process_position": _refused("use callbacks=TQDMProgressBar(process_position=...)", 0),
     "track_grad_norm": _refused(
         "define `on_before_optimizer_step` in the module and there `self.log_dict(grad_norm(self, norm_type=2))`, with "
@@ -144,7 +144,7 @@ ROWS: dict[str, Row] = {
         None,
     ),
     "print_nan_grads": _refused("use detect_anomaly=True, which names the operation that made a NaN", False),
-    "terminate_on_nan": Row(
+    "terminate_on_nan": OldFlag(
         today=lambda value: {"detect_anomaly": True} if value else {}, why="NaN ends the run where backward makes it"
     ),
     "auto_lr_find": _refused(
@@ -154,7 +154,7 @@ ROWS: dict[str, Row] = {
         "call `Tuner(trainer).scale_batch_size(model)`, with Tuner from lockstep.tuner, before fit", False, None
     ),
     "auto_select_gpus": _refused("name the devices: devices=[...], or set CUDA_VISIBLE_DEVICES", False),
-    "resume_from_checkpoint": Row(why="a fit whose call names no `ckpt_path` goes on from it"),
+    "resume_from_checkpoint": OldFlag(why="a fit whose call names no `ckpt_path` goes on from it"),
     "tpu_cores": _refused(_TPU, None),
     "num_tpu_cores": _refused(_TPU, None),
     "ipus": _refused(_IPU, None),
@@ -167,7 +167,9 @@ ROWS: dict[str, Row] = {
     "truncated_bptt_steps": _refused(
         "split the sequence in `training_step`, with `self.automatic_optimization = False`", None
     ),
-    "reload_dataloaders_every_epoch": Row(today=lambda value: {"reload_dataloaders_every_n_epochs": int(bool(value))}),
+    "reload_dataloaders_every_epoch": OldFlag(
+        today=lambda value: {"reload_dataloaders_every_n_epochs": int(bool(value))}
+    ),
     "log_gpu_memory": _refused("use callbacks=DeviceStatsMonitor()", None, False),
     "prepare_data_per_node": _refused("set `self.prepare_data_per_node = False` in the module or data module", True),
     "automatic_optimization": _refused(

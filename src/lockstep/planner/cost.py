@@ -16,7 +16,7 @@ from lockstep.planner.hardware import Hardware
 from lockstep.planner.partition import Block, Device, DoesNotFit, Split, Stage, partition
 from lockstep.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
 from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, actions_of, held, play
-from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, Work
+from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, OperationWork
 
 MIB = 2**20
 GROUP_CALLS = 20
@@ -304,7 +304,7 @@ def steps_of(profile: ModelProfile, candidate: Candidate) -> StepProfile:
 # -- seconds -------------------------------------------------------------------------------------------------------
 
 
-def work_seconds(work: Work, hardware: Hardware, precision: str) -> float:
+def work_seconds(work: OperationWork, hardware: Hardware, precision: str) -> float:
     """Seconds of operations by the cost model: products, then what is moved, and the calls at least."""
     return max(work.products / hardware.speed(precision) + work.moved / hardware.moved, work.calls * hardware.call)
 

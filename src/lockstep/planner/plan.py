@@ -104,7 +104,7 @@ def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, pa
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """A line of the table.
 
     Attributes:
@@ -137,7 +137,7 @@ class Plan:
 
     profile: ModelProfile
     hardware: Hardware
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     choice: Prediction | None
     reason: str
 
@@ -177,7 +177,7 @@ class Plan:
         yield ""
         yield self.reason
 
-    def _is_worth(self, row: Row) -> bool:
+    def _is_worth(self, row: PlanRow) -> bool:
         """Whether somebody might choose it: a variant that gains something, a pipeline that beats the choice."""
         found, one = row.prediction, row.prediction.candidate
         alike = [each.prediction for each in self.rows if each.prediction.candidate.precision == one.precision]
@@ -190,7 +190,7 @@ class Plan:
         gains = found.rate > base.rate * (1 + NEAR) or found.memory < base.memory * (1 - NEAR_COMPUTED)
         return found in (self.choice, base) or not base.fits or gains
 
-    def _name(self, row: Row) -> str:
+    def _name(self, row: PlanRow) -> str:
         candidate = row.prediction.candidate
         return candidate.name + (f", {candidate.precision}" if candidate.precision != self.profile.precision else "")
 
@@ -244,7 +244,7 @@ def make_plan(
             if candidate.hook:
                 other = "other numbers: gradients are rounded"
             prediction = predict(profile, candidate, hardware)
-            rows.append(Row(prediction, obstacle(profile, candidate, hardware, frozenset(packages)), other))
+            rows.append(PlanRow(prediction, obstacle(profile, candidate, hardware, frozenset(packages)), other))
     eligible = [row.prediction for row in rows if row.eligible]
     if not eligible:
         return Plan(profiles[0], hardware, tuple(rows), None, _nothing_fits(profiles[0], rows, hardware))
@@ -270,7 +270,7 @@ def _smallest(found: Sequence[Prediction]) -> Prediction:
     return min(near, key=lambda one: (not one.candidate.offload, one.candidate.kind != "deepspeed", _place(one)))
 
 
-def _reason(choice: Prediction, rows: Sequence[Row], hardware: Hardware, goal: Goal, near: float) -> str:
+def _reason(choice: Prediction, rows: Sequence[PlanRow], hardware: Hardware, goal: Goal, near: float) -> str:
     """The sentence that says why."""
     name = choice.candidate.name
     takes = f"{readable(choice.memory)} of {readable(hardware.memory)} on each device"
@@ -297,7 +297,7 @@ def _reason(choice: Prediction, rows: Sequence[Row], hardware: Hardware, goal: G
     return f"{said}; the model fits, and no other way is faster by more than {near:.0%}."
 
 
-def _nothing_fits(profile: ModelProfile, rows: Sequence[Row], hardware: Hardware) -> str:
+def _nothing_fits(profile: ModelProfile, rows: Sequence[PlanRow], hardware: Hardware) -> str:
     """What is missing, and what would make it fit."""
     near = min((row for row in rows if not row.other and not row.obstacle), key=lambda row: row.prediction.missing)
     found = near.prediction

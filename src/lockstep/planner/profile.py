@@ -21,7 +21,17 @@ from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.torch_parts import PLAN, refuse_without
 from lockstep.ground.tree import tensors_in
 from lockstep.memory.recompute import recompute
-from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, Step, StepTrace, Work, fake, trace_step
+from lockstep.planner.trace import (
+    BACKWARD,
+    FORWARD,
+    REST,
+    UPDATE,
+    OperationWork,
+    StepTrace,
+    TracedStep,
+    fake,
+    trace_step,
+)
 
 # -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -122,7 +132,7 @@ class SpanProfile:
     peak: int
     grown: int
     added: int
-    work: Work
+    work: OperationWork
     seconds: float | None = None
 
 
@@ -162,9 +172,9 @@ class StepProfile:
         found = [s.seconds for s in self.spans if s.phase == phase and unit in (None, s.unit)]
         return None if None in found else float(sum(value or 0.0 for value in found))
 
-    def work(self, phase: str, unit: int | None = None) -> Work:
+    def work(self, phase: str, unit: int | None = None) -> OperationWork:
         """The operations of a phase, or of one block in it."""
-        total = Work()
+        total = OperationWork()
         for span in self.spans:
             if span.phase == phase and unit in (None, span.unit):
                 total.add(span.work)
@@ -310,7 +320,7 @@ NOT_PARAMETER_WISE = ("LBFGS", "SparseAdam")
 
 
 def profile_step(
-    step: Step,
+    step: TracedStep,
     *,
     samples: int,
     batch: object = None,
@@ -369,7 +379,7 @@ class _Traced(NamedTuple):
     optimizers: list[str]
 
 
-def _traced(step: Step, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
+def _traced(step: TracedStep, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
     """Trace a step on fake tensors; its module is as before afterwards."""
     refuse_without(PLAN, "a plan", "name a strategy")
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -452,7 +462,7 @@ class _Clock:
         return found
 
 
-def _play(step: Step, optimizers: Sequence[Optimizer], units: Sequence[nn.Module], clock: _Clock) -> None:
+def _play(step: TracedStep, optimizers: Sequence[Optimizer], units: Sequence[nn.Module], clock: _Clock) -> None:
     with ExitStack() as hooks:
         for unit in units:
             hooks.callback(unit.register_forward_pre_hook(clock.enter).remove)
@@ -472,7 +482,13 @@ def _play(step: Step, optimizers: Sequence[Optimizer], units: Sequence[nn.Module
 
 
 def measure_step(
-    profile: ModelProfile, step: Step, device: torch.device, *, warm_up: int = 2, steps: int = 7, patience: float = 20.0
+    profile: ModelProfile,
+    step: TracedStep,
+    device: torch.device,
+    *,
+    warm_up: int = 2,
+    steps: int = 7,
+    patience: float = 20.0,
 ) -> ModelProfile:
     """The same profile with measured seconds: medians over some steps, and over blocks of one kind.
 

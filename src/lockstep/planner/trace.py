@@ -27,7 +27,7 @@ REST = -1
 
 
 @dataclass
-class Work:
+class OperationWork:
     """Operations and what they move.
 
     Attributes:
@@ -40,7 +40,7 @@ class Work:
     moved: float = 0.0
     calls: int = 0
 
-    def add(self, other: Work) -> None:
+    def add(self, other: OperationWork) -> None:
         """Count another's, too."""
         self.products += other.products
         self.moved += other.moved
@@ -75,7 +75,7 @@ OURS: dict[str, Callable[..., float]] = {
 """Operations of a CPU that torch's counter does not know."""
 
 
-def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Work:
+def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> OperationWork:
     """What one operation costs."""
     from torch.utils.flop_counter import flop_registry
 
@@ -87,7 +87,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
     elif counted is not None:
         products = float(counted(*args, **kwargs, out_val=out))
     moved = sum(t.numel() * t.element_size() for t in tensors_in((args, kwargs, out), 3))
-    return Work(products, float(moved), 1)
+    return OperationWork(products, float(moved), 1)
 
 
 PAGE = 4096
@@ -150,7 +150,7 @@ def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
 
 
 @dataclass
-class Allocation:
+class TracedAllocation:
     """A piece of memory.
 
     Attributes:
@@ -184,7 +184,7 @@ class Span:
     unit: int
     start: int
     stop: int = 0
-    work: Work = field(default_factory=Work)
+    work: OperationWork = field(default_factory=OperationWork)
 
 
 class StepTrace(TorchDispatchMode):
@@ -205,11 +205,11 @@ class StepTrace(TorchDispatchMode):
     def __init__(self, units: Mapping[int, int], known: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.units = units
-        self.allocations: list[Allocation] = []
+        self.allocations: list[TracedAllocation] = []
         self.spans: list[Span] = []
         self.sends: dict[int, int] = {}
         self.arrivals: dict[int, int] = {}
-        self._live: dict[int, Allocation | None] = {t.untyped_storage()._cdata: None for t in known}
+        self._live: dict[int, TracedAllocation | None] = {t.untyped_storage()._cdata: None for t in known}
         self._known = list(known)  # so that nothing else gets their keys
         self._time = 0
         self.nodes: list[int] = [-1]
@@ -283,7 +283,7 @@ class StepTrace(TorchDispatchMode):
         for tensor in [out] if isinstance(out, Tensor) else tensors_in(out, 3):
             self._note(tensor, node)
         if scratch := scratch_bytes(func, args):
-            self.allocations.append(Allocation(scratch, self._time, len(self.spans) - 1, node, self._time))
+            self.allocations.append(TracedAllocation(scratch, self._time, len(self.spans) - 1, node, self._time))
         if self._phase == FORWARD and (more := hidden_bytes(func, args, out)):
             self._tie(out if isinstance(out, Tensor) else out[3], more, node)
         if not func.is_view and func._schema.name != "aten::detach":
@@ -297,18 +297,18 @@ class StepTrace(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # of a class that wraps others
             return
         if storage._cdata not in self._live:
-            made = Allocation(storage.nbytes(), self._time, len(self.spans) - 1, node)
+            made = TracedAllocation(storage.nbytes(), self._time, len(self.spans) - 1, node)
             self._live[storage._cdata] = made
             self.allocations.append(made)
             weakref.finalize(storage, self._freed, storage._cdata, made).atexit = False
 
     def _tie(self, tensor: Tensor, size: int, node: int) -> None:
         """Count ``size`` bytes for as long as ``tensor`` is there."""
-        made = Allocation(size, self._time, len(self.spans) - 1, node)
+        made = TracedAllocation(size, self._time, len(self.spans) - 1, node)
         self.allocations.append(made)
         weakref.finalize(tensor.untyped_storage(), self._freed, -1, made).atexit = False
 
-    def _freed(self, key: int, made: Allocation) -> None:
+    def _freed(self, key: int, made: TracedAllocation) -> None:
         made.died = self._time
         self._live.pop(key, None)
 
@@ -370,7 +370,7 @@ def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], No
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedStep:
     """What is traced: one step of training in a loop of one's own.
 
     Attributes:
@@ -388,7 +388,9 @@ class Step:
     dtype: torch.dtype | None = None
 
 
-def trace_step(step: Step, blocks: Sequence[nn.Module], batch: object = None) -> tuple[StepTrace, list[Optimizer]]:
+def trace_step(
+    step: TracedStep, blocks: Sequence[nn.Module], batch: object = None
+) -> tuple[StepTrace, list[Optimizer]]:
     """Play one step and record it.
 
     Args:

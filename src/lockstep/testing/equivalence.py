@@ -119,7 +119,7 @@ class EquivalenceReport:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RankFinding:
     """One difference, as one rank sees it; ``digest`` tells whether two ranks hold the same wrong tensor."""
 
     step: int
@@ -134,7 +134,7 @@ class Finding:
 class Witness:
     """What one rank has to say about its run."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[RankFinding] = field(default_factory=list)
     largest: float = 0.0
     clipped_before: set[int] = field(default_factory=set)
     """Steps whose gradient lay within the bound of clipping already, though that of one process does not."""
@@ -172,7 +172,7 @@ def digest(tensor: Tensor | None) -> str:
 
 def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
     """The report on what all ranks say, by rank."""
-    by_place: dict[tuple[int, str, str], dict[int, Finding]] = defaultdict(dict)
+    by_place: dict[tuple[int, str, str], dict[int, RankFinding]] = defaultdict(dict)
     for rank, witness in enumerate(ranks):
         for finding in witness.findings:
             by_place[finding.step, finding.what, finding.name][rank] = finding
@@ -338,9 +338,9 @@ def check_equivalence(
 def _one_process(
     make_module: Callable[[], LightningModule], data: object, flags: dict[str, Any], seed: int
 ) -> list[_Observation]:
-    record = _Recorder()
+    record = _ProcessRecorder()
     torch.manual_seed(seed)
-    _trainer({**flags, "plugins": _Alone()}, record, seed).fit(make_module(), data)
+    _trainer({**flags, "plugins": _AloneEnvironment()}, record, seed).fit(make_module(), data)
     return record.tape
 
 
@@ -350,7 +350,7 @@ def _trainer(flags: dict[str, Any], observer: Callback, seed: int) -> Trainer:
     return trainer
 
 
-class _Alone(ClusterEnvironment):
+class _AloneEnvironment(ClusterEnvironment):
     """One process by itself, also where a launcher's variables say that it is a rank among others."""
 
     creates_processes_externally = True
@@ -434,7 +434,7 @@ class _Observer(Callback):
         self.on_train_batch_end(trainer, pl_module, None, None, batch_idx)
 
 
-class _Recorder(_Observer):
+class _ProcessRecorder(_Observer):
     """Keeps what one process shows."""
 
     def __init__(self) -> None:
@@ -511,7 +511,7 @@ class _Compare(_Observer):
             size = _distance(found, expected.tensors[name])
             if not size <= self._tolerance * scale:  # NaN strays too
                 self._mine.findings.append(
-                    Finding(observation.step, observation.what, name, size, scale, digest(found))
+                    RankFinding(observation.step, observation.what, name, size, scale, digest(found))
                 )
             elif scale:
                 self._mine.largest = max(self._mine.largest, size / scale)
@@ -525,7 +525,7 @@ class _Compare(_Observer):
 
     def _go_astray(self, step: int) -> None:
         self._astray = True
-        self._mine.findings.append(Finding(step, STEPS, "", math.inf, 0.0, ""))
+        self._mine.findings.append(RankFinding(step, STEPS, "", math.inf, 0.0, ""))
 
 
 def _size(tensor: Tensor | None) -> float:

@@ -44,7 +44,7 @@ from torch.distributed import distributed_c10d
 from lockstep.launch.environment import HeldPort
 from lockstep.launch.processes import stat_of
 from lockstep.launch.spawn import pack
-from lockstep.testing.worker import LEAVE, STACKS_SIGNAL, Call, Outcome
+from lockstep.testing.worker import LEAVE, STACKS_SIGNAL, PoolCall, PoolOutcome
 
 # -- the pool ------------------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class _Progress:
     """What a call has heard from its ranks so far."""
 
     waiting: dict[int, _Worker]
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, PoolOutcome] = field(default_factory=dict)
     died: dict[int, str] = field(default_factory=dict)
     """Ranks whose process ended during the call, and how."""
 
@@ -225,7 +225,7 @@ class RankPool:
         store = os.path.join(self._folder, f"group-{self._calls}") if group else None
         for rank, worker in workers.items():
             environ = launcher_environment(rank, world, port, f"pool-{self._calls}")
-            call = Call(rank, environ, os.getcwd(), list(sys.path), store, timeout, body)
+            call = PoolCall(rank, environ, os.getcwd(), list(sys.path), store, timeout, body)
             worker.ready = False
             with contextlib.suppress(BrokenPipeError):  # it died a moment ago: `_collect` will say so
                 worker.pipe.send_bytes(pickle.dumps(call))
@@ -412,7 +412,7 @@ def _has_news(pipe: Connection) -> bool:
         return False
 
 
-def _value(outcome: Outcome) -> bytes:
+def _value(outcome: PoolOutcome) -> bytes:
     assert outcome.value is not None
     return outcome.value
 

@@ -55,7 +55,7 @@ LEAVE = b"leave"
 
 
 @dataclass(frozen=True)
-class Call:
+class PoolCall:
     """One function call, as it travels to one rank."""
 
     rank: int
@@ -74,7 +74,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PoolOutcome:
     """How a call ended on one rank."""
 
     ended: float
@@ -96,7 +96,7 @@ def serve(pipe_descriptor: int, stacks_descriptor: int) -> None:
     pipe = Connection(pipe_descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            call: Call = pickle.loads(pipe.recv_bytes())
+            call: PoolCall = pickle.loads(pipe.recv_bytes())
             before = leaks.snapshot()
             path = list(sys.path)
             outcome = run(call, before)
@@ -116,7 +116,7 @@ def serve(pipe_descriptor: int, stacks_descriptor: int) -> None:
             pipe.send_bytes(b"ready")
 
 
-def run(call: Call, before: leaks.Snapshot) -> Outcome:
+def run(call: PoolCall, before: leaks.Snapshot) -> PoolOutcome:
     """Runs one call under the environment of a launched rank; a leak of its own making is a failure too."""
     os.environ.update(call.environ)
     os.chdir(call.directory)
@@ -141,7 +141,7 @@ def run(call: Call, before: leaks.Snapshot) -> Outcome:
         body = packed(value)
         del function, arguments, value
         _refuse_leaks(before)
-        return Outcome(ended, body)
+        return PoolOutcome(ended, body)
     except BaseException as error:  # SystemExit and pytest's own outcomes included: the pool tells them on
         return failure(error)
     finally:
@@ -149,7 +149,7 @@ def run(call: Call, before: leaks.Snapshot) -> Outcome:
         sys.stderr.flush()
 
 
-class _Pickler(cloudpickle.Pickler):
+class _ToCPUPickler(cloudpickle.Pickler):
     """Writes tensors of a device as those of the CPU: who reads may not have it, or not under its number."""
 
     def reducer_override(self, obj: object) -> Any:
@@ -161,7 +161,7 @@ class _Pickler(cloudpickle.Pickler):
 def packed(value: object) -> bytes:
     """What a call has returned, to travel to the process of the tests."""
     file = io.BytesIO()
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    _ToCPUPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 
@@ -172,7 +172,7 @@ def _refuse_leaks(before: leaks.Snapshot) -> None:
         raise RuntimeError("the call left something behind: " + "; ".join(left))
 
 
-def failure(error: BaseException) -> Outcome:
+def failure(error: BaseException) -> PoolOutcome:
     """The outcome of a call that raised ``error``."""
     ended = time.monotonic()
     trace = error.__traceback__
@@ -183,7 +183,7 @@ def failure(error: BaseException) -> Outcome:
         body: bytes | None = cloudpickle.dumps(error)
     except Exception:
         body = None
-    return Outcome(ended, None, summary, stack, body)
+    return PoolOutcome(ended, None, summary, stack, body)
 
 
 def seed(rank: int) -> None:

@@ -17,7 +17,7 @@ from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
 from lockstep.tuner.lr_finder import limited
 from lockstep.tuner.trial import (
-    Snapshot,
+    TrialSnapshot,
     alone,
     configure_again,
     evaluate,
@@ -35,7 +35,7 @@ STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict
 
 
 @dataclass(frozen=True)
-class Search:
+class BatchSizeSearch:
     """The settings of a search.
 
     Raises:
@@ -64,7 +64,7 @@ class Search:
             )
 
 
-def search(fits: Callable[[int], bool], covers: Callable[[int], bool], settings: Search) -> int:
+def search(fits: Callable[[int], bool], covers: Callable[[int], bool], settings: BatchSizeSearch) -> int:
     """The largest batch size that fits, or 0 where not even 1 does; every size that it may give was tried.
 
     Args:
@@ -133,7 +133,7 @@ def check_data(trainer: Trainer, name: str) -> None:
         rank_zero_warn(f"Both model.{name} and model.hparams.{name} are there: the batch size finder sets both.")
 
 
-def scale_batch_size(trainer: Trainer, settings: Search) -> int | None:
+def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
     """Search inside a call of the Trainer, and leave the attribute at what was found; None in a ``fast_dev_run``.
 
     Raises:
@@ -145,7 +145,7 @@ def scale_batch_size(trainer: Trainer, settings: Search) -> int | None:
         return None
     batch_arg_name = settings.batch_arg_name
     check_data(trainer, batch_arg_name)
-    before, snapshot, samples = values_of(trainer, batch_arg_name), Snapshot(trainer), [0]
+    before, snapshot, samples = values_of(trainer, batch_arg_name), TrialSnapshot(trainer), [0]
 
     def fits(size: int) -> bool:
         set_everywhere(trainer, batch_arg_name, size)
@@ -180,7 +180,7 @@ def scale_batch_size(trainer: Trainer, settings: Search) -> int | None:
     return found
 
 
-def _try(trainer: Trainer, snapshot: Snapshot, steps: int) -> int:
+def _try(trainer: Trainer, snapshot: TrialSnapshot, steps: int) -> int:
     """One trial; gives the number of samples that there are, 0 where it is not known."""
     if trainer.state.fn is not TrainerFn.FITTING:
         flags: dict[str, Any] = {f"limit_{STAGES[str(trainer.state.fn)]}_batches": steps}
@@ -265,7 +265,9 @@ class BatchSizeFinder(Callback):
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> None:
-        self._settings = Search(mode.lower(), steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
+        self._settings = BatchSizeSearch(
+            mode.lower(), steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val
+        )
         self.optimal_batch_size: int | None = init_val
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

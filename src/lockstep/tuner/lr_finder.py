@@ -21,7 +21,7 @@ from lockstep.ground.types import STEP_OUTPUT, LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
 from lockstep.tuner.trial import (
-    Snapshot,
+    TrialSnapshot,
     configure_again,
     has_begun,
     places_of,
@@ -131,7 +131,7 @@ _LRFinder = LRFinder
 """Lightning's name of it, for annotations."""
 
 
-class _Rising(LRScheduler):
+class _RangeTestRates(LRScheduler):
     """Gives the optimizer the rates of a range test, one a step."""
 
     def __init__(self, optimizer: Optimizer, finder: LRFinder) -> None:
@@ -144,7 +144,7 @@ class _Rising(LRScheduler):
         return [self._finder.rate(self.last_epoch)] * len(self.base_lrs)
 
 
-class _Recorder(Callback):
+class _RateRecorder(Callback):
     """Notes rate and smoothed loss of each step, and stops a test that diverges."""
 
     def __init__(self, finder: LRFinder, threshold: float | None, bar: tqdm[Any] | None) -> None:
@@ -276,11 +276,11 @@ def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFin
     finder = LRFinder(settings.mode, settings.min_lr, settings.max_lr, num_training)
     most = trainer.fit_loop.progress.global_step + num_training
     bar = _bar(num_training) if show_progress and sys.stderr.isatty() else None
-    recorder = _Recorder(finder, settings.early_stop_threshold, bar)
+    recorder = _RateRecorder(finder, settings.early_stop_threshold, bar)
     flags = {"max_steps": most, "limit_val_batches": limited(trainer.config.limit_val_batches, num_training)}
     try:
-        with trial(trainer, Snapshot(trainer), [recorder], **flags):
-            rising = LRSchedulerConfig(_Rising(optimizers[0], finder), interval="step")
+        with trial(trainer, TrialSnapshot(trainer), [recorder], **flags):
+            rising = LRSchedulerConfig(_RangeTestRates(optimizers[0], finder), interval="step")
             trainer.strategy.lr_scheduler_configs = [rising]
             train(trainer)
     finally:

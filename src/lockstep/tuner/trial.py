@@ -58,7 +58,7 @@ def _restored(value: object) -> Any:
     return tree_map(lambda copied: copied.restore(), value, _TensorCopy)
 
 
-class Snapshot:
+class TrialSnapshot:
     """Weights, buffers, gradients, modes and metrics of the module, its optimizers and schedulers, the gradient
     scaler, all global random states, and what the user's own ``on_save_checkpoint`` hooks save.
 
@@ -255,7 +255,7 @@ def undoable(trainer: Trainer, what: str) -> None:
 
 
 @contextmanager
-def trial(trainer: Trainer, snapshot: Snapshot, callbacks: list[Callback], **flags: Any) -> Iterator[None]:
+def trial(trainer: Trainer, snapshot: TrialSnapshot, callbacks: list[Callback], **flags: Any) -> Iterator[None]:
     """The Trainer as if in a call of its own: ``callbacks`` and no others, nothing logged or saved.
 
     Afterwards, also after an exception, everything is what it was when ``snapshot`` was taken; a Ctrl-C is passed on.

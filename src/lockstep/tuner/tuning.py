@@ -156,7 +156,7 @@ class Tuner:
             raise ValueError(f"scale_batch_size(method={method!r}): choose one of {', '.join(batch_size.STAGES)}.")
         _check_loaders("scale_batch_size", method, train_dataloaders, val_dataloaders, dataloaders)
         _check_callbacks(self._trainer, BatchSizeFinder)
-        settings = batch_size.Search(
+        settings = batch_size.BatchSizeSearch(
             mode.lower(), steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val
         )
         given = {batch_size.STAGES[method]: dataloaders}

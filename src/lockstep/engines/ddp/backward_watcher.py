@@ -130,7 +130,7 @@ DEPTH = 3
 """How far tensors are looked for in the attributes of objects that are no collection."""
 
 
-class Container(Protocol):
+class WatchedContainer(Protocol):
     """What a `BackwardWatcher` asks of whoever owns it."""
 
     module: nn.Module
@@ -178,7 +178,7 @@ class BackwardWatcher:
         self,
         reducer: Reducer,
         parameters: Sequence[Parameter],
-        container: Container,
+        container: WatchedContainer,
         static: bool = False,
     ) -> None:
         self.expected = False
@@ -386,7 +386,7 @@ def _as_tuple(slots: str | Iterable[str]) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-waiting_for_steps: weakref.WeakValueDictionary[int, Container] = weakref.WeakValueDictionary()
+waiting_for_steps: weakref.WeakValueDictionary[int, WatchedContainer] = weakref.WeakValueDictionary()
 """Containers that are told before an optimizer steps, by id; in the order in which they came, the same on all ranks."""
 
 
@@ -400,7 +400,7 @@ def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None
         _before_step(container, optimizer)
 
 
-def _before_step(container: Container, optimizer: Optimizer) -> None:
+def _before_step(container: WatchedContainer, optimizer: Optimizer) -> None:
     """If a container waits for a backward whose gradients this optimizer would use."""
     if container._reducer is None or not container._watch.expected:
         return

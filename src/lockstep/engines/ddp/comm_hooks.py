@@ -144,7 +144,7 @@ def _copy(saved: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 # -- local steps ---------------------------------------------------------------------------------------------
 
 
-class LocalSteps:
+class HookedLocalSteps:
     """Post-local SGD in a fit: counts rounds with the hook's state, and averages after steps.
 
     Args:
@@ -338,14 +338,14 @@ class CommunicationHook:
 
     def attach(
         self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
-    ) -> LocalSteps | None:
+    ) -> HookedLocalSteps | None:
         """Let the hook carry ``reducer``'s buckets. Collective.
 
         Args:
             reducer: of this fit, before its first round.
             module, optimizers: of the fit.
             node_rank: this process's node, as the launcher or the cluster tells it.
-            **of_steps: further arguments of `lockstep.engines.ddp.comm_hooks.LocalSteps`.
+            **of_steps: further arguments of `lockstep.engines.ddp.comm_hooks.HookedLocalSteps`.
 
         Returns:
             the local steps of this fit, under post-local SGD.
@@ -358,7 +358,7 @@ class CommunicationHook:
         reducer.register_comm_hook(state, self.hook, marks_of(self.hook, state))
         if not self.is_local or self._period is None:
             return None
-        return LocalSteps(self.state, module, optimizers, self._period, self._outer, reducer=reducer, **of_steps)
+        return HookedLocalSteps(self.state, module, optimizers, self._period, self._outer, reducer=reducer, **of_steps)
 
     def _lend_node_group(self, node_rank: int) -> None:
         """Give the state a subgroup of the ranks of one node, where it names none."""
@@ -382,7 +382,7 @@ class CommunicationHook:
 
     # -- checkpoints
 
-    def rank_states(self, local: LocalSteps | None, alone: bool) -> list[dict[str, Any]]:
+    def rank_states(self, local: HookedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
         """What each rank alone needs: the hook's memory, its own weights and optimizers; by rank, on rank 0.
 
         Collective, unless ``alone``.
@@ -396,7 +396,7 @@ class CommunicationHook:
         return [mine] if alone else gather_on_zero(mine)
 
     def load_rank_states(
-        self, local: LocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
+        self, local: HookedLocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
     ) -> None:
         """Take this rank's part, of as many ranks or of another number of them."""
         world, rank = comm.world_size(), comm.rank()

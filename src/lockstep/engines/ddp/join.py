@@ -175,7 +175,7 @@ class FollowingHook(JoinHook):
         self._leave(is_last_joiner)
 
 
-class Container(Protocol):
+class JoinedContainer(Protocol):
     """What a join asks of a `lockstep.engines.ddp.container.DistributedDataParallel`."""
 
     module: nn.Module
@@ -219,18 +219,18 @@ class JoinState:
         self.has_followed = False
 
 
-_joined: weakref.WeakSet[Container] = weakref.WeakSet()
+_joined: weakref.WeakSet[JoinedContainer] = weakref.WeakSet()
 """Containers that have been in a ``Join``."""
 
 
-def join_hook(container: Container, by_all: bool) -> JoinHook:
+def join_hook(container: JoinedContainer, by_all: bool) -> JoinHook:
     """What ``Join`` calls on a rank that has run out."""
     container.joining.by_all, container.joining.has_joined = by_all, True
     _joined.add(container)
     return FollowingHook(partial(_follow, container), partial(_leave, container))
 
 
-def meet(container: Container, sync: bool, buffers: bool) -> None:
+def meet(container: JoinedContainer, sync: bool, buffers: bool) -> None:
     """Before a forward on a rank that has a batch: agree on who is there and what comes.
 
     Raises:
@@ -248,7 +248,7 @@ def meet(container: Container, sync: bool, buffers: bool) -> None:
     _meet(container, agree(container.process_group, container.device, True, sync, buffers))
 
 
-def _meet(container: Container, found: JoinAgreement) -> None:
+def _meet(container: JoinedContainer, found: JoinAgreement) -> None:
     joining = container.joining
     joining.active = found.active
     if found.sync:
@@ -258,7 +258,7 @@ def _meet(container: Container, found: JoinAgreement) -> None:
         container._align_buffers(found.leader)
 
 
-def _follow(container: Container) -> None:
+def _follow(container: JoinedContainer) -> None:
     found = agree(container.process_group, container.device, False, False, False)
     _meet(container, found)
     if found.sync:
@@ -267,7 +267,7 @@ def _follow(container: Container) -> None:
         container.joining.has_followed = True
 
 
-def _leave(container: Container, is_last_joiner: bool) -> None:
+def _leave(container: JoinedContainer, is_last_joiner: bool) -> None:
     leader = agree(container.process_group, container.device, is_last_joiner, False, False).leader
     container.reducer.divisor = comm.world_size(container.process_group)
     container._authoritative_rank = leader  # torch's name of whose weights all have now
@@ -284,7 +284,7 @@ def _leave(container: Container, is_last_joiner: bool) -> None:
     )
 
 
-def _drop_gradients(container: Container) -> None:
+def _drop_gradients(container: JoinedContainer) -> None:
     for name, parameter in container.module.named_parameters():
         if name not in container.parameters_to_ignore:
             parameter.grad = None

@@ -51,7 +51,7 @@ from lockstep.memory.recompute import Layers, Save
 from lockstep.module import LightningModule
 
 if TYPE_CHECKING:
-    from lockstep.engines.ddp.comm_hooks import CommunicationHook, LocalSteps
+    from lockstep.engines.ddp.comm_hooks import CommunicationHook, HookedLocalSteps
     from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
 
 GAP = (
@@ -193,7 +193,7 @@ class DDPStrategy(RankedStrategy):
         )
         if shard_optimizer:
             check_options(self._hook is not None and self._hook.is_local, offload_optimizer)
-        self._local: LocalSteps | None = None  # of this fit, where its hook takes such
+        self._local: HookedLocalSteps | None = None  # of this fit, where its hook takes such
         self._owned: OwnedOptimizers | None = None
         self._reducer: Reducer | None = None
         self._late: LateRefusal | None = None
@@ -415,7 +415,7 @@ class DDPStrategy(RankedStrategy):
     # -- ranks whose weights differ for a while
 
     @property
-    def local_steps(self) -> LocalSteps | None:  # type: ignore[override]
+    def local_steps(self) -> HookedLocalSteps | None:  # type: ignore[override]
         """Those of this fit."""
         return self._local
 

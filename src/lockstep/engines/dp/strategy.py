@@ -68,7 +68,7 @@ class DataParallelStrategy(Strategy):
         module = self.module
         assert module is not None
         replicas = replicate(module, self.devices[: len(parts)], shared)
-        logs: list[dict[str, _Logged]] = [{} for _ in parts]
+        logs: list[dict[str, _LoggedInPart]] = [{} for _ in parts]
         own_metrics = _take_turns(module, shared)
         try:
             for replica, log in zip(replicas, logs, strict=True):
@@ -103,7 +103,7 @@ class DataParallelStrategy(Strategy):
         return join(outputs, together)
 
 
-class _Logged:
+class _LoggedInPart:
     """What ``self.log`` was called with in one part."""
 
     def __init__(self, value: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -148,9 +148,9 @@ def _take_turns(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[d
     return changed
 
 
-def _collect(log: dict[str, _Logged]) -> Callable[..., None]:
+def _collect(log: dict[str, _LoggedInPart]) -> Callable[..., None]:
     def collect(name: str, value: object, *args: object, **kwargs: object) -> None:
-        log[name] = _Logged(value, args, kwargs)
+        log[name] = _LoggedInPart(value, args, kwargs)
 
     return collect
 
@@ -173,17 +173,17 @@ def _mean(values: list[Tensor], weights: list[float]) -> Tensor:
     return torch.stack([value * (weight / total) for value, weight in zip(values, weights, strict=True)]).sum()
 
 
-def _merged(logs: list[dict[str, _Logged]], sizes: list[int], device: torch.device) -> dict[str, _Logged]:
+def _merged(logs: list[dict[str, _LoggedInPart]], sizes: list[int], device: torch.device) -> dict[str, _LoggedInPart]:
     """One entry for each name, in the order in which the parts first logged them; values on ``device``.
 
     Nothing goes to the host: it would wait there for a forward, with no backward to follow on the devices.
     """
-    merged: dict[str, _Logged] = {}
+    merged: dict[str, _LoggedInPart] = {}
     for name in dict.fromkeys(name for log in logs for name in log):
         found = [(log[name], size) for log, size in zip(logs, sizes, strict=True) if name in log]
         entry = found[0][0]
         if isinstance(entry.value, _InTurn):
-            merged[name] = _Logged(entry.value.metric, entry.args, entry.kwargs)
+            merged[name] = _LoggedInPart(entry.value.metric, entry.args, entry.kwargs)
             continue
         if _is_metric(entry.value):
             merged[name] = entry
@@ -200,5 +200,5 @@ def _merged(logs: list[dict[str, _Logged]], sizes: list[int], device: torch.devi
             value = _mean(values, weights)
             if kwargs.get("batch_size") is not None:
                 kwargs["batch_size"] = int(sum(weights))
-        merged[name] = _Logged(value, entry.args, kwargs)
+        merged[name] = _LoggedInPart(value, entry.args, kwargs)
     return merged

@@ -67,7 +67,7 @@ class Layout:
         return next(stage for stage in range(self.stages) if block in self.blocks_of(stage))
 
 
-class Placement:
+class StagePlacement:
     """The device of each parameter and buffer that this process holds of a module in stages.
 
     Args:

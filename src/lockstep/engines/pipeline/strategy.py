@@ -28,7 +28,7 @@ from lockstep.engines.engine import EngineState, MicroBatch
 from lockstep.engines.pipeline import gradients
 from lockstep.engines.pipeline.chain import Chain
 from lockstep.engines.pipeline.control import Resplit
-from lockstep.engines.pipeline.layout import Layout, Ownership, Placement, equal_split, torn_apart
+from lockstep.engines.pipeline.layout import Layout, Ownership, StagePlacement, equal_split, torn_apart
 from lockstep.engines.pipeline.measured_split import MeasuredSplit
 from lockstep.engines.pipeline.micro_batches import BatchPart, cut
 from lockstep.engines.pipeline.moves import move
@@ -284,11 +284,11 @@ class BalancedStrategy(RankedStrategy):
             if self._schedule == SPLITS_BACKWARD and has_compiled(block):
                 raise MisconfigurationException(COMPILED.format(name=name))
 
-    def _lay_out(self, counts: tuple[int, ...]) -> Placement:
+    def _lay_out(self, counts: tuple[int, ...]) -> StagePlacement:
         """Say which blocks are on which rank and device."""
         assert self._chain is not None
         layout, places = Layout(counts, self._size(self.world)), self._places()
-        placement = Placement(self._chain, layout, places)
+        placement = StagePlacement(self._chain, layout, places)
         if len(set(places.values())) > 1:
             self._refuse_torn(self._chain, placement)
         self._counts_now = counts
@@ -308,7 +308,7 @@ class BalancedStrategy(RankedStrategy):
         )
         return placement
 
-    def _refuse_torn(self, chain: Chain, placement: Placement) -> None:
+    def _refuse_torn(self, chain: Chain, placement: StagePlacement) -> None:
         """A parameter or buffer of one process is on one device."""
         torn, moves = torn_apart(self.module, placement.device_of), self._asked_split == "measured"
         if torn is not None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.ground.device import current_device, has_timed_events, timed_event
+from lockstep.ground.device import TimedEvent, current_device, has_timed_events, timed_event
 
 BEFORE, BLOCKS, BEHIND, BACKWARD = range(4)
 """Parts of a stage's work: the step before the chain, the blocks' forward, the step behind the chain, the backward."""
@@ -23,20 +23,8 @@ NEWEST = 64
 """Windows that are kept until they are looked at."""
 
 
-class Event(Protocol):
-    """A point in the work of a device: see `torch.Event`."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds to a later one."""
-        ...
-
-
 @dataclass(frozen=True)
-class Span:
+class StageSpan:
     """A part of a stage's work on one micro-batch.
 
     Attributes:
@@ -63,7 +51,7 @@ class WindowOfStage(NamedTuple):
     end: float
     seconds: tuple[float, float, float, float]
     micro_batches: int
-    spans: tuple[Span, ...] = ()
+    spans: tuple[StageSpan, ...] = ()
 
     def look(self) -> tuple[float, float]:
         """Seconds of a micro-batch: of the blocks, and outside of them.
@@ -91,7 +79,7 @@ class StageTimes:
         listener: told of each window as soon as it is measured; while there is one, all are.
     """
 
-    def __init__(self, device: torch.device, make_event: Callable[[], Event] | None = None) -> None:
+    def __init__(self, device: torch.device, make_event: Callable[[], TimedEvent] | None = None) -> None:
         self.clock: Callable[[], float] = perf_counter
         self._device = device
         self.listens, self.keeps_spans = True, False
@@ -105,7 +93,7 @@ class StageTimes:
         self._windows: deque[WindowOfStage] = deque(maxlen=NEWEST)
         self._pending: deque[_Pending] = deque(maxlen=NEWEST)
 
-    def _event(self) -> Event:
+    def _event(self) -> TimedEvent:
         assert self._make is not None
         event = self._make()
         with current_device(self._device):
@@ -130,7 +118,7 @@ class StageTimes:
             self._pending.append(_Pending(begin, end, first, self._event(), self._tape, micro_batches))
             return
         before, blocks, behind, backward = self._seconds
-        spans = tuple(Span(part, begun - begin, ended - begin) for part, begun, ended in self._tape)
+        spans = tuple(StageSpan(part, begun - begin, ended - begin) for part, begun, ended in self._tape)
         self._note(WindowOfStage(begin, end, (before, blocks, behind, backward), micro_batches, spans))
 
     def wrapped(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +174,7 @@ class _Pending(NamedTuple):
 
     def read(self) -> WindowOfStage:
         """The same by the GPU's time."""
-        spans = [Span(part, *(self.first.elapsed_time(e) / 1e3 for e in ends)) for part, *ends in self.tape]
+        spans = [StageSpan(part, *(self.first.elapsed_time(e) / 1e3 for e in ends)) for part, *ends in self.tape]
         seconds = [sum(span.end - span.begin for span in spans if span.part == part) for part in range(4)]
         before, blocks, behind, backward = seconds
         return WindowOfStage(self.begin, self.end, (before, blocks, behind, backward), self.micro_batches, tuple(spans))

@@ -12,7 +12,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.pretrained import Source, read_into
-from lockstep.engines.pipeline.layout import Ownership, Placement
+from lockstep.engines.pipeline.layout import Ownership, StagePlacement
 from lockstep.ground import comm
 from lockstep.ground.parameters import plain_name
 from lockstep.ground.parts import stands_in
@@ -33,7 +33,7 @@ class WholeModule:
         is_freed: whether the weights of others' blocks are not here, and those of this rank's own are on its devices.
     """
 
-    def __init__(self, module: nn.Module, owned: Ownership, pipeline: comm.Group, placement: Placement) -> None:
+    def __init__(self, module: nn.Module, owned: Ownership, pipeline: comm.Group, placement: StagePlacement) -> None:
         self.module, self.owned, self.pipeline, self.placement = module, owned, pipeline, placement
         self.device = placement.root
         self.is_freed = False
@@ -88,7 +88,7 @@ class WholeModule:
                 read_into(parameter, sources[id(parameter)])
         self.free([])
 
-    def change_owners(self, owned: Ownership, placement: Placement, optimizers: list[Optimizer]) -> None:
+    def change_owners(self, owned: Ownership, placement: StagePlacement, optimizers: list[Optimizer]) -> None:
         """Blocks have moved: what came is here, on its device with its states, and what went is let go of."""
         self.owned, self.placement = owned, placement
         self._bring(placement.device_of, optimizers)
