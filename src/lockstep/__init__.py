@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lockstep.datamodule import LightningDataModule as LightningDataModule
     from lockstep.engines.ddp.container import DistributedDataParallel as DistributedDataParallel
     from lockstep.engines.dp.replicas import DataParallel as DataParallel
+    from lockstep.engines.owners import parameter_wise as parameter_wise
+    from lockstep.ground.combined import CombinedOptimizer as CombinedOptimizer
     from lockstep.ground.seed import seed_everything as seed_everything
     from lockstep.hpc.cluster import SlurmCluster as SlurmCluster
     from lockstep.hpc.parser import HyperOptArgumentParser as HyperOptArgumentParser
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 # Imported when they are asked for: the commands of a search need no torch, whose import takes 2 s.
 _FILES = {
     "Callback": "callbacks.base",
+    "CombinedOptimizer": "ground.combined",
     "DataParallel": "engines.dp.replicas",
     "DistributedDataParallel": "engines.ddp.container",
     "HyperOptArgumentParser": "hpc.parser",
@@ -36,6 +39,7 @@ _FILES = {
     "SlurmCluster": "hpc.cluster",
     "Trainer": "trainer",
     "load_pretrained": "checkpoint.pretrained",
+    "parameter_wise": "engines.owners",
     "seed_everything": "ground.seed",
 }
 

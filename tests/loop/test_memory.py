@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep import LightningModule
 from lockstep.engines.ddp.hooks import PowerSGDState, power_sgd
-from lockstep.engines.ddp.owned_optimizer import owners_of
+from lockstep.engines.owners import owners_of
 from lockstep.ground.device import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.memory import OutOfMemory

@@ -18,6 +18,7 @@ from lockstep.engines.optimizer_states import states_to_parameters
 from lockstep.engines.pipeline.weights import is_freed
 from lockstep.engines.sharded.fully_shard import Policy, is_split
 from lockstep.ground.closures import takes_closure
+from lockstep.ground.combined import parts_of
 from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value, plain_name, refuse_lazy
@@ -241,7 +242,8 @@ class Engine:
             rank_zero_info(f"{start} has no effect: the run is on the CPU, and so are the optimizers' states.")
             return
         try:
-            self._offloaded = [OffloadedStates(each, self.root_device) for each in self.optimizers]
+            every = [part for optimizer in self.optimizers for part in parts_of(optimizer)]
+            self._offloaded = [OffloadedStates(each, self.root_device) for each in every]
         except ValueError as error:
             raise MisconfigurationException(f"{start}: {error}. Leave it out, or use another optimizer.") from None
 

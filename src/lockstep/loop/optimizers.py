@@ -126,7 +126,8 @@ def parse(
     if automatic and len(optimizers) > 1:
         raise MisconfigurationException(
             f"`configure_optimizers` returned {len(optimizers)} optimizers, and automatic optimization steps one: "
-            "set `self.automatic_optimization = False` in the module and step them in `training_step` "
+            "return `lockstep.CombinedOptimizer(a, b)`, which steps them as one, or set "
+            "`self.automatic_optimization = False` in the module and step them in `training_step` "
             "(`a, b = self.optimizers()`)."
         )
     configs = [_scheduler_config(scheduler, monitor, automatic) for scheduler in schedulers]

@@ -119,6 +119,16 @@ def _twice(module: LightningModule, strategy: str, found: re.Match[str]) -> str:
     )
 
 
+def _no_matrix(module: LightningModule, strategy: str, found: re.Match[str]) -> str:
+    names = _named(module, lambda parameter: list(parameter.shape) == _numbers(found["shape"]))
+    return (
+        f"{type(module).__name__}.configure_optimizers: Muon updates matrices, and was given a parameter of shape "
+        f"({found['shape']}), as {names or 'none that the module has'} is. Give it the matrices and another optimizer "
+        "the rest: `CombinedOptimizer(Muon([p for p in self.parameters() if p.ndim == 2]), AdamW([p for p in "
+        "self.parameters() if p.ndim != 2]))`, of lockstep and torch.optim."
+    )
+
+
 def _meta(module: LightningModule, strategy: str, found: re.Match[str]) -> str | None:
     names = _named(module, lambda parameter: parameter.is_meta)
     if not names:
@@ -190,6 +200,7 @@ TOLD: list[tuple[re.Pattern[str], Teller]] = [
         (r"backward through the graph a second time", _again),
         (r"optimizer got an empty parameter list", _no_parameters),
         (r"Parameter with name: (?P<name>\S+) occurs multiple times in optimizer", _twice),
+        (r"^Muon only supports 2D parameters whereas .*\(\[(?P<shape>[^]]*)\]\)", _no_matrix),
         (r"Sparse(CPU|CUDA)' backend|between dense and sparse Tensors", _sparse),
         (r"loss must be a scalar tensor\. If you need", _no_scalar),
         (r"^vars\(\) argument must have __dict__ attribute", _no_output),

@@ -22,6 +22,7 @@ from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.engine import EngineState
+from lockstep.ground.combined import class_of
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.hyperparameters import plain_hyperparameters
 from lockstep.ground.parameters import takes_names_as_they_are, whole_shape
@@ -151,14 +152,14 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None
     else:
         cause = None
     raise MisconfigurationException(
-        f"trainer.fit(ckpt_path=...): the optimizer in the checkpoint is not this {type(optimizer).__name__}: "
+        f"trainer.fit(ckpt_path=...): the optimizer in the checkpoint is not this {class_of(optimizer)}: "
         f"{difference}. Resume with the optimizer that wrote it; to go on with another one, load the weights by "
         "`load_from_checkpoint` and fit without `ckpt_path`."
     ) from cause
 
 
 def _other_class(optimizer: Optimizer, saved: dict[str, Any], kind: str | None) -> str | None:
-    own = type(optimizer).__name__
+    own = class_of(optimizer)
     if kind is not None:
         return None if kind == own else f"it was written by {kind}"
     for group in saved.get("param_groups", [])[:1]:
@@ -315,7 +316,7 @@ def collect(session: Session, weights_only: bool = False, *, alone: bool = False
         },
     }
     if not weights_only:
-        checkpoint[OWN]["optimizers"] = [type(optimizer).__name__ for optimizer in strategy.optimizers]
+        checkpoint[OWN]["optimizers"] = [class_of(optimizer) for optimizer in strategy.optimizers]
         checkpoint.update(_training(session, engine))
         checkpoint[OWN].update(_resume_alone(session, engine) if alone else _resume(session, engine))
     for source in (module, datamodule):

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.engines.ddp.averaging import PIECE
 from lockstep.engines.ddp.bucket import ALIGNMENT, ParameterInfo, Plan, in_order_of_arrival, plan_buckets
-from lockstep.engines.ddp.owned_optimizer import owners_of
+from lockstep.engines.owners import owners_of
 from lockstep.planner.engines import EngineCost
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.partition import Block, Device, DoesNotFit, Split, Stage, partition

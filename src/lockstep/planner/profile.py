@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.engines.sharded.fully_shard import find_blocks
+from lockstep.ground.combined import parts_of
 from lockstep.ground.device import current_device, has_timed_events, synchronize, timed_event
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.torch_parts import PLAN, refuse_without
@@ -396,7 +397,8 @@ def _traced(step: TracedStep, units: dict[str, nn.Module], batch: object, again:
             parameters = _parameters(step.module, units, optimizers, trace)
     finally:
         set_random_states(states)
-    return _Traced(trace, parameters, [type(optimizer).__name__ for optimizer in optimizers])
+    parts = [part for optimizer in optimizers for part in parts_of(optimizer)]
+    return _Traced(trace, parameters, [type(part).__name__ for part in parts])
 
 
 def _blocks(

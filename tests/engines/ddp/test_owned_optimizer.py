@@ -16,14 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from lockstep.engines.ddp import averaging
 from lockstep.engines.ddp.container import DistributedDataParallel
-from lockstep.engines.ddp.owned_optimizer import (
-    OwnedOptimizers,
-    check_parameter_wise,
-    owners_of,
-    parameter_wise,
-    shard_optimizers,
-    update_within,
-)
+from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers, shard_optimizers
+from lockstep.engines.owners import check_parameter_wise, owners_of, parameter_wise, update_within
 from lockstep.ground import rank as rank_of
 from lockstep.precision.base import LossScaler
 from lockstep.testing.pool import RankPool
@@ -460,7 +454,7 @@ class _Other(torch.optim.Adam):
     [
         (torch.optim.LBFGS, "LBFGS: its line search"),
         (torch.optim.SparseAdam, "SparseAdam: its gradients are sparse"),
-        (_Other, "_Other: it is not known .*owned_optimizer.parameter_wise`"),
+        (_Other, "_Other: it is not known .*`lockstep.parameter_wise`"),
         (lambda p: torch.optim.Adam(p, differentiable=True), r"Adam\(differentiable=True\)"),
         (lambda p: torch.optim.SGD(p, torch.tensor(0.1), differentiable=True), r"SGD\(differentiable=True\)"),
     ],

@@ -18,6 +18,7 @@ from lockstep.engines.deepspeed import config as settings
 from lockstep.engines.deepspeed import package
 from lockstep.engines.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.engines.table import NAMES, make_strategy
+from lockstep.ground.combined import CombinedOptimizer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.memory.meter import MemoryUse
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
@@ -372,6 +373,17 @@ class LineSearch(Plain):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Matrices(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2])
+
+
+class Combines(Plain):
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return CombinedOptimizer(torch.optim.Adam([first]), torch.optim.AdamW(others))
+
+
 class Manual(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -396,6 +408,8 @@ class Wide(Plain):
 REFUSED = [
     (Clips, "overrides `configure_gradient_clipping`"),
     (LineSearch, "DeepSpeedStrategy with LBFGS"),
+    (Matrices, "DeepSpeedStrategy with Muon: it needs whole matrices, and DeepSpeed lays parameters end to end"),
+    (Combines, "Combines.configure_optimizers returned a CombinedOptimizer"),
     (Manual, "automatic_optimization=False"),
     (Wide, "is torch.float64"),
     (Thaws, "parameter 'net.0.weight' would not be trained"),

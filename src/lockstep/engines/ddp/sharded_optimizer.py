@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lockstep.engines.collectives import gather_on_zero
+from lockstep.ground.combined import by_parts
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
 
@@ -48,7 +49,7 @@ def check_shareable(optimizers: list[Optimizer], sparse: list[str]) -> None:
     Raises:
         MisconfigurationException: with the parameter or the optimizer's class, and the way out.
     """
-    from lockstep.engines.ddp.owned_optimizer import check_parameter_wise
+    from lockstep.engines.owners import check_parameter_wise
 
     if sparse:
         raise MisconfigurationException(
@@ -65,11 +66,12 @@ def whole_states(
     owned: OwnedOptimizers, optimizers: list[Optimizer], alone: bool
 ) -> list[dict[str, Any] | None] | None:
     """The ordinary states, on rank 0; the others take part. None for a rank alone, which has but a part."""
-    from lockstep.engines.ddp.owned_optimizer import union
+    from lockstep.engines.owners import union
 
     if not alone:
-        parts = [gather_on_zero(owned.part_of(optimizer)) for optimizer in optimizers]
-        return [union(part) if part else {} for part in parts]
+        return [
+            by_parts(optimizer, lambda part: union(gather_on_zero(owned.part_of(part)))) for optimizer in optimizers
+        ]
     log.warning(
         "A checkpoint from one rank alone holds the weights and no optimizer states, of which every rank has a "
         "part (shard_optimizer=True): a fit can begin with these weights, and cannot go on from there."

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from lockstep.engines.deepspeed.flat_part import FlatPart
+from lockstep.checkpoint.flat_part import FlatPart
 from lockstep.engines.deepspeed.left_alone import LeftAlone
 from lockstep.engines.deepspeed.partition import align_numbers, is_partitioned, lean_linear, span
 from lockstep.ground import comm

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint import pretrained, sharded
 from lockstep.checkpoint.first_values import fill, stand_in
+from lockstep.checkpoint.flat_part import FlatPart
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
 from lockstep.checkpoint.sharded_io import EngineCheckpointIO
 from lockstep.cluster.local import told_local_rank
@@ -25,7 +26,6 @@ from lockstep.engines.ddp.consistency import broadcast_buffers, check_same_modul
 from lockstep.engines.deepspeed import config as settings
 from lockstep.engines.deepspeed import folder as deepspeed_folder
 from lockstep.engines.deepspeed import package
-from lockstep.engines.deepspeed.flat_part import FlatPart
 from lockstep.engines.deepspeed.partition import is_partitioned, partition, put, shapes_shown, span
 from lockstep.engines.engine import Engine, EngineState
 from lockstep.engines.ranks import HALF_AN_HOUR
@@ -33,6 +33,7 @@ from lockstep.engines.sharded.fully_shard import Policy
 from lockstep.engines.sharded.layer_states import bring_states
 from lockstep.engines.sharded.strategy import ShardedStrategy
 from lockstep.ground import comm
+from lockstep.ground.combined import CombinedOptimizer
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.parameters import whole_shape
 from lockstep.ground.rank import does, rank_zero_info
@@ -366,6 +367,11 @@ class DeepSpeedStrategy(ShardedStrategy):
             raise MisconfigurationException(
                 f"{kind}.configure_optimizers returned {len(optimizers)} optimizers: DeepSpeed's engine steps one. "
                 'Put their parameters into groups of one, or use strategy="fsdp".'
+            )
+        if isinstance(optimizers[0], CombinedOptimizer):
+            raise MisconfigurationException(
+                f"{kind}.configure_optimizers returned a CombinedOptimizer: DeepSpeed's engine lays the parameters of "
+                'one optimizer end to end. Put them into groups of one, or use strategy="fsdp".'
             )
         for name, way in (
             ("configure_gradient_clipping", "use Trainer(gradient_clip_val=...)"),

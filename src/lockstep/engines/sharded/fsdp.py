@@ -19,11 +19,13 @@ from lockstep.checkpoint.io import CheckpointIO, snapshot
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.engines.engine import EngineState
+from lockstep.engines.owners import needs_whole, with_parameters
 from lockstep.engines.ranks import HALF_AN_HOUR
 from lockstep.engines.sharded.layer_states import bring_states
 from lockstep.engines.sharded.strategy import ShardedStrategy
 from lockstep.engines.strategy import Strategy
 from lockstep.ground import comm
+from lockstep.ground.combined import CombinedOptimizer, by_parts
 from lockstep.ground.device import has_pinned_memory
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value, takes_names_as_they_are
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from lockstep.engines.sharded.fully_shard import Policy, ShardedModule
+    from lockstep.engines.sharded.whole_updates import WholeUpdates
 
 OUTSIDE_OF_AUTOCAST = (
     "A layer could not compute: {error}. Under precision={precision!r} FSDP gathers the weights of linear layers and "
@@ -102,6 +105,7 @@ class FSDPStrategy(ShardedStrategy):
 
     cuts_parameters = True
     balances = True
+    gathers_updates = True
     engine = "FSDP"
 
     def __init__(
@@ -158,6 +162,7 @@ class FSDPStrategy(ShardedStrategy):
         self._ignored = list(ignored_modules or ())
         self._sharded: ShardedModule | None = None
         self._reducer: Reducer | None = None
+        self._whole: WholeUpdates | None = None
         self._ends_calls: Callable[[], None] | None = None
         self._frees: list[Any] = []
 
@@ -282,6 +287,7 @@ class FSDPStrategy(ShardedStrategy):
 
         super().setup_optimizers(optimizers, configs)
         assert self._sharded is not None
+        self._gather_updates()
         for optimizer in optimizers:
             self._forget_with(optimizer, self._sharded)
             self._frees.append(optimizer.register_step_pre_hook(self._free))
@@ -290,6 +296,15 @@ class FSDPStrategy(ShardedStrategy):
             self.precision.scaler.unscale_gradients = unscale
         whole = [(n, p) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
         self._reducer = Reducer(whole, self.peers, shared_memory=False) if whole and self.replicas.count > 1 else None
+
+    def _gather_updates(self) -> None:
+        """Let optimizers that need whole parameters have them, on one rank each."""
+        whole = [optimizer for optimizer in with_parameters(self.optimizers) if needs_whole(optimizer)]
+        self._whole = None
+        if whole:
+            from lockstep.engines.sharded.whole_updates import WholeUpdates
+
+            self._whole = WholeUpdates(whole)
 
     @staticmethod
     def _forget_with(optimizer: Optimizer, shards: ShardedModule) -> None:
@@ -471,16 +486,27 @@ class FSDPStrategy(ShardedStrategy):
 
         Where it saves shards, each rank gives its own.
         """
-        from lockstep.engines.sharded.fully_shard import gathered, optimizer_state
+        from lockstep.engines.sharded.fully_shard import gathered
 
         self._refuse_alone(alone)
-        if self.saves_shards:
-            return super().save(alone, weights_only)
-        keep = self.world.is_zero
-        module = gathered(self.module.state_dict(), keep)
+        parts = self.saves_shards
+        module = self.module.state_dict() if parts else gathered(self.module.state_dict(), self.world.is_zero)
         if weights_only:
             return EngineState(module)
-        return EngineState(module, [optimizer_state(each, keep) for each in self.optimizers], {})
+        states: list[dict[str, Any] | None] = [by_parts(optimizer, self._state_of) for optimizer in self.optimizers]
+        return EngineState(module, states, self._other_parameters() if parts else {})
+
+    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's ordinary state dict: this rank's parts, or where it saves no shards, whole on rank 0."""
+        from lockstep.engines.owners import union
+        from lockstep.engines.sharded.fully_shard import optimizer_state
+
+        whole = self._whole
+        if whole is None or optimizer not in whole:
+            return optimizer.state_dict() if self.saves_shards else optimizer_state(optimizer, self.world.is_zero)
+        if self.saves_shards:
+            return whole.state_in_parts(optimizer)
+        return union(self.collectives.gather_on_zero(whole.part_of(optimizer)))
 
     def _reads_into(self) -> sharded.Place:
         from lockstep.engines.sharded.fully_shard import place_like
@@ -493,7 +519,7 @@ class FSDPStrategy(ShardedStrategy):
 
     def load(self, state: EngineState) -> None:
         """Take this rank's shards of whole tensors, or of those that were read in shards."""
-        from lockstep.engines.sharded.fully_shard import cut_like, load_optimizer_state
+        from lockstep.engines.sharded.fully_shard import cut_like
 
         if state.module is not None:
             own = self.module.state_dict()
@@ -501,7 +527,18 @@ class FSDPStrategy(ShardedStrategy):
             self.module.load_state_dict(parts, strict=self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
             if saved is not None:
-                load_optimizer_state(optimizer, saved)
+                self._load_state(optimizer, saved)
+
+    def _load_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        from lockstep.engines.sharded.fully_shard import load_optimizer_state
+
+        if isinstance(optimizer, CombinedOptimizer):
+            for each, part in zip(optimizer.optimizers, optimizer.split(saved), strict=True):
+                self._load_state(each, part)
+        elif self._whole is not None and optimizer in self._whole:
+            optimizer.load_state_dict(saved)
+        else:
+            load_optimizer_state(optimizer, saved)
 
 
 # -- arguments -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedChec
 from lockstep.engines.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.engines.ddp.consistency import sparse_names
 from lockstep.engines.ddp.late_parameters import LateParameters, beside, refuse
+from lockstep.engines.owners import TOGETHER, needs_whole, with_parameters
 from lockstep.engines.ranks import RankedStrategy, check_others
 from lockstep.engines.sharded.foreach import update_one_by_one
 from lockstep.ground.errors import MisconfigurationException
@@ -46,7 +47,20 @@ GAP = (
     'drop_last=True, or use CombinedLoader(mode="min_size") with such.'
 )
 MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
-"""Optimizers of torch's that mix the elements of a parameter, by class name."""
+"""Names of optimizers that mix the elements of a parameter."""
+ALL_AT_ONCE = (
+    "{strategy} with {optimizer}: it mixes the elements of a parameter, and each rank has a part of them. Use an "
+    'elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
+)
+UNKNOWN = (
+    "{strategy} with {optimizer}: an optimizer of this name mixes the elements of a parameter, each rank has a part of "
+    "them, and this class is not known. Where its update of a parameter depends on that parameter alone, declare it: "
+    '`@lockstep.parameter_wise(whole=True)`. Else use torch\'s, or strategy="ddp".'
+)
+LAID_END_TO_END = (
+    "{strategy} with {optimizer}: it needs whole matrices, and {engine} lays parameters end to end and cuts them "
+    'anywhere. Use strategy="fsdp", DDPStrategy(shard_optimizer=True), or an elementwise optimizer (SGD, Adam, AdamW).'
+)
 
 
 class ShardedStrategy(RankedStrategy):
@@ -57,10 +71,12 @@ class ShardedStrategy(RankedStrategy):
 
     Attributes:
         engine: its name in messages.
+        gathers_updates: an optimizer that needs whole parameters gets them.
     """
 
     runs_padding = True
     places_first = True
+    gathers_updates = False
     leaves_device = False  # later calls go on with the parts
     can_be_copied = False
     needs_every_collective = True
@@ -120,17 +136,24 @@ class ShardedStrategy(RankedStrategy):
         """Take the optimizers, unless they cannot update parts, or the gradients cannot be cut up."""
         super().setup_optimizers(optimizers, configs)
         self._refuse_sparse()
-        for optimizer in optimizers:
+        for optimizer in with_parameters(optimizers):
             update_one_by_one(optimizer, self.module.parameters())
-            name = type(optimizer).__name__
-            if name in MIXES:
-                raise MisconfigurationException(
-                    f"{type(self).__name__} with {name}: it mixes the elements of a parameter, and each rank has a "
-                    'part of them. Use an elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
-                )
+            self._check_update(optimizer)
             for parameter in beside(self.module, [optimizer]).values():
-                shape = tuple(parameter.shape)
+                name, shape = type(optimizer).__name__, tuple(parameter.shape)
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
+
+    def _check_update(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that needs more of a parameter than a rank has."""
+        name = type(optimizer).__name__
+        said = None
+        if needs_whole(optimizer):
+            said = None if self.gathers_updates else LAID_END_TO_END
+        elif name in MIXES:
+            said = ALL_AT_ONCE if name in TOGETHER else UNKNOWN
+        if said is not None:
+            strategy = type(self).__name__
+            raise MisconfigurationException(said.format(strategy=strategy, optimizer=name, engine=self.engine))
 
     def _refuse_sparse(self) -> None:
         parameters = dict(self.module.named_parameters())

@@ -1,0 +1,411 @@
+"""Optimizers that need whole parameters, where ranks hold parts: each parameter has an owner, which updates it.
+
+The owner gets the parts of the gradient, makes the update by the optimizer's own ``step``, and sends each rank the part
+of the new value that it holds. States are whole, and on the owner alone. Parameters travel in rounds: one of each
+owner, or several small ones. While a round is computed, the next one's gradients are on their way, and the last one's
+values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.checkpoint.flat_part import FlatPart
+from lockstep.engines.owners import Owners, owners_of, parameters_of
+from lockstep.ground import comm
+from lockstep.ground.parts import box_of, local_part
+from lockstep.ground.tree import tree_map
+
+ROUND = 2**25
+"""Bytes of an owner's parameters from which on it takes no further one into a round."""
+ALIGNED = 16
+"""Bytes of which each part begins at a multiple, so that it can be viewed as its dtype."""
+
+Box = tuple[slice, ...]
+"""The range of each dimension that a rank's part takes of the whole."""
+
+
+def _muon_keeps(group: Mapping[str, Any]) -> float:
+    return 1 - float(group["lr"]) * float(group["weight_decay"])
+
+
+KEEPS: dict[type[Optimizer], Callable[[Mapping[str, Any]], float]] = {torch.optim.Muon: _muon_keeps}
+"""Classes whose update does not look at a parameter's value: how much of that stays. The rest is added to it, so that
+values need not be gathered."""
+
+
+def cost_of(shape: Sequence[int]) -> int:
+    """What the update of a parameter costs beside others: elements, by the smaller side of a matrix.
+
+    >>> cost_of((4, 3)), cost_of((5,)), cost_of((2, 3, 4))
+    (36, 5, 48)
+    """
+    elements = torch.Size(shape).numel()
+    return elements * min(shape[0], elements // max(shape[0], 1)) if len(shape) > 1 else elements
+
+
+class WholeUpdates(Owners):
+    """Optimizers over parts of parameters, of which every rank updates the whole parameters that it owns.
+
+    Args:
+        optimizers: that work parameter by parameter, over parameters that are DTensors or whole.
+        group: the ranks, of which each has a part of every parameter (or nothing of a small one).
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], group: comm.Group = None) -> None:
+        super().__init__(optimizers, group)
+        self._boxes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._take_all()
+        self._assign([p for o in self._every for p in parameters_of(o)])  # what is frozen, behind the others
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return id(optimizer) in self._own
+
+    def _size(self, parameter: Tensor) -> int:
+        return cost_of(parameter.shape)
+
+    def _assign(self, parameters: Iterable[Tensor]) -> None:
+        """Give those an owner that have none, and learn which rank has which part. Collective where there are such."""
+        new = [parameter for parameter in parameters if parameter not in self._boxes]
+        if not new:
+            return
+        mine = [[(each.start, each.stop) for each in box_of(parameter)] for parameter in new]
+        for parameter, *of_ranks in zip(new, *comm.all_gather_object(mine, self._group), strict=True):
+            self._boxes[parameter] = [tuple(slice(*each) for each in box) for box in of_ranks]
+        unowned = [parameter for parameter in new if parameter not in self._owners]
+        for parameter, owner in zip(unowned, owners_of([*map(self._size, unowned)], self._load), strict=True):
+            self._owners[parameter] = owner
+
+    def _drop(self, optimizer: Optimizer) -> None:
+        """Let owners have the states that the optimizer has made at once, whole. Collective."""
+        for parameter in [p for p in parameters_of(optimizer) if p in optimizer.state]:
+            optimizer.state[parameter] = self._whole(optimizer.state[parameter])
+        super()._drop(optimizer)
+
+    # -- a step
+
+    def _update(self, optimizer: Optimizer) -> tuple[AbstractContextManager[None], Callable[[], None]]:
+        made: list[_Rounds] = []
+        return self._hiding_all(optimizer, made), lambda: made[0].play()
+
+    @contextmanager
+    def _hiding_all(self, optimizer: Optimizer, made: list[_Rounds]) -> Iterator[None]:
+        """Inside, no parameter has a gradient: what the optimizer's own step changes is its groups alone."""
+        updated = self._with_gradient(optimizer)
+        made.append(_Rounds(self, optimizer, updated))
+        gradients = [parameter.grad for parameter in updated]
+        for parameter in updated:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(updated, gradients, strict=True):
+                parameter.grad = gradient
+
+    def owner(self, parameter: Tensor) -> int:
+        """The rank that updates a parameter."""
+        found: int = self._owners[parameter]
+        return found
+
+    def boxes(self, parameter: Tensor) -> list[Box]:
+        """What each rank holds of a parameter."""
+        found: list[Box] = self._boxes[parameter]
+        return found
+
+    # -- states
+
+    def state_in_parts(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The ordinary state dict, in which tensors stand for what their owners have. Collective."""
+        part = self.part_of(optimizer)
+        about = tree_map(lambda tensor: _About(tensor.shape, tensor.dtype), part["state"], Tensor)
+        state: dict[int, Any] = {}
+        for rank, theirs in enumerate(comm.all_gather_object(about, self._group)):
+            state |= tree_map(_About.elsewhere, theirs, _About) if rank != self._rank else {}
+        state |= tree_map(lambda tensor: FlatPart(tensor.shape, 0, tensor.detach().reshape(-1)), part["state"], Tensor)
+        return {**part, "state": {number: state[number] for number in sorted(state)}}
+
+    def _whole(self, state: Any) -> Any:
+        return tree_map(_whole_of, state, Tensor)
+
+
+@dataclass(frozen=True)
+class _About:
+    """What a tensor of another rank is."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def elsewhere(self) -> FlatPart:
+        """Stands for it here, without values."""
+        return FlatPart(self.shape, 0, torch.empty(0, dtype=self.dtype))
+
+
+def _whole_of(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "placements") else tensor
+    return whole
+
+
+# -- the rounds of a step ------------------------------------------------------------------------------------
+
+
+class _Rounds:
+    """The updates of one step: what is gathered, computed and sent back, in rounds that all ranks know.
+
+    Args:
+        owners: of the parameters.
+        optimizer: whose groups are taken as they are now.
+        updated: the parameters that have gradients, alike on all ranks.
+    """
+
+    def __init__(self, owners: WholeUpdates, optimizer: Optimizer, updated: Sequence[Tensor]) -> None:
+        self._owners, self._optimizer = owners, optimizer
+        self._rank, self._world, self._group = owners._rank, owners._world, owners._group
+        self._attributes = {name: value for name, value in vars(optimizer).items() if name not in _REPLACED}
+        self._groups = [{**group} for group in optimizer.param_groups]
+        keeps = KEEPS.get(type(optimizer))
+        self._keeps: dict[int, float] = {}  # by parameter
+        for group in self._groups if keeps is not None else ():
+            kept = keeps(group)  # type: ignore[misc]  # there
+            self._keeps |= {id(parameter): kept for parameter in group["params"]}
+        of_owner: list[list[Tensor]] = [[] for _ in range(self._world)]
+        for parameter in sorted(updated, key=lambda each: -cost_of(each.shape)):
+            of_owner[owners.owner(parameter)].append(parameter)
+        self._rounds = [list(row) for row in zip_longest(*map(_pieces, of_owner), fillvalue=())]
+
+    @torch.no_grad()
+    def play(self) -> None:
+        """Update all parameters; gradients of a round travel while the one before is computed. Collective."""
+        coming = self._gather(self._rounds[0]) if self._rounds else None
+        going: tuple[Any, _Exchange] | None = None
+        for number, row in enumerate(self._rounds):
+            assert coming is not None
+            arrived, following = coming, self._rounds[number + 1 :]
+            coming = self._gather(following[0]) if following else None
+            values = self._updated(row[self._rank], arrived.arrive())
+            sent = row, self._scatter(row, values)
+            if going is not None:
+                self._apply(*going)
+            going = sent
+        if going is not None:
+            self._apply(*going)
+
+    # -- from parts to the owner
+
+    def _sources(self, parameter: Tensor) -> list[tuple[int, Box]]:
+        """From whom the owner takes which part: from itself what it has, copies from one."""
+        owner, boxes = self._owners.owner(parameter), self._owners.boxes(parameter)
+        found: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for rank, box in enumerate(boxes):
+            if _numel(box):
+                found.setdefault(tuple((each.start, each.stop) for each in box), []).append(rank)
+        if _numel(boxes[owner]) == parameter.numel():
+            return [(owner, boxes[owner])]
+        chosen = [owner if owner in ranks else ranks[owner % len(ranks)] for ranks in found.values()]
+        return [(rank, boxes[rank]) for rank in chosen]
+
+    def _given(self, parameter: Tensor) -> list[Tensor]:
+        """What the owner needs of this rank's part."""
+        assert parameter.grad is not None
+        gradient = local_part(parameter.grad)
+        return [gradient] if id(parameter) in self._keeps else [gradient, local_part(parameter.detach())]
+
+    def _gather(self, row: Sequence[Sequence[Tensor]]) -> _Exchange:
+        send: list[list[Tensor]] = [[] for _ in row]
+        expected: list[list[_About]] = [[] for _ in row]
+        for owner, parameters in enumerate(row):
+            for parameter in parameters:
+                given = self._given(parameter)
+                for rank, box in self._sources(parameter):
+                    if owner == rank:
+                        continue
+                    if rank == self._rank:
+                        send[owner] += given
+                    if owner == self._rank:
+                        expected[rank] += [_About(_shape(box), each.dtype) for each in given]
+        return self._exchange(send, expected, row)
+
+    def _exchange(
+        self, send: list[list[Tensor]], expected: list[list[_About]], row: Sequence[Sequence[Tensor]]
+    ) -> _Exchange:
+        first = next(parameter for parameters in row for parameter in parameters)
+        return _Exchange(send, expected, local_part(first.detach()).device, self._group)
+
+    def _wholes(self, parameter: Tensor, arrived: list[Iterator[Tensor]]) -> list[Tensor]:
+        """Gradient and, where it is needed, value of a parameter that this rank owns."""
+        mine, sources = self._given(parameter), self._sources(parameter)
+        if len(sources) == 1 and sources[0][0] == self._rank:
+            return [mine[0], *(each.clone() for each in mine[1:])]
+        made = [each.new_empty(parameter.shape) for each in mine]
+        for rank, box in sources:
+            parts = mine if rank == self._rank else [next(arrived[rank]) for _ in mine]
+            for whole, part in zip(made, parts, strict=True):
+                whole[box] = part
+        return made
+
+    # -- the update
+
+    def _updated(self, parameters: Sequence[Tensor], arrived: list[list[Tensor]]) -> list[Tensor]:
+        """The new values of this rank's parameters, or where values were not gathered, what is added to them."""
+        streams = [iter(each) for each in arrived]
+        stands: dict[int, Parameter] = {}
+        optimizer = self._optimizer
+        for parameter in parameters:
+            gradient, *value = self._wholes(parameter, streams)
+            stand = Parameter(value[0] if value else torch.zeros_like(gradient), requires_grad=False)
+            stand.grad = gradient
+            stands[id(parameter)] = stand
+        inner: Any = object.__new__(type(optimizer))
+        vars(inner).update(self._attributes)
+        vars(inner).update({name: OrderedDict() for name in _HOOKS})
+        inner.param_groups = [self._group_of(group, stands) for group in self._groups]
+        state = optimizer.state
+        inner.state = defaultdict(dict, {stands[id(p)]: state[p] for p in parameters if p in state})
+        _own_step(type(optimizer))(inner)
+        for parameter in parameters:
+            stand = stands[id(parameter)]
+            if inner.state.get(stand):
+                state[parameter] = inner.state[stand]
+        return [stands[id(parameter)].detach() for parameter in parameters]
+
+    @staticmethod
+    def _group_of(group: Mapping[str, Any], stands: Mapping[int, Parameter]) -> dict[str, Any]:
+        """The group with what stands for its parameters; changes to it are lost, as each round begins with the same."""
+        options = {name: value for name, value in group.items() if name != "params"}
+        return {**copy.deepcopy(options), "params": [stands[id(p)] for p in group["params"] if id(p) in stands]}
+
+    # -- and back
+
+    def _scatter(self, row: Sequence[Sequence[Tensor]], values: Sequence[Tensor]) -> _Exchange:
+        send: list[list[Tensor]] = [[] for _ in row]
+        expected: list[list[_About]] = [[] for _ in row]
+        for owner, parameters in enumerate(row):
+            for place, parameter in enumerate(parameters):
+                for rank, box in enumerate(self._owners.boxes(parameter)):
+                    if not _numel(box):
+                        continue
+                    if owner == self._rank:
+                        send[rank].append(values[place][box])
+                    if rank == self._rank:
+                        expected[owner].append(_About(_shape(box), local_part(parameter.detach()).dtype))
+        return self._exchange(send, expected, row)
+
+    def _apply(self, row: Sequence[Sequence[Tensor]], exchange: _Exchange) -> None:
+        """Take over this rank's parts of new values."""
+        streams = [iter(each) for each in exchange.arrive()]
+        for owner, parameters in enumerate(row):
+            for parameter in parameters:
+                if not _numel(self._owners.boxes(parameter)[self._rank]):
+                    continue
+                part, new = local_part(parameter.detach()), next(streams[owner])
+                if id(parameter) in self._keeps:
+                    part.mul_(self._keeps[id(parameter)]).add_(new)
+                else:
+                    part.copy_(new)
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_REPLACED = {*Owners.METHODS, *_HOOKS, "_owned", "zero_grad", "state", "param_groups"}
+"""Attributes of an optimizer that are its own, and not of what makes a round's update."""
+
+
+def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The class's ``step``, without the hooks that torch puts around it."""
+    step: Any = kind.step
+    found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return found
+
+
+def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Those of a round."""
+    piece: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        nbytes = parameter.numel() * parameter.element_size()
+        if piece and size + nbytes > ROUND:
+            yield piece
+            piece, size = [], 0
+        piece.append(parameter)
+        size += nbytes
+    if piece:
+        yield piece
+
+
+def _shape(box: Box) -> torch.Size:
+    return torch.Size([each.stop - each.start for each in box])
+
+
+def _numel(box: Box) -> int:
+    return _shape(box).numel()
+
+
+class _Exchange:
+    """Tensors that each rank sends to each other, under way.
+
+    Args:
+        send: by rank that gets them; what is for this rank itself stays as it is.
+        expected: what they are that come from each rank.
+        device: where they are computed with.
+        group: the ranks.
+    """
+
+    def __init__(
+        self, send: list[list[Tensor]], expected: list[list[_About]], device: torch.device, group: comm.Group
+    ) -> None:
+        rank = comm.rank(group)
+        self._own = send[rank]
+        self._expected = [[] if sender == rank else each for sender, each in enumerate(expected)]
+        self._rank, self._device, self._work = rank, device, None
+        if len(send) == 1:
+            return
+        carrier = comm.carrier(group, device)
+        packed = [_packed(each, carrier) if other != rank else [] for other, each in enumerate(send)]
+        sizes = [sum(part.numel() for part in each) for each in packed]
+        come = [sum(_padded(_bytes(about)) for about in each) for each in self._expected]
+        self._out = torch.empty(sum(come), dtype=torch.uint8, device=carrier)
+        parts = [part for each in packed for part in each]
+        self._given = torch.cat(parts) if parts else self._out.new_empty(0)  # lives as long as the message
+        self._work = dist.all_to_all_single(self._out, self._given, come, sizes, group=group, async_op=True)
+
+    def arrive(self) -> list[list[Tensor]]:
+        """What came, by sender."""
+        found: list[list[Tensor]] = [[] for _ in self._expected]
+        if self._work is not None:
+            self._work.wait()
+            flat, start = self._out.to(self._device), 0
+            for sender, expected in enumerate(self._expected):
+                for about in expected:
+                    part = flat[start : start + _bytes(about)]
+                    found[sender].append(part.view(about.dtype).view(about.shape))
+                    start += _padded(_bytes(about))
+        found[self._rank] = self._own
+        return found
+
+
+def _bytes(about: _About) -> int:
+    return about.shape.numel() * about.dtype.itemsize
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _packed(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Their bytes, each with what fills it up."""
+    made = []
+    for tensor in tensors:
+        flat = comm.as_bytes(tensor).to(device)
+        made += [flat, flat.new_zeros(_padded(flat.numel()) - flat.numel())]
+    return made

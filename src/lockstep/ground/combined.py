@@ -1,0 +1,213 @@
+"""Several optimizers that step as one: matrices by one class, say, and what else there is by another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimizers of different parameters, in the place of one.
+
+    ``step`` steps each of them, in their order; ``zero_grad``, learning rate schedulers and gradient clipping see the
+    groups of all. Its state dict is that of one optimizer with all the groups, whatever their classes are.
+
+    Args:
+        *optimizers: the parts; no parameter is in two of them.
+
+    Attributes:
+        optimizers: the parts.
+
+    Raises:
+        ValueError: for a parameter in two of them, or LBFGS.
+        TypeError: for what is no optimizer of torch's kind.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+        >>> matrices = [p for p in net.parameters() if p.ndim == 2]
+        >>> others = [p for p in net.parameters() if p.ndim != 2]
+        >>> made = CombinedOptimizer(torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.001))
+        >>> [group["lr"] for group in made.param_groups]
+        [0.02, 0.001]
+    """
+
+    optimizers: list[Optimizer]
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        _check(optimizers)
+        # as one that comes out of a pickle: torch's constructor would make groups and a state of its own
+        self.__setstate__({"defaults": {}, "optimizers": list(optimizers)})
+        self.defaults.clear()  # of a setting for all parts
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"defaults": self.defaults, "optimizers": self.optimizers}
+
+    def __repr__(self) -> str:
+        return f"CombinedOptimizer({', '.join(map(repr, self.optimizers))})"
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch's is an attribute
+        """The groups of all parts, in their order."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]  # torch's is an attribute
+        """The states of all parts, by parameter."""
+        return _States(self.optimizers)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse it: it belongs to one of the parts."""
+        raise ValueError(
+            "CombinedOptimizer.add_param_group: which of its optimizers is to update these parameters? Call "
+            "`add_param_group` of that one, in `.optimizers`"
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step each part.
+
+        Args:
+            closure: is called once, before the first of them.
+
+        Returns:
+            what the closure gave.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of one optimizer with the groups of all."""
+        return merged([optimizer.state_dict() for optimizer in self.optimizers])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state dict of this kind.
+
+        Raises:
+            ValueError: for groups of another number or length.
+        """
+        parts = self.split(state_dict)
+        for optimizer, part in zip(self.optimizers, parts, strict=True):
+            optimizer.load_state_dict(part)
+
+    def split(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The state dict of each part, of one of all.
+
+        Raises:
+            ValueError: for groups of another number.
+        """
+        groups = list(saved["param_groups"])
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"loaded state dict has a different number of parameter groups: {len(groups)}, and CombinedOptimizer "
+                f"has {len(self.param_groups)}"
+            )
+        parts = []
+        for optimizer in self.optimizers:
+            mine, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+            place = {number: index for index, number in enumerate(n for group in mine for n in group["params"])}
+            numbered = [{**group, "params": [place[number] for number in group["params"]]} for group in mine]
+            state = {place[number]: entry for number, entry in saved["state"].items() if number in place}
+            parts.append({"state": state, "param_groups": numbered})
+        return parts
+
+
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers of which one consists: of a combined one its parts, of those theirs; else itself."""
+    if not isinstance(optimizer, CombinedOptimizer):
+        return [optimizer]
+    return [part for each in optimizer.optimizers for part in parts_of(each)]
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """The name of its class, and of a combined one those of its parts.
+
+    >>> class_of(CombinedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])))
+    'CombinedOptimizer(SGD)'
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, CombinedOptimizer):
+        return name
+    return f"{name}({', '.join(map(class_of, optimizer.optimizers))})"
+
+
+def by_parts(optimizer: Optimizer, state_of: Callable[[Optimizer], Mapping[str, Any]]) -> dict[str, Any]:
+    """The state dict of an optimizer, of those that a function gives of its parts."""
+    if not isinstance(optimizer, CombinedOptimizer):
+        return dict(state_of(optimizer))
+    return merged([by_parts(each, state_of) for each in optimizer.optimizers])
+
+
+def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state dict of those of several optimizers, numbered on.
+
+    >>> one = {"state": {0: "a"}, "param_groups": [{"params": [0]}]}
+    >>> merged([one, one])
+    {'state': {0: 'a', 1: 'a'}, 'param_groups': [{'params': [0]}, {'params': [1]}]}
+    """
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    start = 0
+    for each in states:
+        state |= {number + start: entry for number, entry in each["state"].items()}
+        groups += [
+            {**group, "params": [number + start for number in group["params"]]} for group in each["param_groups"]
+        ]
+        start += sum(len(group["params"]) for group in each["param_groups"])
+    return {"state": state, "param_groups": groups}
+
+
+def _check(optimizers: Sequence[Optimizer]) -> None:
+    if not optimizers:
+        raise ValueError("CombinedOptimizer(): give it the optimizers that it is to step")
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"CombinedOptimizer({type(optimizer).__name__}): give it optimizers, one by one")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("CombinedOptimizer(LBFGS): it steps several times on one batch, and needs to be alone")
+        mine = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        for shared in mine.keys() & seen:
+            raise ValueError(
+                f"CombinedOptimizer: a parameter of shape {tuple(mine[shared].shape)} is in two of its optimizers: "
+                "give it to one"
+            )
+        seen |= mine.keys()
+
+
+class _States(MutableMapping[Any, Any]):
+    """The states of several optimizers as one mapping, which reads and writes theirs."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def _of(self, key: Any) -> MutableMapping[Any, Any]:
+        for optimizer in self._optimizers:
+            if key in optimizer.state or any(key is p for group in optimizer.param_groups for p in group["params"]):
+                return optimizer.state
+        raise KeyError(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._of(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._of(key)[key]
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in optimizer.state for optimizer in self._optimizers)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (key for optimizer in self._optimizers for key in optimizer.state)
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
