@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import Self, Unpack
 
+from lockstep.checkpoint import frozen
 from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
 from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.sharded import load as load_checkpoint
@@ -455,7 +456,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         module.configure_model()
         fill_whole(module)
         module.on_load_checkpoint(checkpoint)
-        _load_weights(module, checkpoint["state_dict"], strict)
+        _load_weights(module, checkpoint, strict)
         first = next((value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)), None)
         return module if first is None else module.to(first.device)
 
@@ -590,14 +591,19 @@ def check_weights(checkpoint: dict[str, Any], path: str | PathLike[str]) -> None
         )
 
 
-def _load_weights(module: LightningModule, weights: dict[str, Any], strict: bool | None) -> None:
-    """Load a state dict; without ``strict`` (None: the module's ``strict_loading``) tell what is on one side only."""
+def _load_weights(module: LightningModule, checkpoint: dict[str, Any], strict: bool | None) -> None:
+    """Load weights; without ``strict`` (None: the module's ``strict_loading``) tell what is on one side only."""
     if strict is not None and module._strict_loading not in (None, strict):
         raise MisconfigurationException(
             f"load_from_checkpoint(strict={strict}): {type(module).__name__} has set strict_loading = "
             f"{module._strict_loading}; leave `strict` out, or set both to the same."
         )
     strict = module.strict_loading if strict is None else strict
+    weights, absent = checkpoint["state_dict"], frozen.absent_of(checkpoint, module)
+    if strict and absent is not None:
+        named = dict(module.named_parameters())
+        frozen.check(checkpoint, module, named, f"{type(module).__name__}.load_from_checkpoint")
+        weights = {**weights, **{name: named[name].detach() for name in absent if name in named}}
     keys = module.load_state_dict(weights, strict=strict)
     if not strict and keys is not None:
         for names, where in (

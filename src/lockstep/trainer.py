@@ -474,7 +474,12 @@ class Trainer(Attributes):
         return self._call(self.predict_loop, path, False, return_predictions is not False, weights_only)
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: object = None
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool | None = None,
+        storage_options: object = None,
+        *,
+        trainable_only: bool = False,
     ) -> None:
         """Write the run to a file; call it on every rank.
 
@@ -482,6 +487,9 @@ class Trainer(Attributes):
             filepath: replaced as a whole, or not at all.
             weights_only: leave out what only a resume needs.
             storage_options: for a CheckpointIO of your own (``Trainer(plugins=...)``); the default one has none.
+            trainable_only: leave out weights that are frozen since the fit began: the file has an adapter, say, its
+                optimizer and what a resume needs, and a hash of the weights that it belongs to, by which loading
+                refuses others.
         """
         if not self.session.has("hooks") or self.strategy.module is None:
             raise MisconfigurationException(
@@ -490,7 +498,7 @@ class Trainer(Attributes):
             )
         if self.strategy.absent:
             self.strategy.check_present(f"trainer.save_checkpoint({os.fspath(filepath)!r})")
-        state.save(self.session, filepath, bool(weights_only), storage_options)
+        state.save(self.session, filepath, bool(weights_only), storage_options, trainable_only=trainable_only)
 
     def save_pretrained(
         self,

@@ -126,6 +126,7 @@ class ModelCheckpoint(Checkpoint):
         enable_version_counter: append ``-v1``, ``-v2`` ... rather than overwrite a file of the same name.
         save_pretrained: beside ``NAME.ckpt`` also write a folder ``NAME-pretrained`` by ``trainer.save_pretrained``,
             which goes with the checkpoint.
+        save_trainable_only: leave out weights that are frozen since the fit began; see ``Trainer.save_checkpoint``.
 
     Raises:
         MisconfigurationException: an argument is out of range, or the arguments exclude each other; later, a
@@ -163,6 +164,7 @@ class ModelCheckpoint(Checkpoint):
         enable_version_counter: bool = True,
         *,
         save_pretrained: bool = False,
+        save_trainable_only: bool = False,
     ) -> None:
         if every_n_train_steps is None and every_n_epochs is None and train_time_interval is None:
             every_n_epochs = 1
@@ -184,6 +186,7 @@ class ModelCheckpoint(Checkpoint):
         self._save_on_train_epoch_end = save_on_train_epoch_end
         self._enable_version_counter = enable_version_counter
         self.save_pretrained = save_pretrained
+        self.save_trainable_only = save_trainable_only
         self._check_arguments()
 
         self.best_model_path = ""
@@ -483,7 +486,7 @@ class ModelCheckpoint(Checkpoint):
         return previous
 
     def _write(self, trainer: Trainer, path: str) -> None:
-        trainer.save_checkpoint(path, self.save_weights_only)
+        trainer.save_checkpoint(path, self.save_weights_only, trainable_only=self.save_trainable_only)
         if self.save_pretrained:
             trainer.save_pretrained(self._pretrained_beside(path))
         self._step_of_last_save = trainer.global_step

@@ -115,6 +115,7 @@ class Engine:
         takes_lazy: lazy layers may get their shapes in the first step; else they have them when the module is placed.
         leaves_device: module and optimizer states go back to the CPU when a call is over; else they stay.
         can_be_copied: by deepcopy and pickle, once a call has set it up.
+        leaves_out_frozen: a checkpoint need not have weights that are not trained.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
         step_device: where steps run while parameters are on several devices; None: where the parameters are.
     """
@@ -131,6 +132,7 @@ class Engine:
     takes_lazy: bool = True
     leaves_device: bool = True
     can_be_copied: bool = True
+    leaves_out_frozen: bool = True
     init_device: torch.device | None = None
     step_device: torch.device | None = None
 

@@ -216,6 +216,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     checkpoint = None if ckpt_path is None else _restored(session, asked, ckpt_path)
     if not strategy.places_first:
         strategy.setup_module(module, own_backward)
+    state.take_base(session, checkpoint)
     if fn is TrainerFn.FITTING:
         strategy.setup_optimizers(*configured_optimizers(session))
         say_start(session)

@@ -13,6 +13,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.progress.base import ProgressBar
+from lockstep.checkpoint.frozen import FrozenBase
 from lockstep.config.devices import apply_to_process
 from lockstep.config.run import RunConfig
 from lockstep.datamodule import LightningDataModule
@@ -135,6 +136,7 @@ class Session:
         is_padding: the batch at hand stands in for samples that this rank does not have.
         signals: those of the fit that runs; None in an evaluation and in a trial, which nobody goes on from.
         stop_flag, interrupt_flag: bits of ``agreement``.
+        base: what the module began with frozen.
         instruments: where a profiler measures.
         activations: what a forward of this fit keeps, once the first one has been counted.
         used: what memory was used for when the last fit ended.
@@ -179,6 +181,7 @@ class Session:
     hooks: Hooks = field(init=False)
     results: LogCollector = field(init=False)
     agreement: ConsensusFlags = field(init=False)
+    base: FrozenBase = field(init=False)
     stop_flag: int = field(init=False)
     interrupt_flag: int = field(init=False)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from types import NoneType
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_checkpoint import Checkpoint
-from lockstep.checkpoint import storage
+from lockstep.checkpoint import frozen, storage
 from lockstep.checkpoint.format import first_line
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
@@ -64,25 +64,30 @@ def taking(path: object, what: str) -> Iterator[None]:
         ) from error
 
 
-def load_weights(session: Session, saved: dict[str, Any]) -> None:
+def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str] = ()) -> None:
     """The module's ``load_state_dict``, by its own ``strict_loading``.
+
+    Args:
+        session: whose module gets them.
+        saved: a state dict.
+        absent: parameters that were left out of it.
 
     Raises:
         MisconfigurationException: for the weights of another model, with the first tensor that differs.
     """
     module = session.module
-    strict = module.strict_loading
     cause: RuntimeError | None = None
-    difference = _first_difference(module, saved, certain=True) if takes_names_as_they_are(module) else None
+    difference = _first_difference(module, saved, absent, certain=True) if takes_names_as_they_are(module) else None
     if difference is None:
         try:
-            if session.strategy.places_first:
-                session.strategy.load(EngineState(saved))
-            else:
-                module.load_state_dict(saved, strict=strict)
+            with frozen.lenient(module, absent):
+                if session.strategy.places_first:
+                    session.strategy.load(EngineState(saved))
+                else:
+                    module.load_state_dict(saved, strict=module.strict_loading)
             return
         except RuntimeError as error:
-            difference, cause = _first_difference(module, saved), error
+            difference, cause = _first_difference(module, saved, absent), error
             if difference is None:
                 raise
     raise MisconfigurationException(
@@ -95,15 +100,18 @@ def _shown_shape(shape: torch.Size | None) -> tuple[int, ...]:
     return tuple(shape or ())
 
 
-def _first_difference(module: LightningModule, saved: dict[str, Any], certain: bool = False) -> str | None:
+def _first_difference(
+    module: LightningModule, saved: dict[str, Any], absent: Collection[str], certain: bool = False
+) -> str | None:
     """The first tensor that does not match, and what to do about it.
 
     Args:
         module: with a flag ``strict_loading``.
         saved: a state dict.
+        absent: parameters that were left out of it.
         certain: leave out what torch may forgive.
     """
-    own, strict = module.state_dict(), module.strict_loading
+    own, strict = frozen.without(module.state_dict(), absent), module.strict_loading
     wholes = {name: whole_shape(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
     way_out = "make the module as it was saved, or set its `strict_loading = False` to leave out what differs"
     for name, value in own.items():
@@ -290,16 +298,21 @@ def _training(session: Session, engine: EngineState) -> dict[str, Any]:
     return found
 
 
-def collect(session: Session, weights_only: bool = False, *, alone: bool = False) -> dict[str, Any]:
+def collect(
+    session: Session, weights_only: bool = False, *, alone: bool = False, trainable_only: bool = False
+) -> dict[str, Any]:
     """The run as a dict. Collective: every rank adds its random states and what it has logged so far.
 
     Args:
         session: in a fit, or after one.
         weights_only: leave out what only a resume needs.
         alone: ask no other rank: leave out what each has to itself, and go back to the window's beginning.
+        trainable_only: leave out weights that are frozen, and say which they are.
     """
     module, datamodule, progress, strategy = session.module, session.datamodule, session.fit.progress, session.strategy
-    engine = strategy.save(alone, weights_only)
+    with session.base.left_out() if trainable_only else nullcontext():
+        engine = strategy.save(alone, weights_only)
+    base = session.base.record(strategy.named_parameters()) if trainable_only else {}
     checkpoint: dict[str, Any] = {
         "epoch": progress.epoch,
         "global_step": progress.global_step,
@@ -313,6 +326,7 @@ def collect(session: Session, weights_only: bool = False, *, alone: bool = False
                 "world": session.world_size,
                 "torch": str(torch.__version__),
             },
+            **({frozen.KEY: base} if base else {}),
         },
     }
     if not weights_only:
@@ -424,13 +438,20 @@ def save(
     weights_only: bool = False,
     storage_options: object = None,
     also: Callable[[dict[str, Any]], None] | None = None,
+    trainable_only: bool = False,
 ) -> None:
     """Write a checkpoint of the run. Collective; rank 0 writes, or all do, and an error is an error on every rank.
 
     Args:
         also: adds to it; called on every rank.
+        trainable_only: as of `collect`.
     """
-    checkpoint = collect(session, weights_only)
+    if trainable_only and not session.strategy.leaves_out_frozen:
+        raise MisconfigurationException(
+            f"trainer.save_checkpoint(trainable_only=True): {type(session.strategy).__name__} writes all weights in "
+            'the format that it was asked for: leave checkpoint_format at "sharded", or choose "full".'
+        )
+    checkpoint = collect(session, weights_only, trainable_only=trainable_only)
     if also is not None:
         also(checkpoint)
     error: BaseException | None = None
@@ -568,7 +589,18 @@ def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
     if not session.strategy.places_first:  # else it has been done
         session.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
     with taking(session.ckpt_path, "'state_dict'"):
-        load_weights(session, checkpoint["state_dict"])
+        load_weights(session, checkpoint["state_dict"], frozen.absent_of(checkpoint, module) or ())
+
+
+def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
+    """Note what is frozen, with all weights in place; refuse those that the checkpoint's were not trained on."""
+    module = session.module
+    absent = None if checkpoint is None else frozen.absent_of(checkpoint, module)
+    if checkpoint is not None and module.strict_loading:
+        call = f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r})"
+        with taking(session.ckpt_path, "what it says of its base"):
+            frozen.check(checkpoint, module, session.strategy.named_parameters(), call)
+    session.base = frozen.FrozenBase(module, absent)
 
 
 def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:

@@ -211,6 +211,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             )
         elif checkpoint_format == "deepspeed":
             self.saves_shards = True
+            self.leaves_out_frozen = False
             writer = EngineCheckpointIO()
             writer.save = self._engine_saves
             self.checkpoints = CheckpointWriter(writer)

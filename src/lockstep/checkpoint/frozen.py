@@ -1,0 +1,268 @@
+"""Checkpoints without weights that are not trained: a hash says which those are, whoever holds what part of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.pretrained import FOLDER, shown
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import plain_name, whole_shape
+from lockstep.ground.parts import begins_of, local_part, stands_in
+from lockstep.ground.rank import rank_zero_warn
+
+KEY = "base"
+"""Where lockstep's part of a checkpoint says what it leaves out."""
+PIECE = 2**20
+"""Elements that are hashed at a time."""
+FACTORS = (-7046029254386353131, -4417276706812531889, -7723592293110705685)
+"""Odd numbers by which bits are mixed, those of splitmix64 and xxHash as signed ones."""
+
+OTHERS = (
+    "{call}: the checkpoint holds what was trained, and leaves out {count} frozen tensors of {base} ({elements:,} "
+    "elements); here are {here} tensors ({own:,} elements) that it does not have{first}: make the module as it was, "
+    "with the same layers frozen, or save a whole checkpoint."
+)
+ANOTHER = (
+    "{call}: the checkpoint is an adapter for another base: it was trained on {base}, and here is {own}; {count} of "
+    "{all} frozen tensors have other values: {names}. Begin with the weights that it was trained on, "
+    "lockstep.load_pretrained(model, FOLDER) say, or set `strict_loading = False` in the module to take it anyway."
+)
+OTHER_DTYPE = (
+    "{call}: the adapter was trained on frozen weights in {there}, and here they are in {here}: whether it is the same "
+    "base cannot be checked."
+)
+
+
+def plain(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    return plain_name(name).replace("_orig_mod.", "")
+
+
+class FrozenBase:
+    """The parameters that a call begins with frozen. Those that are frozen still are left out where that is asked for.
+
+    Args:
+        module: as it is when the call begins.
+        absent: names that the checkpoint from which the call goes on has left out; None: there is none, or it is whole.
+    """
+
+    def __init__(self, module: nn.Module, absent: Iterable[str] | None = None) -> None:
+        self._module = module
+        known = None if absent is None else frozenset(absent)
+        self._names = frozenset(name for name in _frozen(module) if known is None or name in known)
+        self._recorded: tuple[list[str], dict[str, Any]] = [], {}
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Inside, state dicts of the module lack what is frozen, so that nobody gathers it."""
+        names = self._names.intersection(_frozen(self._module))
+
+        def drop(module: nn.Module, state: dict[str, Any], *_: object) -> None:
+            for name in [name for name in state if plain(name) in names]:
+                del state[name]
+
+        handle = self._module.register_state_dict_post_hook(drop)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def record(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What a checkpoint says of what it leaves out. Collective, when it is first asked for.
+
+        Args:
+            parameters: by name, as this rank has them.
+        """
+        own = {plain(name): each for name, each in parameters.items()}
+        names = [name for name in own if name in self._names and not own[name].requires_grad]
+        if names != self._recorded[0]:
+            self._recorded = names, record_of({name: own[name] for name in names}, base_name(self._module))
+        return self._recorded[1]
+
+
+def _frozen(module: nn.Module) -> Iterator[str]:
+    named = module.named_parameters(remove_duplicate=False)
+    return (plain(name) for name, parameter in named if not parameter.requires_grad)
+
+
+def base_name(module: nn.Module) -> str:
+    """What to call the weights that a module begins with: the folder that they came from, or the model's class."""
+    for layer in module.modules():
+        folder = vars(layer).get(FOLDER)
+        if folder is not None:
+            return repr(folder)
+    given = (getattr(getattr(layer, "config", None), "name_or_path", None) for layer in module.modules())
+    named = next((name for name in given if isinstance(name, str) and name), None)
+    return type(module).__name__ if named is None else repr(named)
+
+
+def record_of(parameters: Mapping[str, Tensor], base: str) -> dict[str, Any]:
+    """Hashes of parameters, with what else tells them from those of another base. Collective."""
+    return {
+        "of": base,
+        "hashes": torch.tensor(hashes_of(parameters), dtype=torch.int64),
+        "names": _digest(parameters),
+        "elements": _elements(parameters),
+        "dtypes": _dtypes(parameters),
+    }
+
+
+def _digest(parameters: Mapping[str, Tensor]) -> str:
+    told = "\n".join(f"{name} {tuple(whole_shape(each))}" for name, each in parameters.items())
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _elements(parameters: Mapping[str, Tensor]) -> int:
+    return sum(whole_shape(each).numel() for each in parameters.values())
+
+
+def _dtypes(parameters: Mapping[str, Tensor]) -> str:
+    return ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in parameters.values()}))
+
+
+@contextmanager
+def lenient(module: Any, absent: Collection[str]) -> Iterator[None]:
+    """Inside, a LightningModule takes a state dict without some of its parameters."""
+    before = module._strict_loading
+    if absent:
+        module.strict_loading = False
+    try:
+        yield
+    finally:
+        module._strict_loading = before
+
+
+def without(state: Mapping[str, Any], absent: Collection[str]) -> dict[str, Any]:
+    """A state dict without some parameters."""
+    left_out = set(absent)
+    return {name: value for name, value in state.items() if plain(name) not in left_out}
+
+
+def absent_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[str] | None:
+    """Names of the module's parameters that a checkpoint leaves out as frozen; None where it is whole."""
+    if _record(checkpoint) is None:
+        return None
+    there = checkpoint["state_dict"]
+    saved = {plain(name) for name in there}
+    named = module.named_parameters(remove_duplicate=False)
+    return [plain(name) for name, _ in named if plain(name) not in saved]
+
+
+def _record(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    own = checkpoint.get("lockstep")
+    found = own.get(KEY) if isinstance(own, Mapping) else None
+    return found if isinstance(found, dict) else None
+
+
+def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[str, Tensor], call: str) -> None:
+    """Refuse weights that were trained on another base than the module has. Collective.
+
+    Args:
+        checkpoint: whole, or not.
+        module: with its frozen weights in place.
+        parameters: of the module by name, as this rank has them.
+        call: of the user's, for messages.
+
+    Raises:
+        MisconfigurationException: what is frozen has other names or values, on every rank.
+    """
+    record, absent = _record(checkpoint), absent_of(checkpoint, module)
+    if record is None or absent is None:
+        return
+    left_out = set(absent)
+    own = {plain(name): each for name, each in parameters.items() if plain(name) in left_out}
+    if _digest(own) != record["names"]:
+        first = f" ({shown(list(own))})" if own else ""
+        numbers = {"count": len(record["hashes"]), "elements": record["elements"], "here": len(own)}
+        told = OTHERS.format(call=call, base=record["of"], own=_elements(own), first=first, **numbers)
+        raise MisconfigurationException(told)
+    here = _dtypes(own)
+    if here != record["dtypes"]:
+        rank_zero_warn(OTHER_DTYPE.format(call=call, there=record["dtypes"], here=here))
+        return
+    pairs = zip(own, hashes_of(own), record["hashes"].tolist(), strict=True)
+    differing = [name for name, found, saved in pairs if found != saved]
+    if differing:
+        numbers = {"count": len(differing), "all": len(own)}
+        raise MisconfigurationException(
+            ANOTHER.format(call=call, base=record["of"], own=base_name(module), names=shown(differing), **numbers)
+        )
+
+
+# -- hashes ----------------------------------------------------------------------------------------------------
+
+
+def hashes_of(parameters: Mapping[str, Tensor]) -> list[int]:
+    """A number of 64 bits for each parameter, which depends on every bit and its place. Collective.
+
+    Each rank hashes what it holds, and a part that several hold counts once: a sum does not ask who has what.
+    """
+    mine: dict[tuple[str, tuple[int, ...]], int] = {}
+    for name, parameter in parameters.items():
+        part, begins, shape = _part_of(parameter)
+        if part.numel():
+            mine[name, tuple(begins)] = _hash(part, begins, shape)
+    merged: dict[tuple[str, tuple[int, ...]], int] = {}
+    for of_rank in comm.all_gather_object(mine, None):
+        merged |= of_rank
+    sums = dict.fromkeys(parameters, 0)
+    for (name, _), number in merged.items():
+        sums[name] += number
+    return [_signed(number) for number in sums.values()]
+
+
+def _signed(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
+    """What this rank holds of a parameter, where it begins, and the shape of the whole; of DeepSpeed's it is flat."""
+    if hasattr(parameter, "ds_tensor"):
+        part, numel = parameter.ds_tensor.detach().flatten(), parameter.ds_shape.numel()
+        begin = min(comm.rank(None) * part.numel(), numel)
+        return part[: numel - begin], [begin], (numel,)
+    if stands_in(parameter):
+        return torch.empty(0), [0], (0,)
+    return local_part(parameter.detach()), begins_of(parameter), parameter.shape
+
+
+def _hash(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> int:
+    """The sum of what each element of a part makes with its place in the whole."""
+    if not part.dim():
+        part, begins, shape = part.reshape(1), [0], (1,)
+    rows = max(1, PIECE // max(1, part[0].numel()))
+    total = 0
+    for at in range(0, len(part), rows):
+        piece = part[at : at + rows]
+        total += _mixed(piece, _places(piece, [begins[0] + at, *begins[1:]], shape))
+    return total
+
+
+def _places(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The number of each element of a part in the whole, counted row by row."""
+    places, stride = torch.zeros((), dtype=torch.int64, device=part.device), 1
+    for dim in reversed(range(part.dim())):
+        own = torch.arange(begins[dim], begins[dim] + part.shape[dim], device=part.device) * stride
+        places = places + own.reshape(-1, *[1] * (part.dim() - 1 - dim))
+        stride *= shape[dim]
+    return places
+
+
+def _mixed(part: Tensor, places: Tensor) -> int:
+    part = torch.view_as_real(part) if part.is_complex() else part
+    size = part.element_size()
+    words = part.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    places = places.unsqueeze(-1) * 2 + torch.arange(2, device=part.device) if words.dim() > places.dim() else places
+    first, second, third = FACTORS
+    mixed = (words.to(torch.int64) + 1) * first + places * second
+    mixed ^= mixed >> 31
+    mixed *= third
+    mixed ^= mixed >> 29
+    return int(mixed.sum())

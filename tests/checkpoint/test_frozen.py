@@ -1,0 +1,327 @@
+"""Checkpoints of what is trained alone: small, with the base's hash, and as good as whole ones for a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lockstep import LightningModule
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.checkpoint.frozen import FrozenBase, hashes_of
+from lockstep.checkpoint.sharded import load
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.strategies import DeepSpeedStrategy, FSDPStrategy
+from lockstep.testing.pool import RankFailure, RankPool
+from tests.checkpoint.adapted import Adapted, ByHand, needs_peft
+from tests.checkpoint.tuned import WORDS, write_folder
+from tests.loop.pieces import quiet
+
+
+@pytest.fixture
+def peft() -> None:
+    needs_peft()
+
+
+def words(batch_size: int) -> DataLoader[Any]:
+    drawn = torch.randint(0, WORDS, (32, 6), generator=torch.Generator().manual_seed(0))
+    return DataLoader(drawn, batch_size=batch_size, shuffle=True)  # type: ignore[arg-type]
+
+
+def strategy_of(name: str) -> Any:
+    if name == "sharded":
+        return FSDPStrategy(state_dict_type="sharded")
+    if name == "full":
+        return DeepSpeedStrategy(stage=3, checkpoint_format="full")
+    return name
+
+
+def trainer_of(name: str, **flags: Any) -> Any:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    precision = "32-true" if "deepspeed" in name or name == "full" else "64-true"
+    flags = {"precision": precision, "max_epochs": 2, **flags}
+    return quiet(strategy=strategy_of(name) if world > 1 else "auto", devices=world, **flags)
+
+
+def made(folder: str) -> LightningModule:
+    return Adapted(folder) if folder else ByHand()
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value, _ in trainer.strategy.whole_parameters()}
+
+
+class SavesBoth(Callback):
+    """After three steps: the adapter alone, and all."""
+
+    def __init__(self, into: str) -> None:
+        self.into = into
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(f"{self.into}/adapter.ckpt", trainable_only=True)
+            trainer.save_checkpoint(f"{self.into}/whole.ckpt")
+
+
+def written(name: str, folder: str, into: str, batch_size: int) -> dict[str, Tensor]:
+    """In a rank: a whole run."""
+    trainer = trainer_of(name, callbacks=[SavesBoth(into)])
+    trainer.fit(made(folder), words(batch_size))
+    return weights(trainer)
+
+
+def resumed(name: str, folder: str, path: str, batch_size: int) -> dict[str, Tensor]:
+    trainer = trainer_of(name)
+    trainer.fit(made(folder), words(batch_size), ckpt_path=path)
+    return weights(trainer)
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+NAMES = ["ddp", "fsdp", "sharded", "deepspeed_stage_2", "deepspeed_stage_3", "full", "balanced"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resume_goes_on_to_the_same_bits(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    whole = ranks(2).run(written, name, "", str(tmp_path), 4, timeout=100)[0]
+    found, every = (load(tmp_path / f"{which}.ckpt") for which in ("adapter", "whole"))
+    own = {name for name, parameter in ByHand().named_parameters() if parameter.requires_grad}
+    assert found["state_dict"].keys() == own
+    assert every["state_dict"].keys() > own
+    for which in ("adapter", "whole"):
+        path = str(tmp_path / f"{which}.ckpt")
+        assert differing(ranks(2).run(resumed, name, "", path, 4, timeout=100)[0], whole) == [], which
+
+
+ELSEWHERE = [
+    ("balanced", 2),
+    ("ddp", 1),
+    pytest.param("fsdp", 2, marks=pytest.mark.slow),
+    pytest.param("deepspeed_stage_3", 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.usefixtures("peft")
+@pytest.mark.parametrize(("name", "world"), ELSEWHERE)
+def test_a_resume_elsewhere_is_that_from_a_whole_checkpoint(
+    ranks: RankPool, tmp_path: Path, name: str, world: int
+) -> None:
+    folder = str(write_folder(tmp_path / "base", "llama"))
+    ranks(2).run(written, "fsdp", folder, str(tmp_path), 4, timeout=100)
+    one, other = (
+        ranks(world).run(resumed, name, folder, str(tmp_path / f"{which}.ckpt"), 8 // world, timeout=100)[0]
+        for which in ("adapter", "whole")
+    )
+    assert differing(one, other) == []
+
+
+@pytest.mark.slow
+def test_from_two_ranks_to_four_and_one(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(written, "balanced", "", str(tmp_path), 4, timeout=100)
+    for name, world in [("fsdp", 4), ("sharded", 4), ("balanced", 4), ("ddp", 1)]:
+        one, other = (
+            ranks(world).run(resumed, name, "", str(tmp_path / f"{which}.ckpt"), 8 // world, timeout=100)[0]
+            for which in ("adapter", "whole")
+        )
+        assert differing(one, other) == [], name
+
+
+# -- the base that it belongs to --------------------------------------------------------------------------------
+
+
+def refused(name: str, folder: str, path: str) -> str:
+    with pytest.raises(MisconfigurationException) as raised:
+        resumed(name, folder, path, 4)
+    return str(raised.value)
+
+
+def all_refused(names: list[str], folder: str, path: str) -> list[str]:
+    return [refused(name, folder, path) for name in names]
+
+
+@pytest.mark.usefixtures("peft")
+def test_an_adapter_for_another_base_is_refused_by_name_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = (str(write_folder(tmp_path / name, "llama", seed)) for name, seed in (("one", 1), ("other", 2)))
+    ranks(2).run(written, "ddp", one, str(tmp_path), 4, timeout=100)
+    path = str(tmp_path / "adapter.ckpt")
+    for told in ranks(2).run(all_refused, ["ddp", "fsdp", "balanced"], other, path, timeout=100):
+        for said in told:
+            assert said.startswith(f"trainer.fit(ckpt_path={path!r}): the checkpoint is an adapter for another base")
+            assert f"it was trained on {one!r}, and here is {other!r}; 39 of 39 frozen tensors" in said
+
+
+@pytest.mark.usefixtures("peft")
+def test_a_module_made_of_it_has_base_and_adapter(tmp_path: Path) -> None:
+    one, other = (str(write_folder(tmp_path / name, "llama", seed)) for name, seed in (("one", 1), ("other", 2)))
+    trainer, module, path = quiet(max_epochs=1), Adapted(one), tmp_path / "adapter.ckpt"
+    trainer.fit(module, words(8))
+    trainer.save_checkpoint(path, trainable_only=True, weights_only=True)
+    read = Adapted.load_from_checkpoint(path, folder=one)
+    wanted = dict(module.named_parameters())
+    assert wanted.keys() == dict(read.named_parameters()).keys()
+    assert all(torch.equal(wanted[name], value) for name, value in read.named_parameters())
+    with pytest.raises(MisconfigurationException, match=r"load_from_checkpoint: .* an adapter for another base"):
+        Adapted.load_from_checkpoint(path, folder=other)
+    with pytest.warns(UserWarning, match="and stay as they were made"):
+        Adapted.load_from_checkpoint(path, folder=other, strict=False)
+
+
+@pytest.mark.usefixtures("peft")
+def test_a_base_in_another_dtype_cannot_be_compared_which_is_said(tmp_path: Path) -> None:
+    folder = str(write_folder(tmp_path / "one", "llama"))
+    trainer = quiet(max_epochs=1, precision="64-true")
+    trainer.fit(Adapted(folder), words(8))
+    trainer.save_checkpoint(tmp_path / "adapter.ckpt", trainable_only=True)
+    with pytest.warns(UserWarning, match="trained on frozen weights in float64, and here they are in float32"):
+        Adapted.load_from_checkpoint(tmp_path / "adapter.ckpt", folder=folder)
+
+
+class Wider(ByHand):
+    """With a frozen layer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(3, 3).requires_grad_(False)
+
+
+class Renamed(ByHand):
+    """Whose adapters have another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = self.blocks
+        del self.blocks
+
+
+def test_other_frozen_layers_are_told_of(tmp_path: Path) -> None:
+    written("", "", str(tmp_path), 8)
+    with pytest.raises(
+        MisconfigurationException, match=r"leaves out 11 frozen tensors .* here are 13 tensors .*weight"
+    ):
+        trainer_of("").fit(Wider(), words(8), ckpt_path=tmp_path / "adapter.ckpt")
+    with pytest.raises(
+        MisconfigurationException, match=r"of another model than this Renamed: the module has no 'blocks"
+    ):
+        trainer_of("").fit(Renamed(), words(8), ckpt_path=tmp_path / "adapter.ckpt")
+
+
+def test_it_is_taken_anyway_where_names_need_not_match(tmp_path: Path) -> None:
+    written("", "", str(tmp_path), 8)
+    module = ByHand(seed=4)
+    module.strict_loading = False
+    trainer_of("", max_epochs=1).fit(module, words(8), ckpt_path=tmp_path / "adapter.ckpt")
+
+
+class Thaws(ByHand):
+    """Trains its head for one epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.head.requires_grad_(self.current_epoch == 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_what_was_trained_once_is_kept(tmp_path: Path) -> None:
+    module = Thaws()
+    module.head.requires_grad_()
+    trainer = trainer_of("")
+    trainer.fit(module, words(8))
+    assert not module.head.weight.requires_grad
+    trainer.save_checkpoint(tmp_path / "x.ckpt", trainable_only=True)
+    names = load(tmp_path / "x.ckpt")["state_dict"]
+    assert {"head.weight", "head.bias"} <= names.keys()
+    assert "table.weight" not in names
+
+
+def test_a_format_of_all_weights_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"trainable_only=True\): DeepSpeedStrategy writes all weights"):
+        ranks(2).run(in_deepspeeds_format, str(tmp_path), timeout=60)
+
+
+def in_deepspeeds_format(into: str) -> None:
+    strategy = DeepSpeedStrategy(stage=2, checkpoint_format="deepspeed")
+    quiet(strategy=strategy, devices=2, max_epochs=2, callbacks=[SavesBoth(into)]).fit(ByHand(), words(4))
+
+
+# -- sizes and hashes -------------------------------------------------------------------------------------------
+
+
+class Large(ByHand):
+    """With an adapter of 256 KiB, whose base is 16 times as large."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.wide = nn.Linear(2048, 512, bias=False).requires_grad_(False)
+        self.adapter = nn.Linear(1024, 64, bias=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.adapter.weight.square().mean()
+
+
+@pytest.mark.parametrize("name", ["ddp", "sharded"])
+def test_it_is_as_large_as_its_tensors(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    ranks(2).run(saved_large, name, str(tmp_path))
+    (path,) = tmp_path.iterdir()
+    files = [path] if path.is_file() else list(path.iterdir())
+    module = Large()
+    tensors = 3 * sum(p.numel() * 8 for p in module.parameters() if p.requires_grad)  # with Adam's two
+    assert tensors < sum(file.stat().st_size for file in files) < 1.1 * tensors
+
+
+def saved_large(name: str, into: str) -> None:
+    keep = ModelCheckpoint(into, save_trainable_only=True)
+    trainer_of(name, callbacks=[keep], enable_checkpointing=True, max_epochs=1).fit(Large(), words(4))
+
+
+def hashed(name: str) -> list[int]:
+    """In a rank: the hashes of a module's frozen weights, in parts."""
+    found: list[list[int]] = []
+
+    class Hashes(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            found.append(trainer.session.base.record(trainer.strategy.named_parameters())["hashes"].tolist())
+
+    trainer_of(name, callbacks=[Hashes()], max_steps=1, precision="32-true").fit(Large(), words(4))
+    return found[0]
+
+
+def test_a_hash_does_not_ask_who_has_what(ranks: RankPool) -> None:
+    module = Large()
+    wanted = hashes_of({name: p for name, p in module.named_parameters() if not p.requires_grad})
+    assert len(set(wanted)) == len(wanted) == 8
+    for name in ("ddp", "fsdp", "deepspeed_stage_3", "balanced"):
+        assert ranks(2).run(hashed, name, timeout=60) == [wanted, wanted], name
+
+
+def test_a_hash_depends_on_each_bit_and_its_place() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64, torch.bool):
+        whole = (torch.arange(24) % 2 if dtype == torch.bool else torch.arange(24)).to(dtype).reshape(4, 6)
+        other, turned = whole.clone(), whole.roll(1, 0).roll(1, 1)
+        other[2, 3] = 0
+        each = [whole, other, turned, whole.T.contiguous(), torch.zeros(4, 6).to(dtype)]
+        if dtype == torch.bool:
+            del each[1:3]
+        found = [hashes_of({"x": tensor})[0] for tensor in each]
+        assert len(set(found)) == len(found), dtype
+    assert hashes_of({"x": torch.tensor(1.0)}) != hashes_of({"x": torch.tensor(2.0)})
+    assert hashes_of({"x": torch.tensor(0.0)}) != hashes_of({"x": torch.tensor(-0.0)})
+
+
+def test_nothing_frozen_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
+    module = ByHand().requires_grad_()
+    trainer = trainer_of("", max_epochs=1)
+    trainer.fit(module, words(8))
+    trainer.save_checkpoint(tmp_path / "x.ckpt", trainable_only=True)
+    found = load(tmp_path / "x.ckpt")
+    assert found["state_dict"].keys() == module.state_dict().keys()
+    assert "base" not in found["lockstep"]
+    assert FrozenBase(module).record(dict(module.named_parameters())) == {}
