@@ -510,6 +510,8 @@ class Trainer(Attributes):
     ) -> None:
         """Write the model of the last call as a folder that ``from_pretrained`` reads; call it on every rank.
 
+        Of a model of peft's it is peft's folder, with the adapters alone, for ``PeftModel.from_pretrained``.
+
         Weights are gathered tensor by tensor, and each rank writes its turn of the parts: none has the whole model
         where the strategy shards it. All ranks have to see the folder.
 
@@ -531,7 +533,10 @@ class Trainer(Attributes):
         strategy = self.strategy
         prefix, found = export.find_model(strategy.module, model)
         values = itertools.chain(((n, value) for n, value, _ in strategy.whole_parameters()), strategy.whole_buffers())
-        export.write(folder, export.named_as_in_files(found, prefix, values), found, max_shard_size, tokenizer)
+        if export.is_of_peft(found):
+            export.write_adapter(folder, values, prefix, found, tokenizer)
+        else:
+            export.write(folder, export.named_as_in_files(found, prefix, values), found, max_shard_size, tokenizer)
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -8,7 +8,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,17 @@ NOT_OF_CONFIG = (
     "--config {config!r}: this is the config of another model than the checkpoint has, or its names were changed: "
     "{count} tensors of {model} are not in the checkpoint: "
 )
+OF_ADAPTER = (
+    "The checkpoint has what was trained alone, and not the weights of {base} beside it: give it to a Trainer as "
+    "ckpt_path= (trainer.validate, say), and call trainer.save_pretrained(folder), which writes peft's folder of it."
+)
 OTHER_SHAPES = (
     "--config {config!r}: {count} tensors of {model} have other shapes in the checkpoint; give the config that the "
     "model was made from: "
+)
+ADDED = (
+    "save_pretrained: {model} has adapters that `add_adapter` put into it, and their folder is written where the model "
+    "is peft's: wrap it by peft.get_peft_model(model, LoraConfig(...)) instead."
 )
 NOT_PART = "save_pretrained(model={kind}): this module is no part of {module}."
 
@@ -101,11 +110,16 @@ def find_model(module: nn.Module, model: nn.Module | None) -> tuple[str, nn.Modu
 
 
 def _outermost(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if is_of_transformers(module) or FOLDER in vars(module):
+    if is_of_transformers(module) or is_of_peft(module) or FOLDER in vars(module):
         yield prefix, module
         return
     for name, child in module.named_children():
         yield from _outermost(f"{prefix}.{name}" if prefix else name, child)
+
+
+def is_of_peft(model: nn.Module) -> bool:
+    """Whether it derives from peft's ``PeftModel``."""
+    return any(kind.__name__ == "PeftModel" and kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 
 def check_tokenizer(tokenizer: object) -> None:
@@ -129,6 +143,8 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
         prefix: what its names begin with in the module.
         tensors: of the module.
     """
+    if getattr(model, "peft_config", None):
+        raise MisconfigurationException(ADDED.format(model=type(model).__name__))
     places = {_plain(name): place for name, place in places_of(model).items()}
     sources = _tied(model, places)
     names = names_in_files(model, list(places))
@@ -182,7 +198,12 @@ def names_in_files(model: Any, names: Sequence[str]) -> dict[str, str]:
 
 
 def write_state(
-    folder: str, state: Mapping[str, Any], config: str, max_shard_size: int | str, tokenizer: str | None
+    folder: str,
+    state: Mapping[str, Any],
+    config: str,
+    max_shard_size: int | str,
+    tokenizer: str | None,
+    left_out: str | None = None,
 ) -> None:
     """Write the model within a state dict.
 
@@ -191,6 +212,7 @@ def write_state(
         state: of a LightningModule; the model is an attribute of it, or itself.
         config: a folder with the model's ``config.json``.
         max_shard_size, tokenizer: as of `write`.
+        left_out: what the state dict lacks, where it is of an adapter alone.
 
     Raises:
         MisconfigurationException: the config is of another model.
@@ -201,8 +223,7 @@ def write_state(
     prefix = _prefix_of(tensors, wanted)
     missing = [name for name in wanted if prefix + name not in tensors]
     if missing:
-        told = NOT_OF_CONFIG.format(config=config, model=type(model).__name__, count=len(missing))
-        raise MisconfigurationException(told + shown(missing))
+        _refuse_missing(missing, config, type(model).__name__, left_out)
     wrong = [name for name, tensor in wanted.items() if tensors[prefix + name].shape != tensor.shape]
     if wrong:
         told = OTHER_SHAPES.format(config=config, model=type(model).__name__, count=len(wrong))
@@ -210,6 +231,13 @@ def write_state(
     floating = (tensors[prefix + name].dtype for name in wanted if tensors[prefix + name].is_floating_point())
     model.to(next(floating, None))
     write(folder, named_as_in_files(model, prefix, tensors.items()), model, max_shard_size, tokenizer, config)
+
+
+def _refuse_missing(missing: Sequence[str], config: str, model: str, left_out: str | None) -> None:
+    if left_out is not None:
+        raise MisconfigurationException(OF_ADAPTER.format(base=left_out))
+    told = NOT_OF_CONFIG.format(config=config, model=model, count=len(missing))
+    raise MisconfigurationException(told + shown(missing))
 
 
 def _model_of(config: str) -> Any:
@@ -256,29 +284,90 @@ def write(
         tokenizer: one of transformers, or a folder that has its files; None: that of ``config``, if there is one.
         config: a folder to copy further files from.
     """
-    target = Path(folder)
-    if target.is_file():
-        raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
-    limit = bytes_of(max_shard_size)
-    check_tokenizer(tokenizer)
-    beside = target.with_name(comm.broadcast_object(f".{target.name}-{secrets.token_hex(4)}", 0, None))
-    parts = _Parts(beside, limit)
-    try:
+    target, limit = Path(folder), bytes_of(max_shard_size)
+    with _beside(target, tokenizer) as beside:
+        parts = _Parts(beside, limit)
         for name, tensor in tensors:
             parts.add(name, tensor)
         parts.end()
         _agree(parts.error, target)
-        error: Exception | None = None
-        if comm.rank(None) == 0:
-            try:
-                _write_index(beside, parts.sizes)
-                _write_about(beside, model, tokenizer, config)
-                _take_place(beside, target)
-            except Exception as failed:
-                error = failed
-        _agree(error, target)
+
+        def finish() -> None:
+            _write_index(beside, parts.sizes)
+            _write_about(beside, model, tokenizer, config)
+            _take_place(beside, target)
+
+        _on_rank_0(finish, target)
+
+
+def write_adapter(
+    folder: str | os.PathLike[str], tensors: Iterable[Named], prefix: str, model: Any, tokenizer: object
+) -> None:
+    """Write peft's folder of a model of its own: the adapters and their configs. Collective; rank 0 writes.
+
+    Args:
+        folder: to make, or whose files to replace.
+        tensors: of the module by name, whole, in the same order on all ranks.
+        prefix: what the model's names begin with in the module.
+        model: peft's.
+        tokenizer: as of `write`.
+    """
+    target = Path(folder)
+    with _beside(target, tokenizer) as beside:
+        wanted, keeps = _names_of_adapters(model), comm.rank(None) == 0
+        held: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            own = _plain(name).removeprefix(prefix)
+            if keeps and own in wanted:
+                held[own] = tensor.detach().cpu().contiguous()
+
+        def finish() -> None:
+            base = vars(model.get_base_model()).get(FOLDER)
+            for config in model.peft_config.values():
+                config.base_model_name_or_path = config.base_model_name_or_path or base
+            beside.mkdir()
+            model.save_pretrained(beside, state_dict=held)
+            _copy_tokenizer(beside, tokenizer, base)
+            _take_place(beside, target)
+
+        _on_rank_0(finish, target)
+
+
+def _names_of_adapters(model: Any) -> set[str]:
+    """Which of a model's tensors peft writes: it is asked, with stand-ins that have no memory."""
+    peft = importlib.import_module("peft")
+    meta = torch.device("meta")
+    places = {_plain(name): tensor_at(*place) for name, place in places_of(model).items()}
+    asked = {name: torch.empty(each.shape, dtype=each.dtype, device=meta) for name, each in places.items()}
+    found: set[int] = set()
+    for name in model.peft_config:
+        written = peft.get_peft_model_state_dict(model, state_dict=dict(asked), adapter_name=name)
+        found |= {id(value) for value in written.values()}
+    return {name for name, value in asked.items() if id(value) in found}
+
+
+@contextmanager
+def _beside(target: Path, tokenizer: object) -> Iterator[Path]:
+    """A folder beside the target, of the same name on all ranks, which is gone afterwards. Collective."""
+    if target.is_file():
+        raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
+    check_tokenizer(tokenizer)
+    beside = target.with_name(comm.broadcast_object(f".{target.name}-{secrets.token_hex(4)}", 0, None))
+    try:
+        yield beside
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _on_rank_0(action: Callable[[], None], folder: Path) -> None:
+    """Let rank 0 do something; its error is one of all."""
+    error: Exception | None = None
+    if comm.rank(None) == 0:
+        try:
+            action()
+        except Exception as failed:
+            error = failed
+    _agree(error, folder)
 
 
 def _agree(error: Exception | None, folder: Path) -> None:
@@ -351,10 +440,7 @@ def _write_index(folder: Path, parts: Sequence[Mapping[str, int]]) -> None:
 def _write_about(folder: Path, model: Any, tokenizer: Any, config: str | None) -> None:
     """Config, what to generate by, and the tokenizer's files."""
     source = config if config is not None else vars(model).get(FOLDER) if model is not None else None
-    copied = _files(source, (*CONFIGS, *TOKENIZERS)) if source is not None else []
-    if isinstance(tokenizer, (str, os.PathLike)):
-        copied += _files(tokenizer, TOKENIZERS)
-    for path in copied:
+    for path in _files(source, CONFIGS) if source is not None else []:
         shutil.copy(path, folder / path.name)
     if model is not None and is_of_transformers(model):
         own = deepcopy(model.config)
@@ -363,6 +449,15 @@ def _write_about(folder: Path, model: Any, tokenizer: Any, config: str | None) -
         own.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
+    _copy_tokenizer(folder, tokenizer, source)
+
+
+def _copy_tokenizer(folder: Path, tokenizer: Any, source: str | None) -> None:
+    """A tokenizer, or files of one: those of the folder that a model began with, and what was given."""
+    given = tokenizer if isinstance(tokenizer, (str, os.PathLike)) else None
+    for each in (source, given):
+        for path in _files(each, TOKENIZERS) if each is not None else []:
+            shutil.copy(path, folder / path.name)
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(folder)
 
@@ -376,6 +471,8 @@ def _take_place(beside: Path, target: Path) -> None:
         if PART.fullmatch(path.name) and path.name not in new:
             path.unlink()
     for name in sorted(new, key=lambda name: name == INDEX):
+        if (target / name).is_dir():
+            shutil.rmtree(target / name)
         (beside / name).replace(target / name)
 
 

@@ -155,6 +155,12 @@ def absent_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[str] | N
     return [plain(name) for name, _ in named if plain(name) not in saved]
 
 
+def base_of(checkpoint: Mapping[str, Any]) -> str | None:
+    """What a checkpoint calls the weights that it leaves out; None where it is whole."""
+    record = _record(checkpoint)
+    return None if record is None else str(record.get("of"))
+
+
 def _record(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     own = checkpoint.get("lockstep")
     found = own.get(KEY) if isinstance(own, Mapping) else None

@@ -181,6 +181,10 @@ class Loading:
     model: str
     waiting: set[str] = field(default_factory=set)
 
+    def __deepcopy__(self, memo: object) -> Loading:
+        """Itself: a layer that was copied begins with the same values, as the one that it is a copy of."""
+        return self
+
     def check_done(self) -> None:
         """Refuse to train where layers that were to get values have been replaced.
 

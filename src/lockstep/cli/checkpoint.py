@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import export, format, sharded, storage
+from lockstep.checkpoint import export, format, frozen, sharded, storage
 from lockstep.engines.deepspeed import folder as deepspeed_folder
 from lockstep.ground.comm import as_bytes
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
@@ -238,7 +238,8 @@ def _to_pretrained(given: argparse.Namespace) -> int:
     found = _read(given.source, given.pickled)
     if "state_dict" not in found:
         raise MisconfigurationException(f"lockstep checkpoint convert: {given.source!r} has no 'state_dict'")
-    export.write_state(given.target, found["state_dict"], given.config, given.max_shard_size, given.tokenizer)
+    base = frozen.base_of(found)
+    export.write_state(given.target, found["state_dict"], given.config, given.max_shard_size, given.tokenizer, base)
     sizes = storage.sizes(given.target)
     print(f"{given.target}: folder of {len(sizes)} files, {_size(sum(sizes.values()))}")
     return 0
