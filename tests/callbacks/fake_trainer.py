@@ -62,7 +62,7 @@ class FakeTrainer:
     @property
     def fit_loop(self) -> Any:
         return SimpleNamespace(
-            progress=SimpleNamespace(windows=self.global_step),
+            progress=SimpleNamespace(windows=self.global_step, batch=0),
             lacks_metrics=None,
             is_interrupted=False,
             validation=SimpleNamespace(num_batches=self.num_val_batches),

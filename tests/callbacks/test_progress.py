@@ -9,12 +9,14 @@ import re
 import sys
 import threading
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lockstep import Callback
 from lockstep.callbacks.progress import base
 from lockstep.callbacks.progress.base import Meter, PlainProgressBar, ProgressBar, clock, number, speed
 from lockstep.callbacks.progress.rich import RichProgressBar
@@ -25,6 +27,7 @@ from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.types import TrainerFn, TrainerState
 from scripts import draw_run
 from tests.callbacks.fake_trainer import FakeLogger, FakeTrainer
+from tests.loop.pieces import Slope, numbers, quiet
 
 
 @pytest.fixture
@@ -659,3 +662,46 @@ def test_negative_settings_are_refused() -> None:
     ):
         with pytest.raises(MisconfigurationException, match="=-1"):
             make()
+
+
+# -- a fit that goes on within an epoch ----------------------------------------------------------------------
+
+
+class Stops(Callback):
+    """Saves behind the second batch of an epoch, and ends the fit there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 6:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("kind", ["plain", "tqdm", "rich"])
+def test_a_fit_that_goes_on_within_an_epoch_names_it(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line began with a colon, and bars had neither name nor total: no hook tells that such an epoch begins."""
+    path = tmp_path / "within.ckpt"
+    quiet(max_epochs=2, callbacks=[Stops(path)]).fit(Slope(), numbers(4))
+
+    class Shows(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            found.append(
+                (shown.train_progress_bar.desc if kind == "tqdm" else task().description.strip(), task().total)
+            )
+
+    def task() -> Any:
+        return shown.train_progress_bar
+
+    found: list[tuple[str, Any]] = []
+    made: dict[str, Any] = {"plain": PlainProgressBar, "tqdm": TQDMProgressBar, "rich": RichProgressBar}
+    shown = made[kind]()
+    flags = {"enable_progress_bar": True, "callbacks": [shown, *([] if kind == "plain" else [Shows()])]}
+    quiet(max_epochs=2, **flags).fit(Slope(), numbers(4), ckpt_path=path)
+    if kind == "plain":
+        assert "Epoch 1/1: step 8" in capsys.readouterr().err
+    else:
+        assert [(name.removesuffix(": "), total) for name, total in found] == [("Epoch 1/1", 4)] * 2

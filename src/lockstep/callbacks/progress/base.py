@@ -296,7 +296,7 @@ class PlainProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first line is due one interval from now."""
-        self._written = None
+        self._written, self._epoch = None, self.epoch_description  # a fit may go on within an epoch
         self._epoch_began = monotonic()
         self._next = self._epoch_began + self.interval
 
@@ -398,6 +398,8 @@ class DrawnProgressBar(ProgressBar):
         self._train_meter.begin(math.inf)
         self._open("train")
         self._begin_drawing()
+        if trainer.fit_loop.progress.batch:  # it goes on within an epoch, whose start calls no hook
+            self._begin_epoch(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the bar anew."""
@@ -405,6 +407,9 @@ class DrawnProgressBar(ProgressBar):
             self._close()
             self._open("train")
         self._begin_drawing()
+        self._begin_epoch(trainer)
+
+    def _begin_epoch(self, trainer: Trainer) -> None:
         if self._draws:
             self._train_meter.begin(self.total_train_batches)
             self._begin_bar(trainer, self._train_meter, self.epoch_description)
