@@ -15,7 +15,8 @@ import pytest
 from lockstep.supervise import hub
 from lockstep.supervise.causes import Cause
 from lockstep.supervise.channel import Channel
-from lockstep.supervise.hub import SILENCE, Hub, Nodes
+from lockstep.supervise.hub import SILENCE, Hub
+from lockstep.supervise.nodes import Nodes
 
 SECONDS = 20
 
@@ -26,8 +27,7 @@ class Node:
     def __init__(self, number: int) -> None:
         self.heard: queue.Queue[Any] = queue.Queue()
         self.lost: queue.Queue[tuple[int, str, str]] = queue.Queue()
-        self.met: queue.Queue[int] = queue.Queue()
-        self.hub = Hub(number, f"host{number}", lambda *what: self.lost.put(what), self.met.put)
+        self.hub = Hub(number, f"host{number}", lambda *what: self.lost.put(what))
         self.hub.listen("news", lambda node, body: self.heard.put((node, body)))
 
 
@@ -37,7 +37,7 @@ def nodes() -> Iterator[list[Node]]:
     port, token = made[0].hub.open()
     for node in made[1:]:
         assert node.hub.join("127.0.0.1", port, token)
-    assert sorted(made[0].met.get(timeout=SECONDS) for _ in (1, 2)) == [1, 2]
+    assert made[0].hub.nodes == [1, 2]
     yield made
     for node in made:
         node.hub.close()

@@ -32,7 +32,7 @@ from lockstep.supervise import elsewhere, hang_monitor, hub
 from lockstep.supervise.causes import Cause, Divergence, Stand
 from lockstep.supervise.hang import RUNS, SLEEPS, RankSnapshot
 from lockstep.supervise.hang_monitor import HangMonitor
-from lockstep.supervise.hub import Nodes
+from lockstep.supervise.nodes import Nodes
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import Members, Note, shared
 
@@ -97,48 +97,40 @@ class CountingConnection(hub._Connection):
 
     Attributes:
         messages, size: both ways, and their bytes.
-        sent: messages that the other end has to take in.
+        told: messages that the other end has to take in.
         heard: messages that this end has taken in.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.messages = self.size = self.sent = self.heard = 0
+        self.messages = self.size = self.told = self.heard = 0
 
-    def put(self, topic: str, text: bytes, newest: bool) -> bool:
+    def put(self, topic: str, text: bytes, newest: bool = False) -> bool:
         found = super().put(topic, text, newest)
         self.messages += found
-        self.sent += found and topic != "welcome"  # which is read before there is a connection
+        self.told += found and topic != "welcome"  # which is read before there is a connection
         self.size += len(text) * found
         return found
-
-    def read(self) -> tuple[list[dict[str, Any]], bool]:
-        messages, goes_on = super().read()
-        self.messages += len(messages)
-        self.size += sum(len(hub._text(message)) for message in messages)
-        return messages, goes_on
 
 
 class CountingHub(hub.Hub):
     """A node's end of the hub that knows what its thread has done.
 
     Attributes:
-        ended: the connections that are over.
+        served: all its connections, those that are over included.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.ended: list[CountingConnection] = []
+        self.served: list[CountingConnection] = []
         self._worked = 0.0
-        self._hello = 0, 0
+        self._hellos = self._size_of_hellos = 0
 
     @property
     def counted(self) -> tuple[int, int]:
         """Messages and bytes so far."""
-        every = [*self.ended, *self._every()]
-        found = [each for each in every if isinstance(each, CountingConnection)]
-        messages, size = self._hello
-        return messages + sum(each.messages for each in found), size + sum(each.size for each in found)
+        messages = self._hellos + sum(each.messages for each in self.served)
+        return messages, self._size_of_hellos + sum(each.size for each in self.served)
 
     @property
     def worked(self) -> float:
@@ -148,37 +140,35 @@ class CountingHub(hub.Hub):
             return self._worked
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
-    def close(self, last: object = None) -> None:
-        every = self._every()
-        super().close(last)
-        self.ended += [each for each in every if isinstance(each, CountingConnection) and each not in self.ended]
-
     def join(self, address: str, port: int, token: str) -> bool:
         hello = {"token": token, "node": self.node, "host": self.host}
-        self._hello = 2, len(hub._text(hello)) + len(hub.WELCOME)
+        self._hellos, self._size_of_hellos = 2, len(hub._text(hello)) + len(hub.WELCOME)
         return super().join(address, port, token)
 
     def kill(self) -> None:
         """End as a process that is killed: without a word."""
-        self._ends_at = time.monotonic()
-        self._wake_up()
-        self._thread.join()
-        for connection in self._every():
-            connection.socket.shutdown(socket.SHUT_RDWR)
+        self._end()
 
-    def _serve(self) -> None:
-        super()._serve()
+    def _run(self) -> None:
+        super()._run()
         self._worked = time.thread_time()
 
-    def _hear(self, connection: hub._Connection, message: dict[str, Any]) -> None:
-        super()._hear(connection, message)
-        assert isinstance(connection, CountingConnection)
-        connection.heard += 1
+    def _meet(self, opened: socket.socket, hello: dict[str, Any] | None) -> hub._Connection | None:
+        self._hellos += 1
+        self._size_of_hellos += len(hub._text(hello or {}))
+        return super()._meet(opened, hello)
 
-    def _drop(self, connection: hub._Connection) -> None:
-        super()._drop(connection)
+    async def _serve(self, connection: hub._Connection) -> None:
         assert isinstance(connection, CountingConnection)
-        self.ended.append(connection)
+        self.served.append(connection)
+        await super()._serve(connection)
+
+    def _hear(self, connection: hub._Connection, message: dict[str, Any]) -> None:
+        assert isinstance(connection, CountingConnection)
+        connection.messages += 1
+        connection.size += len(hub._text(message))
+        super()._hear(connection, message)
+        connection.heard += 1
 
 
 class SimulatedMonitor(HangMonitor):
@@ -417,7 +407,7 @@ class SimulatedRun:
 
         def is_quiet() -> bool:
             heard = sum(end.heard for end in open_)  # first: what is sent and heard between the two sums does not hide
-            return sum(end.sent for end in open_) == heard
+            return sum(end.told for end in open_) == heard
 
         self._until(is_quiet, "what nodes send")
 

@@ -89,6 +89,12 @@ def wiping() -> str:
         return ""
 
 
+def say(words: str) -> None:
+    """Write a line on the screen."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"lockstep: {words}.\n".encode())
+
+
 def _narrow(line: str) -> str:
     return line if len(line) <= WIDE else f"{line[:WIDE]}... ({len(line)} characters)"
 

@@ -43,8 +43,8 @@ from lockstep.supervise.causes import (
 from lockstep.supervise.channel import Channel, Message, caller, door
 from lockstep.supervise.comparison import NotesOfAll
 from lockstep.supervise.hang import plain_notes
-from lockstep.supervise.hub import Nodes
 from lockstep.supervise.monitor import RankMonitor, Verdict
+from lockstep.supervise.nodes import Nodes
 from lockstep.supervise.stack import wipe_line
 from lockstep.supervise.status import RANK, Mailbox
 

@@ -1,0 +1,180 @@
+"""This node among the others: nodes claim what they know of the first cause, and node 0 decides."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lockstep.supervise.causes import Divergence, First, located
+from lockstep.supervise.stack import say
+
+if TYPE_CHECKING:
+    from lockstep.supervise.hub import Hub
+
+MEETING = 60.0
+"""Seconds for which a node calls the hub again and again."""
+
+UNTOLD = "failures of other nodes are not told here"
+"""What follows for a node that cannot reach the others."""
+
+
+class Nodes:
+    """This node among the others, for the first cause of all: each claims what it knows, and node 0 decides.
+
+    Args:
+        node: its number.
+        count: how many there are.
+        put: called in threads with the name of an event and what belongs to it, for `claimed`, `heard` and `lost`.
+        follow: called when the first cause of all nodes is known.
+        scheduled: whether a scheduler looks after nodes that do not answer: it may start the run elsewhere, and would
+            not if it ended by itself.
+
+    Attributes:
+        host: the name of this machine; "" where there is no other.
+        hub: to the other nodes; None where there are none.
+        decided: the first cause: ``words``, and the ``node`` that it is of; ``proved``, where it is that ranks of
+            several nodes did not make the same calls.
+        compares: on node 0: whether ranks did different things as the collectives of these notes; it may wait.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        count: int,
+        put: Callable[[str, Any], None],
+        follow: Callable[[dict[str, Any]], None],
+        scheduled: bool = False,
+    ) -> None:
+        self._node = node
+        self._put = put
+        self._follow = follow
+        self._scheduled = scheduled
+        self.host = socket.gethostname() if count > 1 else ""
+        self.hub: Hub | None = None
+        if count > 1:
+            # asyncio takes a tenth of a second to import, which one node has no use for
+            from lockstep.supervise.hub import Hub
+
+            self.hub = Hub(node, self.host, self._lose)
+            self.hub.listen("asked", lambda node, body: put("asked", body))
+        self.decided: dict[str, Any] | None = None
+        self.compares: Callable[[list[dict[str, Any]]], Divergence | None] = lambda notes: None
+        self._compared: tuple[int, Any] | None = None
+
+    def open(self, address: str) -> tuple[int, str]:
+        """Let the others call by an address; gives the port and the word that they need."""
+        assert self.hub is not None
+        self.hub.listen("claim", lambda node, body: self._put("claim", (node, body)))
+        return self.hub.open(address)
+
+    def join(self, address: str, port: int, token: str) -> None:
+        """Call the first node, in a thread, until it answers."""
+        assert self.hub is not None
+        self.hub.listen("first", lambda node, body: self._put("first", body))
+        thread = threading.Thread(target=self._call, args=(address, port, token), name="lockstep-call", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads may be started: the run can do without
+            say(f"node {self._node} ({self.host}) may start no more threads (`ulimit -u`): {UNTOLD}")
+
+    def _call(self, address: str, port: int, token: str) -> None:
+        assert self.hub is not None
+        until = time.monotonic() + MEETING
+        while not self.hub.join(address, port, token):
+            if self.hub.is_refused:
+                return
+            if time.monotonic() >= until:
+                told = f"node {self._node} ({self.host}) could not reach the supervisor of node 0 at {address}:{port}"
+                say(f"{told}: {UNTOLD}")
+                return
+            time.sleep(1.0)
+
+    def say(self, cause: First, notes: list[dict[str, Any]] | None = None) -> None:
+        """Tell the others the first cause of this node.
+
+        Args:
+            cause: it.
+            notes: the newest collectives of a rank that may have been aborted since another brought other sizes.
+        """
+        if self.hub is None:
+            return
+        body = {"words": located(cause, self.host), "rank": getattr(cause, "rank", -1), "notes": notes or []}
+        if self._node == 0:
+            self.claimed((0, body))
+        else:
+            self.hub.send("claim", body, to=0)
+
+    def ask(self, body: dict[str, Any]) -> None:
+        """A rank of this node has lost others: ask all other nodes who has left it, or failed."""
+        if self.hub is not None:
+            self.hub.send("asked", body)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the first cause is known, and another node's, or not of one node alone."""
+        decided = self.decided
+        return decided is not None and (decided["node"] != self._node or "proved" in decided)
+
+    def close(self, last: object = None) -> None:
+        """Say farewell, with a last word."""
+        if self.hub is not None:
+            self.hub.close(last)
+
+    def claimed(self, what: tuple[int, Any]) -> bool:
+        """On the first node: one knows a cause. The first to say so is believed."""
+        node, body = what
+        if self.decided is not None or self._compared is not None:
+            return False
+        if body.get("notes"):
+            self._compared = what
+            threading.Thread(target=self._compare, args=what, name="lockstep-compare", daemon=True).start()
+            return False
+        return self._decide(node, body)
+
+    def _compare(self, node: int, body: dict[str, Any]) -> None:
+        """In a thread: what other nodes' ranks did, beside one that has been aborted."""
+        proof = None
+        with contextlib.suppress(Exception):  # of whatever kind it is: the claim counts
+            proof = self.compares(body["notes"])
+        told = {"words": str(proof), "rank": -1, "proved": True} if proof is not None else body
+        self._put("compared", (node, told))
+
+    def compared(self, what: tuple[int, Any]) -> bool:
+        """On the first node: a claim has been compared with what other nodes' ranks did."""
+        return self._decide(*what) if self.decided is None else False
+
+    def _decide(self, node: int, body: dict[str, Any]) -> bool:
+        if self.decided is None:
+            self.decided = {"words": body["words"], "rank": body.get("rank", -1), "node": node}
+            self.decided |= {"proved": True} if body.get("proved") else {}
+            assert self.hub is not None
+            self.hub.send("first", self.decided)
+            self._follow(self.decided)
+        return False
+
+    def heard(self, body: dict[str, Any]) -> bool:
+        """On another one: the first node has decided."""
+        if self.decided is None:
+            self.decided = body
+            self._follow(body)
+        return False
+
+    def lost(self, what: tuple[int, str]) -> bool:
+        """A node's supervisor is gone, and has not said farewell."""
+        node, words = what
+        if node == 0:  # nobody is there to decide
+            return self.heard({"words": words, "node": node})
+        return self.claimed((node, {"words": words}))
+
+    def _lose(self, node: int, host: str, reason: str) -> None:
+        from lockstep.supervise.hub import SILENT
+
+        words = f"node {node} ({host}) {reason}"
+        if self._scheduled and reason == SILENT:
+            self._put("silent", words)
+        else:
+            self._put("lost", (node, words))
