@@ -389,10 +389,6 @@ PARTS: tuple[Part, ...] = (
     Part("torch._inductor.cpp_builder.get_cpp_compiler", "loop/compile_layers.py", "its C++ compiler", COMPILE),
     Part("torch._logging._internal.log_state", "loop/compile_layers.py", "why it compiles anew", COMPILE),
     # supervision
-    Part(
-        "torch.distributed._functional_collectives", "supervise/collective_trace.py", "collectives of DTensors", TRACE
-    ),
-    Part("torch._C._distributed_c10d._resolve_process_group", "supervise/traced_groups.py", "their groups", TRACE),
     Part("torch.distributed.ProcessGroup._device_types", "supervise/traced_groups.py", "a group's backends", TRACE),
     Part(
         "torch.distributed.distributed_c10d._get_object_coll_device",
@@ -407,7 +403,6 @@ PARTS: tuple[Part, ...] = (
         "the number of a collective",
         TRACE,
     ),
-    Part("torch.distributed.distributed_c10d._check_op", "supervise/collective_trace.py", "batched messages", TRACE),
     Part("torch.cuda._is_in_bad_fork", "ground/device.py", "CUDA used before ranks are forked", "its message"),
     Part(
         "torch.distributed.rpc._is_current_rpc_agent_set",

@@ -22,88 +22,38 @@ from torch.compiler import is_compiling
 from torch.distributed.distributed_c10d import GroupMember
 
 from lockstep.ground import comm
+from lockstep.ground.collectives import COLLECTIVES, RENAMED
 from lockstep.ground.installed import DEVICE_MARKS, FORK_TRACE, TORCH_COLLECTIVES
 from lockstep.ground.rank import waits
 from lockstep.supervise.device_marks import DeviceMarks
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP, answer_by, calling
 from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own
-from lockstep.supervise.traced_groups import TracedGroup, kind_of_device, kinds_by_backend, resolved, sequence_of
+from lockstep.supervise.traced_groups import TracedGroup, kind_of_device, kinds_by_backend, sequence_of
 
 # -- what is noted -------------------------------------------------------------------------------------------
 
 
-COLLECTIVES = {
-    "all_reduce": "tensor",
-    "all_reduce_coalesced": "",
-    "broadcast": "tensor",
-    "reduce": "tensor",
-    "all_gather": "tensor",
-    "all_gather_into_tensor": "input_tensor",
-    "all_gather_single": "input_tensor",
-    "all_gather_coalesced": "",
-    "_all_gather_base": "input_tensor",
-    "reduce_scatter": "output",
-    "reduce_scatter_tensor": "input",
-    "reduce_scatter_single": "input",
-    "_reduce_scatter_base": "input",
-    "gather": "tensor",
-    "scatter": "tensor",
-    "all_to_all": "",
-    "all_to_all_single": "input",
-    "barrier": "",
-    "monitored_barrier": "",
-    "all_gather_object": "",
-    "broadcast_object_list": "",
-    "gather_object": "",
-    "scatter_object_list": "",
-}
-"""torch's collectives, and the arguments whose shapes are noted."""
-
-MESSAGES = {
-    "send": "tensor",
-    "recv": "tensor",
-    "isend": "tensor",
-    "irecv": "tensor",
-    "send_object_list": "",
-    "recv_object_list": "",
-    "batch_isend_irecv": "",
-}
-"""Messages from rank to rank: noted, but not counted, since only some ranks of a group make them."""
-
-FUNCTIONAL = (
-    "broadcast",
+NOTED = (
     "all_reduce",
-    "all_gather_tensor",
-    "all_gather_tensor_autograd",
-    "all_gather_single",
-    "all_gather_single_autograd",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter",
     "reduce_scatter_tensor",
-    "reduce_scatter_tensor_autograd",
-    "reduce_scatter_single",
-    "reduce_scatter_single_autograd",
-    "all_to_all_single",
-    "all_to_all_single_autograd",
-    "permute_tensor",
-    "all_reduce_coalesced",
-    "all_gather_single_coalesced",
-    "all_gather_into_tensor_coalesced",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
+    "barrier",
+    "all_gather_object",
+    "broadcast_object_list",
 )
-"""torch's functional collectives, which DTensor makes."""
+"""Collectives that are noted before they are made. Of all others stacks tell who waits, and the backends count them."""
 
-_SAME = {
-    "all_gather_single": "all_gather_into_tensor",
-    "_all_gather_base": "all_gather_into_tensor",
-    "all_gather_tensor": "all_gather_into_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-}
-"""Names by which the same is called."""
+MESSAGES = ("send", "recv")
+"""Messages from rank to rank that are noted, and not numbered, since only some ranks of a group make them."""
 
-_SIMPLE = ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "all_to_all_single", "barrier")
+COUNTED = ("send", "recv", "recv_anysource")
+"""Methods of torch's groups by which every message goes: some backends count them among the collectives."""
+
+_SIMPLE = ("all_reduce", "broadcast", "reduce", "all_gather", "barrier", *RENAMED)
 """Those that make one collective of the group, and call nothing that is noted."""
 
 _ROOTS = ("src", "dst")
@@ -119,13 +69,11 @@ class CollectiveTrace:
 
     Attributes:
         where: gives the hook in which this rank is, and the batch; None: nobody knows.
-        on_group: called when a group is met for the first time.
     """
 
     def __init__(self) -> None:
         self.memory: TraceMemory = own()
         self.where: Callable[[], tuple[str, int]] | None = None
-        self.on_group: Callable[[], None] | None = None
         self._busy: set[int] = set()  # threads inside a collective: what that calls in turn is not noted
         self._groups: dict[int, TracedGroup] = {}
         self._watched: list[Any] = []
@@ -160,17 +108,28 @@ class CollectiveTrace:
 
     def message(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A message from rank to rank that is noted."""
-        return self._noted(name, function, MESSAGES[name], nests=True, numbered=False)
+        return self._noted(name, function, "tensor", nests=False, numbered=False)
 
     def composed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of ours that is made of messages, and noted as the collective that it is."""
         return self._noted(name, function, COLLECTIVES[name], nests=True)
 
-    def functional(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A functional collective that is noted, where it is made and not just traced."""
-        payload = "" if name.endswith("coalesced") else next(iter(inspect.signature(function).parameters))
-        name = name.removesuffix("_autograd")
-        return self._noted(name, function, payload, name not in _SIMPLE)
+    def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A group's way to send or receive: what its backend counts for that is no collective."""
+        groups = self._groups
+
+        def counted(group: Any, tensors: list[Tensor], *args: object, **kwargs: object) -> Any:
+            known = groups.get(id(group))
+            if known is not None and known.parts:
+                known = known.parts.get(tensors[0].device.type)
+            if known is None or not known.counts:
+                return method(group, tensors, *args, **kwargs)
+            known.follow(group)
+            work = method(group, tensors, *args, **kwargs)
+            known.sequence = known.sequence_of(group)
+            return work
+
+        return functools.update_wrapper(counted, method)
 
     def waited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         """``Work.wait``, which notes that what was waited for is complete."""
@@ -198,8 +157,8 @@ class CollectiveTrace:
     ) -> Callable[..., Any]:
         names = list(inspect.signature(function).parameters)
         at = names.index("group") if "group" in names else len(names)
-        begin = self._begun(_SAME.get(name, name), names, payload, numbered)
-        end = self._ended(nests, numbered)
+        begin = self._begun(name, names, payload, numbered)
+        end = self._ended(nests)
         busy, groups, find = self._busy, self._groups, self._find
 
         def noted(*args: object, **kwargs: object) -> Any:
@@ -210,8 +169,8 @@ class CollectiveTrace:
                 group = GroupMember.WORLD
             known = groups.get(id(group))
             if known is None or known.parts:
-                group, known = find(group, name, args, kwargs)
-                if known is None:  # this rank is no member, or there is no group: the call itself says so
+                known = find(group, name, args, kwargs)
+                if known is None:  # the call itself says why
                     return function(*args, **kwargs)
             index = begin(args, kwargs, group, known)
             call = function if strided is None or _is_whole(args, kwargs) else strided
@@ -238,7 +197,7 @@ class CollectiveTrace:
         main, threads = threading.main_thread().ident, threading._active  # type: ignore[attr-defined]
 
         def begin(args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, known: TracedGroup) -> int:
-            if known.counts:
+            if numbered and known.counts:
                 known.follow(group)
             shape = payload_of(args, kwargs)
             source = -1 if root_of is None else root_of(args, kwargs)
@@ -274,16 +233,15 @@ class CollectiveTrace:
 
         return payload_of
 
-    def _ended(self, nests: bool, numbered: bool) -> Callable[..., None]:
+    def _ended(self, nests: bool) -> Callable[..., None]:
         """What notes that a call is over."""
-        uncounted = nests or not numbered  # how many it makes is seen behind it; backends count messages apart, or not
         busy, leave, pend, mark = self._busy, self.memory.leave, self._pend, self._marks.put
 
         def end(index: int, group: Any, known: TracedGroup, work: Any, returned: bool) -> None:
             if nests:
                 busy.discard(get_ident())
-            if uncounted and known.counts:
-                known.sequence = known.sequence_of(group)
+                if known.counts:  # how many it makes is seen behind it
+                    known.sequence = known.sequence_of(group)
             complete = not returned or work is None or work.__class__ is int  # a received message's source
             if not returned:
                 known.whole = False  # nobody knows whether it has been begun
@@ -358,32 +316,21 @@ class CollectiveTrace:
 
     # -- groups
 
-    def _find(
-        self, group: object, name: str, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[Any, TracedGroup | None]:
-        """The group of a call that is new here, named in another way, or has several backends: of these, the one that
-        carries the call. None where there is no group."""
-        if not isinstance(group, dist.ProcessGroup):
-            try:
-                group = resolved(group)
-            except Exception:  # of whatever kind it is, the call itself says it better
-                group = None
-            if group is None:
-                return None, None
+    def _find(self, group: Any, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> TracedGroup | None:
+        """A group that is new here or has several backends: of these, the one that carries the call. None where this
+        rank is no member, or there is no group."""
         known = self._groups.get(id(group)) or self._meet(group, whole=False)
         if known is not None and known.parts:
             known = known.parts.get(kind_of_device(name, args, kwargs, group)) or known
-        return group, known
+        return known
 
     def _meet(self, group: Any, whole: bool) -> TracedGroup | None:
         try:
             members = dist.get_process_group_ranks(group)
-        except (KeyError, RuntimeError, ValueError):  # one that torch does not know
+        except (KeyError, RuntimeError, TypeError, ValueError):  # one that torch does not know
             return None
         name = group.group_name
         generation = self._generations[name] = self._generations.get(name, -1) + 1
-        if self.on_group is not None:
-            self.on_group()
         name = f"{name}{chr(39) * generation}"
         kinds = kinds_by_backend(group)
         queue = "" if len(kinds) != 1 or "cpu" in kinds[0] else kinds[0][0]
@@ -445,21 +392,11 @@ def _kind(file: str) -> int:
 IN_PLACE = ("all_reduce", "reduce")
 """Collectives that gloo performs wrongly on strided views."""
 
-COMPARED = {
-    "all_reduce": ("tensor",),
-    "broadcast": ("tensor",),
-    "reduce": ("tensor",),
-    "all_gather": ("tensor",),
-    "all_gather_into_tensor": ("input_tensor",),
-    "reduce_scatter": ("output",),
-    "reduce_scatter_tensor": ("input",),
-    "gather": ("tensor",),
-    "scatter": ("tensor",),
-    "all_to_all": (),
-    "all_to_all_single": (),
-    "barrier": (),
-}
-"""Collectives, and the arguments whose shapes and dtypes all ranks have in common."""
+COMPARED = ("all_to_all", *(name for name in COLLECTIVES if COLLECTIVES[name]), "barrier")
+"""Collectives that are compared."""
+
+UNEVEN = ("all_to_all_single",)
+"""Those of them to which ranks may bring other shapes."""
 
 LIKEWISE = ("op", "src", "dst", "group_src", "group_dst")
 """Further arguments that all ranks give alike."""
@@ -593,8 +530,8 @@ class _Comparison:
 
 
 def _words(name: str, given: dict[str, Any]) -> Iterator[str]:
-    for argument in COMPARED[name]:
-        tensor = given[argument]
+    if COLLECTIVES[name] and name not in UNEVEN:
+        tensor = given[COLLECTIVES[name]]
         yield f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
     for argument in LIKEWISE:
         value = given.get(argument)
@@ -618,15 +555,16 @@ def install_trace() -> None:
         # a process that is forked here must not write into this one's trace; its own gate, if any, has another
         FORK_TRACE.at_fork(after_in_child=_forget)
         _trace = trace = CollectiveTrace()
-        for name in COLLECTIVES:
-            function = getattr(dist.distributed_c10d, name, None)
-            if function is not None:
-                _replace(name, _with_note(name, function))
-        _install_messages(trace)
+        for name in NOTED:
+            made = RENAMED.get(name, name)
+            made = made if hasattr(dist, made) else name
+            _replace(made, _with_note(name, getattr(dist, made)))
+        for name in MESSAGES:
+            _replace(name, trace.message(name, getattr(dist, name)))
+        for name in COUNTED:
+            _set(dist.ProcessGroup, name, trace.counted(getattr(dist.ProcessGroup, name)))
         _set(comm, "combined_by_messages", trace.composed("all_reduce", comm.combined_by_messages))
         _set(dist.Work, "wait", trace.waited(dist.Work.wait))
-        trace.on_group = _take_in_functional
-    _take_in_functional()
 
 
 def _forget() -> None:
@@ -635,21 +573,8 @@ def _forget() -> None:
         _trace.stop()
 
 
-def _take_in_functional() -> None:
-    """Note torch's functional collectives once they are imported: DTensor makes them, in groups that are new here."""
-    functional = sys.modules.get("torch.distributed._functional_collectives")
-    if functional is not None and _trace is not None and not hasattr(functional.all_reduce, "is_gate"):
-        for name in FUNCTIONAL:
-            function = getattr(functional, name, None)
-            if function is not None:
-                _set(functional, name, _trace.functional(name, function))
-        functional.all_reduce.is_gate = True
-
-
 def take_down() -> None:
     """Put torch's own functions back: for what is to be measured or tested without the gate."""
-    if _trace is not None:
-        _trace.on_group = None  # somebody may have kept a function that notes: it puts nothing up again
     while _replaced:
         home, name, value = _replaced.pop()
         setattr(home, name, value)
@@ -671,28 +596,6 @@ def _with_note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def _install_messages(trace: CollectiveTrace) -> None:
-    """Messages, too. A ``P2POp`` holds ``isend`` or ``irecv``, and torch asks which of them by their identity, so one
-    that somebody has taken before is made the one of now."""
-    c10d: Any = dist.distributed_c10d
-    now = {}
-    for name in MESSAGES:
-        before = getattr(c10d, name)
-        now[before] = trace.message(name, before)
-        _replace(name, now[before])
-    check, init = c10d._check_op, dist.P2POp.__init__
-
-    def check_op(op: Callable[..., object]) -> None:
-        check(now.get(op, op))
-
-    @functools.wraps(init)
-    def made(self: dist.P2POp, op: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        init(self, now.get(op, op), *args, **kwargs)
-
-    _set(c10d, "_check_op", check_op)
-    _set(dist.P2POp, "__init__", made)
-
-
 @contextmanager
 def compared() -> Iterator[None]:
     """Inside, the ranks compare each collective before they begin it; it costs a look into the store that
@@ -709,9 +612,10 @@ def compared() -> Iterator[None]:
     before = len(_replaced)
     comparison = _Comparison()
     for name in COMPARED:
-        function = getattr(dist, name)
-        # without its note, which is made anew; somebody may have put another function there since
-        _replace(name, _with_note(name, comparison.wrap(name, getattr(function, "inner", function))))
+        function = getattr(dist, name)  # somebody may have put another one there since
+        inner = getattr(function, "inner", None)  # without its note, which is made anew
+        compares = comparison.wrap(name, inner or function)
+        _replace(name, compares if inner is None else _with_note(name, compares))
     try:
         yield
     finally:
@@ -726,7 +630,8 @@ def wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterato
 
     For measuring how long this rank waits for others.
     """
-    homes = [(home, name) for name in COLLECTIVES for home in _HOMES if hasattr(home, name)]
+    names = (*COLLECTIVES, *RENAMED.values())
+    homes = [(home, name) for name in names for home in _HOMES if hasattr(home, name)]
     made: list[tuple[Any, str, Any, Any]] = []
     for home, name in [*homes, (dist.Work, "wait")]:
         before = getattr(home, name)

@@ -98,20 +98,6 @@ def kind_of_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], gro
         return dist.distributed_c10d._get_object_coll_device(group) if bound is None else bound.type
     for given in (*args, *kwargs.values()):
         first = given[0] if isinstance(given, list | tuple) and given else given
-        if isinstance(first, dist.P2POp):
-            first = first.tensor
         if isinstance(first, Tensor):
             return first.device.type
     return "cpu"
-
-
-def resolved(group: object) -> Any:
-    """The group that a functional collective was given by name, mesh, or mesh and dimension; None where that is not
-    told."""
-    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[1], int):
-        return group[0].get_group(group[1])
-    if hasattr(group, "get_group"):
-        return group.get_group()
-    if isinstance(group, str):
-        return torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    return None

@@ -15,29 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.ground.collectives import COLLECTIVES
 from lockstep.verify.settings import is_users, location, stack
 from lockstep.verify.watch import Watch, put
-
-COLLECTIVES = {
-    "all_reduce": "tensor",
-    "broadcast": "tensor",
-    "reduce": "tensor",
-    "all_gather": "tensor",
-    "all_gather_into_tensor": "input_tensor",
-    "reduce_scatter": "output",
-    "reduce_scatter_tensor": "input",
-    "gather": "tensor",
-    "scatter": "tensor",
-    "all_to_all": "",
-    "all_to_all_single": "input",
-    "barrier": "",
-    "monitored_barrier": "",
-    "all_gather_object": "",
-    "broadcast_object_list": "",
-    "gather_object": "",
-    "scatter_object_list": "",
-}
-"""torch's collectives, and the arguments whose shapes are written down."""
 
 PATIENCE = timedelta(seconds=60)
 """How long a rank waits for another in a collective."""
