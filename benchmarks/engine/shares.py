@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks import Callback
 from lockstep.data.shares import ShareControl
-from lockstep.ground.row_exchange import RowExchange
-from lockstep.loop.balance import ROW
+from lockstep.ground.comm import RowsToCome
+from lockstep.ground.window_times import WindowTimes
 
 from .language import GPT, TINY, loss_of
 
@@ -198,15 +198,14 @@ def looks(rounds: int) -> dict[str, list[float]]:
     be gained."""
     begin()
     size = dist.get_world_size()
-    exchange, control, found = RowExchange(ROW, synced=True), ShareControl(size), []
+    control, found = ShareControl(size), []
     for number in range(rounds):
         start = time.perf_counter()
-        exchange.tell([1.0] * ROW)
+        rows = RowsToCome([1.0] * (3 + len(WindowTimes._fields)))
         told = time.perf_counter()
         dist.barrier()
         heard = time.perf_counter()
-        exchange.hear()
+        rows.read()
         control.look([1.0] * (size - 1) + [1.04 if number % 2 else 1.07], [BATCH] * size)
         found.append(told - start + time.perf_counter() - heard)
-    exchange.close()
     return {"settled": found[1::2], "odd": found[::2]}

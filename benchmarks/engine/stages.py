@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
 from lockstep.engines.pipeline.control import BlockCost, SplitControl, StageCost, StageLook
-from lockstep.engines.pipeline.measured_split import LATEST, MEASURED, ROW
+from lockstep.engines.pipeline.measured_split import LATEST, MEASURED
 from lockstep.engines.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes, typical
-from lockstep.ground.row_exchange import RowExchange
+from lockstep.ground.comm import RowsToCome
 from lockstep.strategies import BalancedStrategy
 
 from .language import BYTES, Block, Size
@@ -205,7 +205,7 @@ def measuring(rounds: int) -> dict[str, float]:
     """Seconds of the CPU that measuring takes a step: of the windows, and of a look, shared out over its windows."""
     begin()
     size, control = dist.get_world_size(), SplitControl([BlockCost(1 / 8)] * 8, [StageCost(1.0)] * 2, (4, 4))
-    rows, times = RowExchange(ROW), StageTimes(torch.device("cpu"))
+    times = StageTimes(torch.device("cpu"))
     parts = [times.wrapped(part, lambda: None) for part in (BEFORE, BLOCKS, BEHIND, BACKWARD)]
     windows, looks = [], []
     for number in range(rounds):
@@ -216,13 +216,12 @@ def measuring(rounds: int) -> dict[str, float]:
                     for part in parts:
                         part()
         measured = time.thread_time()
-        rows.tell(typical(times.take()))
+        rows = RowsToCome(typical(times.take()))
         told = time.thread_time()
         dist.barrier()
         heard = time.thread_time()
-        rows.hear()
+        rows.read()
         control.look([StageLook(1.0 + number % 3 / 100)] * size, 4)
         looks.append(told - measured + time.thread_time() - heard)
         windows.append(measured - start)
-    rows.close()
     return {"windows": median(windows) / LATEST, "looks": median(looks) / LATEST}

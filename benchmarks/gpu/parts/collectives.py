@@ -130,20 +130,17 @@ def objects(device: str) -> Numbers:
 
 def exchanged(device: str) -> Numbers:
     """rows and maxima of all ranks"""
+    from lockstep.ground import comm
     from lockstep.ground.host_maximum import HostMaximum
-    from lockstep.ground.row_exchange import RowExchange
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    exchange = RowExchange(2)
-    exchange.tell([float(rank), 1.0])
-    heard = exchange.hear()
-    exchange.close()
+    heard = comm.RowsToCome([float(rank), 1.0]).read()
     maximum = HostMaximum(1)
     maximum.begin([rank])
     maximum.start()
     largest = maximum.finish()
     maximum.close()
-    expect(heard == [(float(each), 1.0) for each in range(world)], f"rows {heard}")
+    expect(heard == [[float(each), 1.0] for each in range(world)], f"rows {heard}")
     expect(largest == [world - 1], f"maximum {largest}")
     return {}
 

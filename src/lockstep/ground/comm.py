@@ -6,8 +6,9 @@ travel: gloo reduces a strided view wrongly and says nothing. Ranks (``src``) ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -187,6 +188,43 @@ def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
     else:  # NCCL gathers a list in memory of its own, and copies each piece out
         dist.all_gather_into_tensor(parts.view(-1), as_bytes(source), group)
     return parts.view(source.dtype).view(world, *source.shape).to(tensor.device)
+
+
+class RowsToCome:
+    """A row of numbers of each rank, told at one boundary and read at a later one, when all are there: nobody waits.
+
+    Args:
+        row: this rank's; as long on all ranks.
+        group: the ranks.
+        alone: this process tells itself, whatever group there is.
+
+    Example:
+        >>> RowsToCome([1.0, 2.0]).read()
+        [[1.0, 2.0]]
+    """
+
+    def __init__(self, row: Sequence[float], group: Group = None, *, alone: bool = False) -> None:
+        mine = torch.tensor(row, dtype=torch.float64)
+        self._rows, self._work = mine.unsqueeze(0), None
+        world = 1 if alone else world_size(group)
+        if world > 1:
+            mine = mine.to(carrier(group, mine.device))
+            self._rows = mine.new_empty(world, len(row))
+            self._work = dist.all_gather(list(self._rows), mine, group=group, async_op=True)
+
+    @waits()
+    def read(self) -> list[list[float]]:
+        """The rows of all ranks, by rank."""
+        if self._work is not None:
+            self._work.wait()
+        return self._rows.tolist()
+
+    @waits()
+    def leave(self) -> None:
+        """Let the others have this rank's row, as far as they are still there; nobody reads theirs."""
+        if self._work is not None and is_distributed():
+            with suppress(RuntimeError):  # a rank that is gone cannot answer any more
+                self._work.wait(timedelta(seconds=5))
 
 
 def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:

@@ -14,11 +14,11 @@ from lockstep.callbacks.base import Callback
 from lockstep.data.cut import apportion
 from lockstep.data.shares import Move, ShareControl
 from lockstep.engines.table import check_balances
+from lockstep.ground.comm import RowsToCome
 from lockstep.ground.device import has_timed_events, memory_held, memory_peak
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.free_memory import free_memory
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.ground.row_exchange import RowExchange
 from lockstep.ground.window_times import WindowTimes, typical
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed, Window
@@ -32,8 +32,6 @@ LEAST = 4
 """Windows of equal parts, at least, by which a look judges a rank."""
 WARM_UP = 2
 """Windows at the start of a fit that no look takes in: memory is being allocated."""
-ROW = 3 + len(WindowTimes._fields)
-"""Numbers that a rank tells: seconds of a window, micro-batches drawn, samples that it has room for, and its times."""
 UNTOLD = WindowTimes(*[math.nan] * len(WindowTimes._fields))
 """In the place of times that nobody listens for, or that a device is not through with."""
 LOOKS_AT_MEMORY = 32
@@ -123,9 +121,7 @@ class Balance:
         device = session.strategy.root_device
         by_events = has_timed_events(device)
         self._times = DeviceTimes.of(device, perf_counter) if by_events else StepTimes(perf_counter)
-        # in manual optimization the user reduces, or not; local steps reduce among some ranks only
-        synced = session.module.automatic_optimization and session.strategy.local_steps is None
-        self._rows = RowExchange(ROW, synced=synced, alone=session.world_size == 1)
+        self._rows: RowsToCome | None = None  # told, and not yet read
         self._most = (0, math.inf)  # the look at which memory was looked at last, and what it has room for
         self._windows = -WARM_UP
         self._cut = 0  # counts changes of shares, so that windows that the newest cut are told apart
@@ -144,15 +140,16 @@ class Balance:
             with self._times.attached(self._session.strategy, self._step, self._validation):
                 yield
         finally:
-            self._rows.close()
+            if self._rows is not None:
+                self._rows.leave()
 
     def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
         """An epoch is about to be opened, or what is left of one."""
         feed.prepare(epoch, accumulate)
         self._times.attach_source(feed.source)
         self._times.begin()
-        if self._rows.is_told:  # what it says of micro-batches that were drawn is of the epoch before
-            self._hear(feed, between_epochs=True)
+        if self._rows is not None:  # what they say of micro-batches that were drawn is of the epoch before
+            self._hear(self._rows, feed, between_epochs=True)
         total, often = feed.shared_at_once()
         if (total, often) != (self._total, self._often):
             if total <= self._control.size and self._changes:
@@ -176,8 +173,8 @@ class Balance:
         self._windows += 1
         if counts and of_rank is not self._counts:
             self._counts, self._largest = of_rank, max(self._largest, samples / self._micro)
-        if self._rows.is_told:
-            self._hear(self._session.fit.loaded)
+        if self._rows is not None:
+            self._hear(self._rows, self._session.fit.loaded)
         elif self._windows % PERIOD == 0:
             self._look()
 
@@ -193,10 +190,11 @@ class Balance:
         windows, busy = self._times.take(self._cut)
         parts = typical(windows) if windows and self._listeners else UNTOLD
         mine = median(busy) if len(busy) >= LEAST else math.nan
-        self._rows.tell([mine, float(self._session.fit.loaded.drawn), self._room(), *parts])
+        told = [mine, float(self._session.fit.loaded.drawn), self._room(), *parts]
+        self._rows = RowsToCome(told, alone=self._session.world_size == 1)
 
-    def _hear(self, feed: Feed, between_epochs: bool = False) -> None:
-        rows = self._rows.hear()
+    def _hear(self, told: RowsToCome, feed: Feed, between_epochs: bool = False) -> None:
+        rows, self._rows = told.read(), None
         for listener in self._listeners:
             listener._on_step_times(self._session.trainer, [WindowTimes(*row[3:]) for row in rows])
         move = self._decide(rows) if self._changes else None

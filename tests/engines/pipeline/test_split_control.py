@@ -111,7 +111,7 @@ def test_a_change_that_is_weighed_is_looked_at_again_soon() -> None:
     split = MeasuredSplit({0: times}, ranks=2, ranks_of_host=2)  # type: ignore[dict-item]
     found = split.control = control([1.0] * 20, [1.0, 1.0], (10, 10))
     told = [[0.5, 0.0, 4.0]] * 2
-    rows: Any = SimpleNamespace(hear=lambda: told)
+    rows: Any = SimpleNamespace(read=lambda: told)
     periods = []
     for first in (0.5, 0.5, 0.5, 0.6, 0.6, 0.54, 0.54, 0.54):
         told = [[first, 0.0, 4.0], [0.5, 0.0, 4.0]]

@@ -23,7 +23,6 @@ from lockstep.engines.pipeline.times import StageTimes, typical
 from lockstep.ground import comm
 from lockstep.ground.device import forked_random_numbers
 from lockstep.ground.free_memory import free_memory
-from lockstep.ground.row_exchange import RowExchange
 from lockstep.planner.profile import kind_of
 from lockstep.planner.timeline import held
 
@@ -65,7 +64,7 @@ class MeasuredSplit:
         self.times = times
         self.control: SplitControl | None = None
         self._ranks, self._ranks_of_host = ranks, ranks_of_host
-        self._rows: RowExchange | None = None
+        self._rows: comm.RowsToCome | None = None
         self._period, self._since = SOONEST, 0
 
     def at_boundary(
@@ -81,24 +80,24 @@ class MeasuredSplit:
         """
         if self.control is None:
             return self._measure(stages, owned, optimizers, turns)
-        if self._rows is not None and self._rows.is_told:
+        if self._rows is not None:
             return self._hear(self.control, self._rows)
         self._since += 1
         if self._since >= self._period:
             self._since = 0
-            if self._rows is None:
-                self._rows = RowExchange(ROW * len(self.times))
-            self._rows.tell([number for each in self.times.values() for number in typical(each.take()[-MEASURED:])])
+            told = [number for each in self.times.values() for number in typical(each.take()[-MEASURED:])]
+            self._rows = comm.RowsToCome(told)
         for each in self.times.values():
             each.listens = self._period - self._since <= MEASURED
         return None
 
-    def _hear(self, control: SplitControl, rows: RowExchange) -> Resplit | None:
-        by_device = [row[at : at + ROW] for row in rows.hear() for at in range(0, len(row), ROW)]
+    def _hear(self, control: SplitControl, rows: comm.RowsToCome) -> Resplit | None:
+        by_rank, self._rows = rows.read(), None
+        by_device = [row[at : at + ROW] for row in by_rank for at in range(0, len(row), ROW)]
         looks, count = [], 0.0
         for place in range(self._ranks):  # of several pipelines the slowest counts
             told = [row for row in by_device[place :: self._ranks] if not math.isnan(row[0])]
-            slowest = max(told, key=lambda row: row[0] + row[1], default=(math.nan, math.nan, 0.0))
+            slowest = max(told, key=lambda row: row[0] + row[1], default=[math.nan, math.nan, 0.0])
             looks.append(StageLook(*slowest[:2]))
             count = max(count, slowest[2])
         found = control.look(looks, int(count))
@@ -172,7 +171,7 @@ class MeasuredSplit:
     def close(self) -> None:
         """Give back what the ranks talk over."""
         if self._rows is not None:
-            self._rows.close()
+            self._rows.leave()
             self._rows = None
 
 
