@@ -21,7 +21,7 @@ from tests.project.linked import PROJECT, ROOT, linked_environment
 from tests.project.test_readme import blocks, check
 
 PROGRAMS = ROOT / "tests" / "project" / "extras.py"
-OF_THE_PROJECT = ("test", "bench", "examples", "third-parties")
+OF_THE_PROJECT = ("test", "bench", "docs", "examples", "third-parties")
 """Extras of which lockstep itself imports nothing."""
 OF_MODELS = ("peft",)
 """Extras of which it imports something where a module has been made by them, so that they are there."""

@@ -97,10 +97,10 @@ def test_commands_exist_and_can_be_run() -> None:
     commands = [line.split("#")[0].split() for line in block.splitlines()]
     assert commands == [["pip", "install", "."], ["python", "first.py"]]
     named = set(re.findall(r"`(scripts/\w+)`", README))
-    assert named == {"scripts/demo", "scripts/gpu", "scripts/test"}
+    assert named == {"scripts/demo", "scripts/docs", "scripts/gpu", "scripts/test"}
     for command in [*named, ".ci/run"]:
         assert os.access(ROOT / command, os.X_OK), f"{command} is not executable"
-    for command in ("scripts/demo", "scripts/test", ".ci/run"):
+    for command in ("scripts/demo", "scripts/docs", "scripts/test", ".ci/run"):
         subprocess.run(["bash", "-n", str(ROOT / command)], check=True)
 
 

@@ -78,8 +78,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         nvme_path: a folder on a fast disk, where a device is "nvme".
         params_buffer_count, params_buffer_size, max_in_cpu, optimizer_buffer_count, pin_memory: of the offload.
         block_size, queue_depth, single_submit, overlap_events, thread_count: of the disk.
-        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter,
-            allgather_bucket_size, reduce_bucket_size: of ZeRO. Buckets have at most 2e8 elements.
+        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: of ZeRO.
+        allgather_bucket_size, reduce_bucket_size: the same; buckets have at most 2e8 elements.
         zero_allow_untested_optimizer: False: refuse optimizers that DeepSpeed does not name as tested.
         config: DeepSpeed's own: a JSON file, or a dict. What belongs to the Trainer may stand there if it says the
             same.
