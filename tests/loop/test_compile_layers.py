@@ -287,11 +287,36 @@ def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
         quiet(compile=True).fit(Net(), loader())
 
 
+def test_a_layer_of_torchs_own_is_told_by_its_class() -> None:
+    class Lengths(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            return (self.head(self.blocks(x[: 4 - batch_idx % 2])) - y[: 4 - batch_idx % 2]).square().mean()
+
+    said: list[str] = []
+    with patch("lockstep.loop.compile_layers.rank_zero_info", said.append):
+        options = {**EAGER, "blocks": [nn.Sequential], "dynamic": False}
+        quiet(max_epochs=1, compile=options).fit(Lengths(), loader())
+    told = "\n".join(said[2:])
+    assert "forward of Sequential: tensor" in told
+    assert "size mismatch at index 0. expected 4, actual 3" in told
+
+
+def _built(engine: str) -> EquivalenceReport:
+    from torch._inductor.async_compile import AsyncCompile
+
+    try:
+        return _equal(engine, compile=True)
+    finally:
+        AsyncCompile.pool().shutdown()  # torch keeps its threads until the process ends
+        AsyncCompile.pool.cache_clear()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "recomputed under fsdp", "balanced"])
 def test_code_that_inductor_builds_has_the_numbers_of_one_process(engine: str, ranks: RankPool) -> None:
-    for report in ranks(2).run(partial(_equal, engine, compile=True), group=False, timeout=800):
+    for report in ranks(2).run(_built, engine, group=False, timeout=800):
         assert report, report
 
 

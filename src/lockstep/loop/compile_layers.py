@@ -30,6 +30,8 @@ NO_COMPILER = (
     "({error:.200}): install g++, name one in the environment variable CXX, or give "
     "compile={{'backend': 'aot_eager'}}, which builds nothing."
 )
+AROUND = "external_utils.py:"
+"""Where the function of the compiler's lies that stands for the ``forward`` of a layer of torch's own."""
 SHOWN = 20
 """Lines of recompilations, and of graph breaks, that are shown at most."""
 
@@ -58,7 +60,8 @@ class CompiledLayers:
         self._forwards = [CompiledForward(layer, options.options) for layer in layers]
         for forward in self._forwards:
             vars(forward.layer)["forward"] = forward
-        self.report = CompilerReport(options.graph_breaks)
+        of_torch = {type(layer).__name__ for layer in layers if type(layer).__module__.startswith("torch.")}
+        self.report = CompilerReport(options.graph_breaks, ", ".join(sorted(of_torch)))
         rank_zero_info(
             f"trainer.{session.state.fn}: {_counted(layers)} compiled by {options.backend}: the first batch of each "
             "shape takes longer."
@@ -144,6 +147,7 @@ class CompilerReport:
 
     Args:
         graph_breaks: collect, too, where it could not follow.
+        of_torch: what to call layers of torch's own, of which the compiler shows a function of its own.
 
     Attributes:
         graphs: how often it has compiled a function, or a part of one.
@@ -152,8 +156,10 @@ class CompilerReport:
         broken: where it could not follow, and why.
     """
 
-    def __init__(self, graph_breaks: bool) -> None:
+    def __init__(self, graph_breaks: bool, of_torch: str = "") -> None:
         from torch._dynamo import callback
+
+        self._of_torch = of_torch
 
         self.graphs, self.seconds = 0, 0.0
         self.recompiled: Counter[str] = Counter()
@@ -181,7 +187,9 @@ class CompilerReport:
         told = [line.strip().removeprefix("- ").partition(": ")[2] for line in reasons if line.strip().startswith("- ")]
         of_shapes = [reason for reason in told if "mismatch at index" in reason or "rank mismatch" in reason]
         reason = (of_shapes or told or ["torch gives no reason"])[0]
-        self.recompiled[f"{name} ({os.path.basename(place)}): {reason}"] += 1
+        file = os.path.basename(place)
+        shown = f"forward of {self._of_torch}" if file.startswith(AROUND) and self._of_torch else f"{name} ({file})"
+        self.recompiled[f"{shown}: {reason}"] += 1
 
     def _take_graph_break(self, message: str) -> None:
         lines = [line.strip() for line in message.splitlines() if line.strip()]
