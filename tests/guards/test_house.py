@@ -107,6 +107,13 @@ MAY_DECIDE_MORE = {
 }
 """Functions that stay above, and why."""
 
+MAY_BE_TWICE = {
+    "Cause": "of a failure, and of a difference that verify finds",
+    "Found": "what a rank's client, and what verify has found",
+    "ModelSummary": "users import both: Lightning's callback, and its table of layers",
+}
+"""Names of classes that two files have, and why."""
+
 
 def is_face(module: str) -> bool:
     """The faces, and the old paths under `lockstep.utilities`: they re-export, and nobody inside imports them."""
@@ -234,6 +241,16 @@ def decisions(sources: Sources) -> Iterator[str]:
                 yield f"{where} has {function.decisions} decisions; at most {DECISIONS_OF_A_FUNCTION}"
 
 
+def class_names(sources: Sources) -> Iterator[str]:
+    """A name has one meaning in the whole package."""
+    homes: dict[str, str] = {}
+    for source in sources.values():
+        for node in numbers(source).classes:
+            before = homes.setdefault(node.name, str(source.path))
+            if before != str(source.path) and node.name not in MAY_BE_TWICE:
+                yield f"{source.path}:{node.lineno} has a class {node.name}, and so has {before}: say of what each is"
+
+
 def names(sources: Sources) -> Iterator[str]:
     for source in sources.values():
         for part in source.path.with_suffix("").parts:
@@ -313,6 +330,7 @@ LAWS: list[Callable[[Sources], Iterator[str]]] = [
     faces,
     sizes,
     decisions,
+    class_names,
     names,
     docstrings,
     engines,
@@ -436,6 +454,11 @@ CASES = [
         decisions,
         {"loop/fit.py": DECIDING_FUNCTION + "    def within(): return [x for x in (1,)]"},
         "fit.py:2 long has 13 decisions",
+    ),
+    (
+        class_names,
+        {"loop/fit.py": '"""A."""\nclass Plan: ...', "planner/plan.py": '"""A."""\nclass Plan: ...'},
+        "planner/plan.py:2 has a class Plan, and so has lockstep/loop/fit.py",
     ),
     (names, {"ground/utils.py": '"""A."""'}, "'utils' is no noun"),
     (names, {"ground/tensor_utils.py": '"""A."""'}, "'tensor_utils' is no noun"),

@@ -66,7 +66,7 @@ def is_sharded(path: PathLike | IO[bytes]) -> bool:
 
 
 @dataclass
-class Parts:
+class FolderParts:
     """A checkpoint's dict as the folder has it.
 
     Attributes:
@@ -80,7 +80,7 @@ class Parts:
     ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> Parts:
+def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> FolderParts:
     """Take a checkpoint's dict apart; nothing is copied.
 
     Tensors of the module's and the optimizers' states go by themselves, and DTensors wherever they are.
@@ -89,7 +89,7 @@ def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> Parts:
         checkpoint: as of `lockstep.loop.state.collect`, or as it was read.
         rank: the one that writes, for itself; None: one process writes for all.
     """
-    parts = Parts()
+    parts = FolderParts()
     structure, rest = {}, {}
     for key, value in checkpoint.items():
         if key == "state_dict":
@@ -342,14 +342,14 @@ def together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group
     return cast("R", answer)
 
 
-def plan(parts: Parts, rank: int) -> Planner:
+def plan(parts: FolderParts, rank: int) -> Planner:
     """What this rank may have to write, as it is now."""
     from lockstep.checkpoint.dcp import Planner  # late: torch's part of it takes 0.7 s to import
 
     return Planner(parts.tensors, rank == 0)
 
 
-def write(parts: Parts, planner: Planner, path: PathLike, group: comm.Group = None) -> None:
+def write(parts: FolderParts, planner: Planner, path: PathLike, group: comm.Group = None) -> None:
     """Write a checkpoint in parts: whole or not at all. Collective.
 
     Args:
@@ -437,7 +437,7 @@ def _local_only(path: PathLike) -> None:
 class _Writing:
     """One checkpoint on its way to the disk; see `write`."""
 
-    def __init__(self, parts: Parts, planner: Planner, path: PathLike, rank: int) -> None:
+    def __init__(self, parts: FolderParts, planner: Planner, path: PathLike, rank: int) -> None:
         self.parts, self.planner, self.path, self.rank = parts, planner, path, rank
         self.folder: storage.NewFolder | storage.NewRemoteFolder | None = None
 

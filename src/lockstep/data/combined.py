@@ -21,11 +21,11 @@ from lockstep.data.sampler import Drawn, OwnShare, order_of, own_generator
 from lockstep.data.source import (
     Gather,
     Indexed,
+    LoaderSource,
     Measure,
     Ordered,
     Reshare,
     Sampling,
-    Source,
     SourceSpec,
     holders,
     length_of,
@@ -235,7 +235,7 @@ def unpack(returned: object, mode: str) -> tuple[list[Any], TreeSpec | None, str
 
 def make_sources(
     loaders: list[Any], spec: SourceSpec, overfit: bool = False
-) -> tuple[list[Source], list[Any], list[str]]:
+) -> tuple[list[LoaderSource], list[Any], list[str]]:
     """A source for each loader of a stage, the loaders (read in order for ``overfit_batches``), and their names."""
     hook, several = f"{spec.stage}_dataloader", len(loaders) > 1
     names = [f"{hook}[{number}]" if several else hook for number in range(len(loaders))]
@@ -245,7 +245,7 @@ def make_sources(
     return [make_source(loader, spec, number, name) for number, (loader, name) in parts], loaders, names
 
 
-def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str) -> Source:
+def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str) -> LoaderSource:
     """The source for a loader or other iterable.
 
     Args:
@@ -263,7 +263,7 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
     if not isinstance(loader, DataLoader) or not spec.distribute:
         if spec.distribute and spec.size > 1:
             warn_once(SEEN_WHOLE.format(name=name, kind=type(loader).__name__, size=spec.size))
-        made: Source = Untouched(loader, spec, measure)
+        made: LoaderSource = Untouched(loader, spec, measure)
     elif isinstance(loader.dataset, IterableDataset):
         made = Stream(loader, spec, key, measure)
     elif spec.by_process:
@@ -321,7 +321,7 @@ def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | 
     return shares if len(set(shares)) > 1 else ()
 
 
-def check_shares(source: Source, spec: SourceSpec, name: str) -> None:
+def check_shares(source: LoaderSource, spec: SourceSpec, name: str) -> None:
     """Refuses shares by weight that a loader cannot be cut into.
 
     Raises:
@@ -379,7 +379,7 @@ class RowWeight(float):
         return made
 
 
-class Mixed(Source):
+class Mixed(LoaderSource):
     """Several sources in one of the modes of `CombinedLoader` but ``"sequential"``.
 
     A micro-batch weighs what the heaviest of its parts weighs. A part that a rank has no samples of is None there.
@@ -392,7 +392,7 @@ class Mixed(Source):
     """
 
     def __init__(
-        self, parts: list[Source], nest: TreeSpec, mode: str, limits: Sequence[int | float] | None = None
+        self, parts: list[LoaderSource], nest: TreeSpec, mode: str, limits: Sequence[int | float] | None = None
     ) -> None:
         self._parts = parts
         self.nest = nest
@@ -474,7 +474,7 @@ class Mixed(Source):
         leaves = self.nest.flatten_up_to(batch)
         return tree_unflatten([leaf if part else None for leaf, part in zip(leaves, parts, strict=True)], self.nest)
 
-    def leaves(self) -> list[Source]:
+    def leaves(self) -> list[LoaderSource]:
         return [leaf for part in self._parts for leaf in part.leaves()]
 
     def state_dict(self) -> dict[str, Any]:

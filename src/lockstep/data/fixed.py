@@ -23,8 +23,8 @@ from lockstep.data.cut import Cut
 from lockstep.data.randomness import HeldGenerator, generators_of
 from lockstep.data.sampler import DrawnOrder, WatchedSampler
 from lockstep.data.source import (
+    LoaderSource,
     Measure,
-    Source,
     SourceSpec,
     Stateful,
     call_set_epoch,
@@ -41,7 +41,7 @@ from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
 
-class Untouched(Source):
+class Untouched(LoaderSource):
     """An iterable that is taken as it stands, with the process' own random numbers.
 
     Its state holds the random states at the beginning of the pass, so that a resumed run draws the same

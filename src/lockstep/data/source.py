@@ -153,7 +153,7 @@ class SourceSpec:
         return seed if self.gather is None else int(self.gather(torch.tensor(seed & SEED_BITS))[0])
 
 
-class Source(ABC):
+class LoaderSource(ABC):
     """One loader as one rank draws from it.
 
     Where ``ahead`` is true, the length and the weights of micro-batches are known before they are fetched, by
@@ -249,7 +249,7 @@ class Source(ABC):
     def set_generator_states(self, states: list[Any]) -> None:  # noqa: B027
         """Puts back what :meth:`generator_states` gave."""
 
-    def leaves(self) -> list[Source]:
+    def leaves(self) -> list[LoaderSource]:
         """The sources of single loaders that this one is made of."""
         return [self]
 
@@ -296,7 +296,7 @@ class Sampling(NamedTuple):
         return cls(loader, spec, key, name, batches, None, False, False)
 
 
-class Indexed(Source):
+class Indexed(LoaderSource):
     """A loader over a map-style data set, whose indices are dealt out here.
 
     The user's loader stays as it is: a shallow copy of it (its class, attributes, data set, workers' settings) gets

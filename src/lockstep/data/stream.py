@@ -21,8 +21,8 @@ from lockstep.data.order import generator, make_key, mix
 from lockstep.data.own_parts import EMPTY, FAILED, OTHER_RANKS, UNKNOWN, OwnParts, shards_itself
 from lockstep.data.randomness import capture, put_back, seed_all
 from lockstep.data.source import (
+    LoaderSource,
     Measure,
-    Source,
     SourceSpec,
     Stateful,
     call_set_epoch,
@@ -41,7 +41,7 @@ _END = object()
 # -- the source ----------------------------------------------------------------------------------------------
 
 
-class Stream(Source):
+class Stream(LoaderSource):
     """A loader over an iterable data set, shared out over ranks and workers; how: `Shard`.
 
     Attributes:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.combined import LENGTHS, Mixed, RowWeight, checked_shares, make_sources, unpack
 from lockstep.data.cut import WindowPlan
-from lockstep.data.source import Gather, Replicas, Reshare, Source, SourceSpec, length_of
+from lockstep.data.source import Gather, LoaderSource, Replicas, Reshare, SourceSpec, length_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.loop.progress import BatchCounting, ResumePoint
@@ -61,7 +61,7 @@ def longest(count: int | float, gather: Gather) -> int | float:
 
 
 @does("comparing the loaders of the ranks")
-def check_alike(parts: list[Source], spec: SourceSpec, names: list[str]) -> bool:
+def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -> bool:
     """Whether loaders are of the same length on all ranks; those that lockstep shares out must be.
 
     Raises:
@@ -83,7 +83,7 @@ def check_alike(parts: list[Source], spec: SourceSpec, names: list[str]) -> bool
     return all(same)
 
 
-def check_batches(parts: list[Source], loaders: list[Any], names: list[str], ranks: int) -> None:
+def check_batches(parts: list[LoaderSource], loaders: list[Any], names: list[str], ranks: int) -> None:
     """Refuse training loaders without batches on so many ranks.
 
     Raises:
@@ -213,7 +213,7 @@ class Feed:
 
     def __init__(
         self,
-        source: Source,
+        source: LoaderSource,
         spec: SourceSpec,
         count: int | float,
         limited: bool,
@@ -363,7 +363,7 @@ class Feed:
         return self._source.drawn
 
     @property
-    def source(self) -> Source:
+    def source(self) -> LoaderSource:
         """What it draws from."""
         return self._source
 
@@ -667,7 +667,7 @@ class EvaluationFeed:
 
     def __init__(
         self,
-        sources: list[Source],
+        sources: list[LoaderSource],
         spec: SourceSpec,
         num_batches: list[int | float],
         sequential: bool,

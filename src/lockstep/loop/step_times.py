@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from lockstep.data.source import Source
+from lockstep.data.source import LoaderSource
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.device import TimedEvent, current_stream, has_streams, timed_event
 from lockstep.ground.window_times import WindowTimes
@@ -73,7 +73,7 @@ class StepTimes:
             while self._undo:
                 self._undo.pop()()
 
-    def attach_source(self, source: Source) -> None:
+    def attach_source(self, source: LoaderSource) -> None:
         """Measure how long batches of these loaders are waited for; once for each."""
         if source is self._source:
             return

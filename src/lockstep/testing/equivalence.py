@@ -46,7 +46,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Difference:
+class RankDifference:
     """What strays at one step.
 
     Attributes:
@@ -92,7 +92,7 @@ class EquivalenceReport:
 
     title: str
     steps: int
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[RankDifference, ...] = ()
     cause: str = ""
     largest: float = 0.0
     traffic: tuple[tuple[int, int], ...] = ()
@@ -101,7 +101,7 @@ class EquivalenceReport:
         return not self.differences
 
     @property
-    def first(self) -> tuple[Difference, ...]:
+    def first(self) -> tuple[RankDifference, ...]:
         """The differences of the step and kind that stray first; all others may follow from them."""
         start = self.differences[:1]
         return tuple(d for d in self.differences if (d.step, d.what) == (start[0].step, start[0].what))
@@ -177,7 +177,7 @@ def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
         for finding in witness.findings:
             by_place[finding.step, finding.what, finding.name][rank] = finding
     differences = [
-        Difference(*place, tuple(found), max(f.size for f in found.values()), next(iter(found.values())).scale)
+        RankDifference(*place, tuple(found), max(f.size for f in found.values()), next(iter(found.values())).scale)
         for place, found in by_place.items()
     ]
     differences += _stale_buffers(ranks)
@@ -198,7 +198,7 @@ def _were_one(digests: list[list[str]]) -> bool:
     return any(len(set(alike)) == 1 for alike in zip(*filter(None, digests), strict=False))
 
 
-def _stale_buffers(ranks: list[Witness]) -> list[Difference]:
+def _stale_buffers(ranks: list[Witness]) -> list[RankDifference]:
     """Buffers in which the ranks never were one in a step; between a window's forwards they may part."""
     found = []
     for step, forwards in ranks[0].buffers.items():
@@ -210,11 +210,11 @@ def _stale_buffers(ranks: list[Witness]) -> list[Difference]:
             strays = tuple(rank for rank, theirs in enumerate(newest) if theirs and theirs != mine)
             tensors = [ranks[rank].tensors[newest[rank]].double() for rank in (0, *strays) if newest[rank]]
             size = max(((each - tensors[0]).abs().max().item() for each in tensors), default=math.inf)
-            found.append(Difference(step, BUFFER, name, strays, size, tensors[0].abs().max().item()))
+            found.append(RankDifference(step, BUFFER, name, strays, size, tensors[0].abs().max().item()))
     return found
 
 
-def _cause(first: tuple[Difference, ...], ranks: list[Witness]) -> str:
+def _cause(first: tuple[RankDifference, ...], ranks: list[Witness]) -> str:
     """What the differences that came first are a sign of."""
     step, what = first[0].step, first[0].what
     if what == STEPS:
@@ -246,7 +246,7 @@ def _weighing(step: int, ranks: list[Witness]) -> str:
     return f"weights: the ranks agree on a wrong gradient in an even step (samples: {told}); one's loss weighs too much"
 
 
-def _alike_on_all(first: tuple[Difference, ...], ranks: list[Witness]) -> bool:
+def _alike_on_all(first: tuple[RankDifference, ...], ranks: list[Witness]) -> bool:
     step, what = first[0].step, first[0].what
     digests: dict[str, set[str]] = defaultdict(set)
     for witness in ranks:
