@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.supervise import collective_trace, trace_memory
+from lockstep.supervise.call_comparison import CollectiveMismatch, compared
 from lockstep.supervise.collective_trace import (
     COUNTED,
     MESSAGES,
     NOTED,
-    CollectiveMismatch,
-    compared,
     install_trace,
     set_location,
     take_down,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.supervise import collective_trace, hang
+from lockstep.supervise import collective_trace
 from lockstep.supervise.collective_trace import install_trace, take_down
-from lockstep.supervise.hang import RUNS, RankSnapshot, compare, overdue
+from lockstep.supervise.hang import compare, overdue
+from lockstep.supervise.snapshot import RUNS, RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import LAG, Reading
 from lockstep.testing.pool import RankPool
@@ -218,5 +220,5 @@ def test_a_rank_that_has_not_come_to_what_others_have_queued_is_the_late_one(que
 
 
 def _not_done(each: RankSnapshot) -> RankSnapshot:
-    notes = tuple(hang.replace(note, done=None) if note.number >= 100 else note for note in each.notes)
-    return hang.replace(each, notes=notes)
+    notes = tuple(replace(note, done=None) if note.number >= 100 else note for note in each.notes)
+    return replace(each, notes=notes)

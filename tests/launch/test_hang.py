@@ -10,20 +10,9 @@ from typing import Any
 import pytest
 
 from lockstep.supervise.causes import Stand
-from lockstep.supervise.hang import (
-    GONE,
-    RUNS,
-    STOPPED,
-    TRACED,
-    Changes,
-    RankSnapshot,
-    brief,
-    compare,
-    members,
-    overdue,
-    ranges,
-    taken_in,
-)
+from lockstep.supervise.changes import Changes, members, ranges, taken_in
+from lockstep.supervise.hang import compare, overdue
+from lockstep.supervise.snapshot import GONE, RUNS, STOPPED, TRACED, RankSnapshot, brief
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.trace_memory import Note, shared
 

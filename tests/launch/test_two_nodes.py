@@ -13,10 +13,11 @@ import pytest
 
 from lockstep.supervise import elsewhere, hang_monitor
 from lockstep.supervise.causes import Divergence, Stand
+from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.comparison import NotesOfAll
 from lockstep.supervise.elsewhere import OtherRanks, Proof, soon
-from lockstep.supervise.hang import RUNS, STOPPED, RankSnapshot, plain_notes
 from lockstep.supervise.hang_monitor import HangMonitor
+from lockstep.supervise.snapshot import RUNS, STOPPED, RankSnapshot
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.trace_memory import Note
 

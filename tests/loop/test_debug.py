@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.supervise.collective_trace import CollectiveMismatch
+from lockstep.supervise.call_comparison import CollectiveMismatch
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks
 

@@ -254,7 +254,7 @@ def _first_cause(processes: RankProcesses, mailbox: Mailbox, monitor: RankMonito
     ranks = {end.rank for end in processes.failed}
     noted = mailbox.read()
     caught = [cause for cause in noted if cause.rank in ranks] or noted
-    return first_cause(processes.failed, caught, monitor.stands(), proof=monitor.divergence())
+    return first_cause(processes.failed, caught, monitor.stands(), proof=monitor.hangs.divergence())
 
 
 def _traces(cause: Cause | Ended | Divergence | None) -> str:

@@ -44,7 +44,8 @@ from lockstep.loop.signals import TERMINATED, Signals, undisturbed
 from lockstep.module import LightningModule
 from lockstep.profilers.base import PassThroughProfiler
 from lockstep.supervise import status
-from lockstep.supervise.collective_trace import compared, set_location
+from lockstep.supervise.call_comparison import compared
+from lockstep.supervise.collective_trace import set_location
 from lockstep.supervise.signals import ENDED, interruptible
 
 LOGS = ("log", "log_dict")

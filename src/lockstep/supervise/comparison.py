@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from lockstep.supervise.causes import Divergence
+from lockstep.supervise.changes import notes_of, plain_notes
 from lockstep.supervise.elsewhere import OtherNodes
-from lockstep.supervise.hang import Position, mismatched, notes_of, plain_notes, position
+from lockstep.supervise.hang import Position, mismatched, position
 from lockstep.supervise.trace_memory import Note
 
 NOTES = 8

@@ -15,7 +15,9 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from lockstep.supervise.causes import Divergence, Stand, has_left, strayed
-from lockstep.supervise.hang import HALTED, SLEEPS, STOPPED, Changes, RankSnapshot, stopped, taken_in, told
+from lockstep.supervise.changes import Changes, taken_in
+from lockstep.supervise.hang import HALTED, stopped
+from lockstep.supervise.snapshot import SLEEPS, STOPPED, RankSnapshot, told
 from lockstep.supervise.stack import Stack
 
 PATIENCE = 5.0

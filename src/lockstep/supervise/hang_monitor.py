@@ -15,14 +15,8 @@ from lockstep.supervise.causes import RULE, Divergence, Stand, alike, named
 from lockstep.supervise.comparison import NOTES, Made
 from lockstep.supervise.elsewhere import OtherNodes, OtherRanks
 from lockstep.supervise.hang import (
-    GONE,
     HALTED,
-    RUNS,
-    SLEEPS,
-    STOPPED,
-    TRACED,
     Position,
-    RankSnapshot,
     behind_of,
     circle,
     compare,
@@ -33,8 +27,8 @@ from lockstep.supervise.hang import (
     parted,
     position,
     stopped,
-    told,
 )
+from lockstep.supervise.snapshot import GONE, RUNS, SLEEPS, STOPPED, TRACED, RankSnapshot, told
 from lockstep.supervise.stack import ask, ask_stopped, ask_workers, one_line, speak, wipe_line
 from lockstep.supervise.trace_memory import Note, Reading
 
@@ -57,7 +51,7 @@ class Histories:
     """What ranks did as each collective of each group, compared as it comes in."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[str, tuple[int, ...], int], dict[int, Note]] = {}
+        self._open: dict[Position, dict[int, Note]] = {}
 
     def take(self, rank: int, notes: Iterable[Note], ranks: int) -> dict[int, Note] | None:
         """Take in notes of a rank.
@@ -73,7 +67,7 @@ class Histories:
         for note in notes:
             if not note.whole or not note.number or len(note.members) < 2:
                 continue
-            key = note.group, note.members, note.number
+            key = position(note)
             made = self._open.setdefault(key, {})
             if any(note.differs(other) for other in made.values()):
                 return {**made, rank: note}

@@ -9,7 +9,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,16 +17,11 @@ from lockstep.launch.processes import FAREWELL as LONGEST
 from lockstep.launch.processes import stat_of
 from lockstep.supervise import signals
 from lockstep.supervise.causes import Cause, Divergence, Stand, located, named, strayed, was_caught
-from lockstep.supervise.comparison import Made
 from lockstep.supervise.elsewhere import QUIET, QUIET_AT_FIRST, OtherNodes
-from lockstep.supervise.hang import (
-    Position,
-)
 from lockstep.supervise.hang_monitor import PERIOD, HangMonitor
 from lockstep.supervise.signals import SignalPipe
 from lockstep.supervise.stack import Stack, ask, is_there, wipe_line
 from lockstep.supervise.status import Mailbox
-from lockstep.supervise.trace_memory import Note
 
 BUSY = 0.05
 """The part of a second of processor time from which on a rank counts as working."""
@@ -71,6 +66,9 @@ class RankMonitor:
         hub: to the monitors of other nodes; None: there are none, or no way to them.
         size: ranks of all nodes; 0: nobody knows.
         host: the name of this machine, where it has to be told from others.
+
+    Attributes:
+        hangs: knows what the ranks' traces show.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class RankMonitor:
         self._stillness: dict[int, _Stillness] = {}
         self._seconds: dict[int, float] = {}  # for which each rank has not worked
         self._looked_at = 0.0
-        self._hangs = HangMonitor(hub, size, self.signal_pipe.wake)
+        self.hangs = HangMonitor(hub, size, self.signal_pipe.wake)
         self._asked_at, self._wait = 0.0, 0.0
         self._opens_until = math.inf
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
@@ -118,42 +116,22 @@ class RankMonitor:
         if self._thread.is_alive():
             self._thread.join()
         self.signal_pipe.close()
-        self._hangs.close()
-
-    def divergence(self) -> Divergence | None:
-        """What the traces prove, those of ranks included that have come to their end: that calls do not match."""
-        return self._hangs.divergence()
-
-    def is_halted(self, rank: int) -> bool:
-        """Whether a rank was stopped when it was last seen."""
-        return self._hangs.is_halted(rank)
-
-    def newest(self, rank: int) -> list[Note]:
-        """The newest collectives of a rank that can be compared, whether it is there or not."""
-        return self._hangs.newest(rank)
-
-    def made(self, positions: Collection[Position]) -> list[Made]:
-        """What this node's ranks did as these collectives."""
-        return self._hangs.made(positions)
-
-    def waits_since(self, rank: int) -> float | None:
-        """When a rank entered the collective in which it is now; None where it is in none, or nobody knows."""
-        return self._hangs.waits_since(rank)
+        self.hangs.close()
 
     def stands(self) -> dict[int, Stand]:
         """Where the ranks stand, those included that have come to their end, also on nodes that have said farewell."""
-        others = self._hangs.others
+        others = self.hangs.others
         return {**self.own_stands(), **({} if others is None else others.ended)}
 
     def last(self) -> dict[str, Any] | None:
         """What is to be said of this node's ranks in its farewell."""
-        others, own = self._hangs.others, self.own_stands()
+        others, own = self.hangs.others, self.own_stands()
         return None if others is None else others.last(own.values(), self._caught(own))
 
     @property
     def caught_elsewhere(self) -> str:
         """What ended a call on a node that has said farewell, and was no failure there; ""."""
-        return "" if self._hangs.others is None else self._hangs.others.caught_at_end
+        return "" if self.hangs.others is None else self.hangs.others.caught_at_end
 
     def _caught(self, stands: Mapping[int, Stand]) -> str:
         """What ended a call on this node, and a script has caught."""
@@ -184,7 +162,7 @@ class RankMonitor:
         while (left := until - time.monotonic()) > 0:
             if time.monotonic() < self._opens_until:
                 stands = self._mailbox.stands()
-                self._hangs.open(stands)
+                self.hangs.open(stands)
                 if stands and self._opens_until == math.inf:
                     self._opens_until = time.monotonic() + OPENING
                 left = min(left, PERIOD / 10)
@@ -195,7 +173,7 @@ class RankMonitor:
     def _is_alarmed(self) -> bool:
         """Whether to look again soon; on several nodes also when a rank begins to wait, since more has to be asked."""
         begins = any(PERIOD <= still < 2 * QUIET for still in self._seconds.values())
-        return self._hangs.is_alarmed or (begins and self._hangs.others is not None)
+        return self.hangs.is_alarmed or (begins and self.hangs.others is not None)
 
     def _look(self) -> Verdict | None:
         stands, now = self.stands(), time.monotonic()
@@ -213,20 +191,20 @@ class RankMonitor:
             3 * PERIOD, LATE
         ):  # this process was stopped, or starved: what it knows of time is worth nothing
             self._stillness.clear()
-            self._hangs.forget()
+            self.hangs.forget()
         still = {rank for rank, stand in inside.items() if self._is_still(stand, now)}
         return self._failed(inside, now) or self._diverged(stands, inside, still, now) or self._hung(inside, now)
 
     def _hung(self, inside: dict[int, Stand], now: float) -> Verdict | None:
         """Ranks that wait for what their traces say cannot come, or for too long."""
-        notes, others = self._mailbox.read(), self._hangs.others
+        notes, others = self._mailbox.read(), self.hangs.others
         if self._presses or any(cause.rank in inside for cause in notes if cause.call):
             return None  # it is ending
         own = self.own_stands()
         if not inside and (others is None or not own):
             return None
         outside = [stand for stand in own.values() if not stand.inside]
-        found = self._hangs.look(inside, self._seconds, now, outside, self._caught(own) if outside else "")
+        found = self.hangs.look(inside, self._seconds, now, outside, self._caught(own) if outside else "")
         return None if found is None else Verdict(found)
 
     def _pass_on(self, inside: dict[int, Stand], now: float) -> Verdict | None:

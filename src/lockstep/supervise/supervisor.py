@@ -12,6 +12,7 @@ All is decided in the main thread, event by event; the other threads only bring 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import select
@@ -40,9 +41,9 @@ from lockstep.supervise.causes import (
     located,
     was_caught,
 )
+from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.channel import Channel, Message, caller, door
 from lockstep.supervise.comparison import NotesOfAll
-from lockstep.supervise.hang import plain_notes
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.nodes import Nodes
 from lockstep.supervise.stack import wipe_line
@@ -59,6 +60,9 @@ NEWS = 0.8
 
 IDLE = 1.0
 """Seconds from one look at whether anybody is left to the next."""
+
+Handlers = dict[str, Callable[[Any], Any]]
+"""By the name of an event, what to do; in `Supervisor.run`, whether nothing is left to do."""
 
 TERMINATED = (None, -signal.SIGTERM, 128 + signal.SIGTERM)
 """How a process ends that SIGTERM has ended, or that nobody can ask any more."""
@@ -86,7 +90,7 @@ class Supervisor:
             mailbox.failed_at,
             lambda rank: self._put("ended"),
             self._is_excused,
-            lambda rank: self._monitor.waits_since(rank),
+            lambda rank: self._monitor.hangs.waits_since(rank),
         )
         self._processes.hurries = self._starts
         everyone = order["local_size"] == order["size"]
@@ -101,7 +105,7 @@ class Supervisor:
             self._nodes.host,
         )
         if self._nodes.hub is not None:
-            self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.made).ask
+            self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.hangs.made).ask
         self._zero = Foreign(order["process"], lambda: self._said(self._rank))
         self._channels: list[Channel] = []
         self._left: dict[int, Cause] = {}  # the error that ended the script of rank 0, which waits for its leave
@@ -111,6 +115,12 @@ class Supervisor:
         self._verdict: Verdict | None = None
         self._first: First | None = None
         self._told = self._has_asked = False
+        self._deciding: Handlers = {
+            "claim": self._nodes.claimed,
+            "compared": self._nodes.compared,
+            "first": self._nodes.heard,
+            "lost": self._nodes.lost,
+        }
 
     def _put(self, event: str, what: object = None) -> None:
         self._events.put((event, what))
@@ -228,17 +238,14 @@ class Supervisor:
 
     def run(self) -> None:
         """From event to event; comes back when nothing is left to do."""
-        handlers: dict[str, Callable[[Any], bool]] = {
+        handlers: Handlers = {
             "ended": self._on_ended,
             "left": self._on_left,
             "stop": self._on_stop,
             "gone": self._on_gone,
             "wound up": lambda _: self._conclude(),
             "verdict": self._on_verdict,
-            "claim": self._nodes.claimed,
-            "compared": self._nodes.compared,
-            "first": self._nodes.heard,
-            "lost": self._nodes.lost,
+            **self._deciding,
             "asked": self._on_asked,
             "running": self._on_running,
             "silent": self._on_silent,
@@ -270,7 +277,7 @@ class Supervisor:
             found: First | None
             found = early_cause(self._processes.failed, self._mailbox.read(), self._monitor.stands(), self._left)
             if _may_be_gloos(found):
-                found = self._monitor.divergence() or found
+                found = self._monitor.hangs.divergence() or found
             if found is not None:
                 self._publish(found)
 
@@ -362,7 +369,7 @@ class Supervisor:
         if cause is not None and not verdict.interrupted:
             self._publish(cause)
         self._processes.stop(GRACE / 4)
-        if not self._monitor.is_halted(self._rank):
+        if not self._monitor.hangs.is_halted(self._rank):
             self._await_rank_zero(GRACE / 2)  # it may be waiting in a collective, which raises now
         return self._conclude()
 
@@ -401,35 +408,44 @@ class Supervisor:
         """The first cause of this node is certain: tell its ranks, whose collectives raise now, and the other nodes."""
         self._first = cause
         self._mailbox.leave({"first": located(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
-        self._nodes.say(cause, plain_notes(self._monitor.newest(cause.rank)) if _may_be_gloos(cause) else None)
+        self._nodes.say(cause, plain_notes(self._monitor.hangs.newest(cause.rank)) if _may_be_gloos(cause) else None)
         if self._nodes.hub is None and not self._starts:
             self._tell_at_once()
 
     # -- the end -----------------------------------------------------------------------------------------------
 
     def _await_rank_zero(self, seconds: float | None) -> None:
-        """Let rank 0 end by itself; longer, if something has been raised in it: it may be saving what it has."""
-        until = None if seconds is None else time.monotonic() + seconds
-        latest = time.monotonic() + FAREWELL
-        while self._rank in self._processes.running and not self._has_left:
-            self._take_in_left()
-            now = time.monotonic()
-            if until is not None and now >= until and not (now < latest and self._mailbox.is_someone_ending()):
-                return
-            time.sleep(TICK / 5)
+        """Let rank 0 end by itself; longer, if something has been raised in it: it may be saving what it has.
 
-    def _take_in_left(self) -> None:
-        """Whether rank 0 has said that it ends; other events can wait."""
-        later = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                event, what = self._events.get_nowait()
-                if event == "left" and self._starts:
-                    self._take_leave(*what)
-                elif event in ("first", "claim", "compared", "lost"):
-                    later.append((event, what))
-        for event, what in later:
-            self._events.put((event, what))
+        Who is the first cause is not decided meanwhile: what other nodes say is heard later.
+        """
+        began, later = time.monotonic(), list[tuple[str, Any]]()
+
+        def is_over() -> bool:
+            waited = time.monotonic() - began
+            is_late = seconds is not None and waited >= seconds
+            return is_late and (waited >= FAREWELL or not self._mailbox.is_someone_ending())
+
+        def keep(name: str) -> Callable[[Any], None]:
+            return lambda what: later.append((name, what))
+
+        handlers: Handlers = {name: keep(name) for name in self._deciding}
+        if self._starts:
+            handlers["left"] = lambda what: self._take_leave(*what)
+        self._hear_until(lambda: self._rank not in self._processes.running or self._has_left or is_over(), handlers)
+        for event in later:
+            self._put(*event)
+
+    def _hear_until(self, condition: Callable[[], bool], handlers: Handlers, seconds: float = math.inf) -> bool:
+        """Take in some kinds of events until something holds, or for so long; all others are of no use any more."""
+        until = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() >= until:
+                return False
+            with contextlib.suppress(queue.Empty):
+                event, what = self._events.get(timeout=TICK / 5)
+                handlers.get(event, bool)(what)
+        return True
 
     def _conclude(self) -> bool:
         """All others have ended: tell why, and end."""
@@ -456,7 +472,7 @@ class Supervisor:
         if self._verdict is not None:
             printed = {end.rank for end in failed} | self._left.keys() | shown
             return self._verdict.cause, is_told(self._verdict.cause, printed - folded, notes)
-        proof = self._monitor.divergence()
+        proof = self._monitor.hangs.divergence()
         cause, told = final_cause(failed, notes, self._monitor.stands(), self._left, shown, proof, folded)
         return (self._first if cause is None or isinstance(self._first, Divergence) else cause), told
 
@@ -482,17 +498,10 @@ class Supervisor:
         return {note[did] for note in self._mailbox.others(did)}
 
     def _await_decision(self) -> None:
-        until, nodes = time.monotonic() + NEWS, self._nodes
-        handlers: dict[str, Callable[[Any], bool]] = {
-            "first": nodes.heard,
-            "claim": nodes.claimed,
-            "compared": nodes.compared,
-            "lost": nodes.lost,
-        }
-        while nodes.decided is None and nodes.hub is not None and nodes.hub.nodes and time.monotonic() < until:
-            with contextlib.suppress(queue.Empty):
-                event, what = self._events.get(timeout=TICK / 5)
-                handlers.get(event, bool)(what)
+        nodes = self._nodes
+        if nodes.hub is not None:
+            others = nodes.hub
+            self._hear_until(lambda: nodes.decided is not None or not others.nodes, self._deciding, NEWS)
 
     def _tell_rank_zero(self, found: Judgement) -> None:
         """Have rank 0 print the last line and end. Where it cannot, end it, and print."""
@@ -500,7 +509,8 @@ class Supervisor:
         if self._rank in self._processes.running or self._has_left:
             stopped = is_stopped(self._order["process"])
             if not stopped and self._channel.send({"do": "end", "text": text, "code": found.code}):
-                acts = self._await_event("acts", ANSWER)
+                acted: list[object] = []
+                acts = self._hear_until(lambda: bool(acted), {"acts": acted.append}, ANSWER)
                 if acts and self._zero.wait(ANSWER):
                     return
                 text = "" if acts else text
@@ -513,15 +523,6 @@ class Supervisor:
         return (
             self._sigterm.is_set() and not self._left and all(end.code in TERMINATED for end in self._processes.failed)
         )
-
-    def _await_event(self, wanted: str, seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            with contextlib.suppress(queue.Empty):
-                event, _ = self._events.get(timeout=max(0.0, until - time.monotonic()))
-                if event == wanted:
-                    return True
-        return False
 
     def _tell_at_once(self) -> None:
         """Where a launcher ends the ranks, and prints its own summary: be there before it."""
