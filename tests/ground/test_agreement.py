@@ -26,13 +26,21 @@ def _reduce() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def _flags(mode: str, every: int | None = None) -> ConsensusFlags:
+    """Flags by "shared" memory, or by "messages", as where each rank has a host of its own."""
+    if mode != "messages":
+        return ConsensusFlags(every=every)
+    with mock.patch.object(pages, "host", return_value=str(dist.get_rank())):
+        return ConsensusFlags(every=every)
+
+
 def _race(mode: str, every: int | None, windows: int, seed: int, held: bool = True) -> tuple[list[int], Seen]:
     """Random requests and pauses; answers what this rank asked for and what it saw, as (window, bit).
 
     ``held``: a reduction holds the ranks up in most windows, as gloo's do and NCCL's do not.
     """
     chance = random.Random(seed * 100 + dist.get_rank())
-    agreement = ConsensusFlags(mode=None if mode == "hosts" else mode, every=every)  # type: ignore[arg-type]
+    agreement = _flags(mode, every)
     bits = [agreement.register(name) for name in ("stop", "save", "signal")]
     asked: list[int] = []
     seen: Seen = []
@@ -172,7 +180,7 @@ def test_the_pace_follows_windows_and_what_an_agreement_costs(duration: int, cos
 
 def _windows_until_seen(seconds: float) -> int:
     """After how many windows, which take so long on rank 1, a request of rank 0's is seen."""
-    agreement = ConsensusFlags(mode="messages")
+    agreement = _flags("messages")
     bit = agreement.register("signal")
     for window in range(100):
         if window == 20 and dist.get_rank() == 0:
@@ -195,7 +203,7 @@ def test_messages_go_more_often_where_windows_are_long(ranks: RankPool) -> None:
 
 
 def _one_request(mode: str, every: int, asking: int, windows: int) -> list[int]:
-    agreement = ConsensusFlags(mode=mode, every=every)  # type: ignore[arg-type]
+    agreement = _flags(mode, every)
     stop = agreement.register("stop")
     seen = []
     for window in range(windows):
@@ -226,7 +234,7 @@ def test_messages_answer_within_two_periods_and_once(ranks: RankPool, every: int
 
 def _two_clocks() -> list[int]:
     """Both ranks' clocks ring, one of them after it has published: one save answers both."""
-    agreement = ConsensusFlags(mode="shared")
+    agreement = _flags("shared")
     save = agreement.register("save-by-time")
     seen = []
     for window in range(5):
@@ -250,7 +258,7 @@ def test_lower_answers_requests_of_all_ranks(ranks: RankPool) -> None:
 
 def _asked_at_once(mode: str) -> list[Any]:
     # every=1: the request is on its way in a message when the answer comes
-    agreement = ConsensusFlags(mode=mode, every=1)  # type: ignore[arg-type]
+    agreement = _flags(mode, 1)
     stop, save = agreement.register("stop"), agreement.register("save")
     answers: list[Any] = [agreement.now(stop)]
     if dist.get_rank() == 1:

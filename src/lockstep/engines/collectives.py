@@ -265,7 +265,7 @@ class Collectives:
 
     def make_agreement(self) -> ConsensusFlags:
         """The flags that the ranks share: in shared memory on one host, by asynchronous messages across hosts."""
-        return ConsensusFlags(mode="alone") if self.world.size == 1 else ConsensusFlags()
+        return ConsensusFlags(alone=self.world.size == 1)
 
     @does("strategy.barrier")
     def barrier(self) -> None:

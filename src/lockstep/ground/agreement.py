@@ -41,7 +41,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -73,15 +73,13 @@ class ConsensusFlags:
     Args:
         group: the ranks; ``None`` is the default group (or this process alone, if there is none).
         every: across hosts, the number of windows between two messages; None: as many as take `PACE`, at most `MOST`.
-        mode: ``"shared"`` or ``"messages"`` to choose by hand; ``None`` takes shared memory where all ranks
-            are on one host and ``group`` is a gloo group, messages otherwise. ``"alone"``: this process
-            agrees with itself, whatever group there is.
+        alone: this process agrees with itself, whatever group there is.
 
     Attributes:
         up: the bits for which `is_up` holds, for those who look in every step.
 
     Raises:
-        ValueError: if ``mode="shared"`` and the ranks have no memory in common, or ``every`` is below 1.
+        ValueError: ``every`` is below 1.
 
     Example:
         >>> agreement = ConsensusFlags()
@@ -91,21 +89,15 @@ class ConsensusFlags:
         True
     """
 
-    def __init__(
-        self,
-        group: comm.Group = None,
-        *,
-        every: int | None = None,
-        mode: Literal["shared", "messages", "alone"] | None = None,
-    ) -> None:
+    def __init__(self, group: comm.Group = None, *, every: int | None = None, alone: bool = False) -> None:
         if every is not None and every < 1:
             raise ValueError(f"ConsensusFlags(every={every}): messages are sent every 1 or more windows")
         self._group = group
-        self._alone = mode == "alone" or comm.world_size(group) == 1
+        self._alone = alone or comm.world_size(group) == 1
         self._names: list[str] = []
         self._wanted: set[int] = set()  # requested on this rank, not yet answered
         self.up: set[int] = set()
-        self._use(self._open(mode, every))
+        self._use(self._open(every))
 
     publish: Callable[[], None]
     """Show the other ranks this rank's requests; before it contributes to a reduction of the window."""
@@ -114,17 +106,11 @@ class ConsensusFlags:
         self._channel = channel
         self.publish = partial(channel.publish, self._wanted)  # at each step: a method here would be a call more
 
-    def _open(self, mode: str | None, every: int | None) -> _Channel:
+    def _open(self, every: int | None) -> _Channel:
         if self._alone:
             return _Alone()
-        blocking = dist.get_backend(self._group) == "gloo"
-        if mode == "shared" or (mode is None and blocking):
-            page = _shared_page(self._group)
-            if page is not None:
-                return _Shared(page)
-            if mode == "shared":
-                raise ValueError('ConsensusFlags(mode="shared"): the ranks are not on one host; use mode="messages"')
-        return _Messages(self._group, every, apart=mode == "messages")
+        page = _shared_page(self._group) if dist.get_backend(self._group) == "gloo" else None
+        return _Messages(self._group, every) if page is None else _Shared(page)
 
     # -- flags
 
@@ -263,7 +249,7 @@ class _Shared:
 class _Messages:
     """A maximum of the ranks' requests, begun every k-th window and read k windows later."""
 
-    def __init__(self, group: comm.Group, every: int | None, apart: bool) -> None:
+    def __init__(self, group: comm.Group, every: int | None) -> None:
         self._paced = every is None
         self._every = every or 1
         self._window = 0  # counts boundaries
@@ -272,7 +258,7 @@ class _Messages:
         self._costs: deque[float] = deque([0.0], maxlen=RECENT)  # seconds that the last ones took of this rank
         self._voided = [0] * BITS
         # per bit: the window in which it was wanted, or 0; microseconds of a window; and of an agreement
-        self._maximum = HostMaximum(BITS + 2, group, apart=apart)
+        self._maximum = HostMaximum(BITS + 2, group)
 
     def publish(self, wanted: Iterable[int]) -> None:
         pass

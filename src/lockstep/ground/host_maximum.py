@@ -82,7 +82,6 @@ class HostMaximum:
     Args:
         width: how many numbers.
         group: the ranks.
-        apart: take each rank for a host of its own.
 
     Attributes:
         leaders: the leader of each rank's host.
@@ -94,10 +93,10 @@ class HostMaximum:
         [3, -1]
     """
 
-    def __init__(self, width: int, group: comm.Group = None, *, apart: bool = False) -> None:
+    def __init__(self, width: int, group: comm.Group = None) -> None:
         world, rank = comm.world_size(group), comm.rank(group)
         self._ranks, self._group = comm.ranks_of(group), group
-        told = comm.all_gather_tensor(torch.tensor([rank if apart else host_number(), _Tags.used]), group)
+        told = comm.all_gather_tensor(torch.tensor([host_number(), _Tags.used]), group)
         hosts: list[int] = told[:, 0].tolist()
         self._tag = _FIRST_TAG + int(told[:, 1].max())
         _Tags.used += 1
