@@ -1,10 +1,11 @@
 """Host memory while a folder of safetensors becomes the shards of a model, beside ``from_pretrained`` on each rank.
 
-    python benchmarks/pretrained.py [--ranks 2,4] [--layers 16] [--ways from_pretrained,fsdp,deepspeed_stage_3]
+    python benchmarks/pretrained.py [--ranks 2,4] [--layers 16] [--ways from_pretrained,fsdp,2-d,fsdp:whole,fsdp:lora]
 
 A Llama of 222 million parameters (float32) is made of a config and written to a folder. Each way then loads it on each
 rank, in processes of their own. Counted is what a process has allocated (``RssAnon``: pages of the files are the page
 cache's), sampled each millisecond from before the model is made to the first hook of the fit, above what it was before.
+A way with ``:whole`` or ``:lora`` is trained, too, for two steps of AdamW, and counted to their end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WAYS = ("from_pretrained", "ddp", "fsdp", "deepspeed_stage_3")
+WAYS = ("from_pretrained", "ddp", "fsdp", "2-d", "deepspeed_stage_3", "balanced")
+TOKENS = 64
+"""Of a text that is trained on, one on each rank."""
 MIB = 2**20
 
 
@@ -77,11 +80,27 @@ def load(way: str, folder: str, ranks: int) -> dict[str, float]:
     return by_trainer(way, folder, ranks)
 
 
-def by_trainer(way: str, folder: str, ranks: int) -> dict[str, float]:
+def cut(module: Any, layers: Any) -> None:
+    """MLPs over rows of two ranks, and all that over the rows."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    data, tensor = module.device_mesh["data_parallel"], module.device_mesh["tensor_parallel"]
+    columns = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+    for layer in layers:
+        parallelize_module(layer, tensor, {**columns, "mlp.down_proj": RowwiseParallel()})
+        fully_shard(layer, mesh=data)
+    fully_shard(module, mesh=data)
+
+
+def by_trainer(asked: str, folder: str, ranks: int) -> dict[str, float]:
     import lockstep
     from lockstep import LightningModule, Trainer
+    from lockstep.ground.parts import local_part, stands_in
+    from lockstep.strategies import ModelParallelStrategy
 
     found: dict[str, float] = {}
+    way, _, trained = asked.partition(":")
 
     class Loads(LightningModule):
         def configure_model(self) -> None:
@@ -93,24 +112,43 @@ def by_trainer(way: str, folder: str, ranks: int) -> dict[str, float]:
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
             lockstep.load_pretrained(self.model, folder)
+            layers = self.model.model.layers
+            if trained == "lora":
+                from peft import LoraConfig, get_peft_model
+
+                self.model = get_peft_model(self.model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
+            if self.device_mesh is not None:
+                cut(self, layers)
 
         def configure_optimizers(self) -> Any:
-            if "peak" not in found:  # before the engine of DeepSpeed makes its own copies in float32
-                self.peak.__exit__()
-                held = [getattr(p, "ds_tensor", getattr(p, "_local_tensor", p)) for p in self.parameters()]
-                found.update(peak=self.peak.bytes, seconds=time.perf_counter() - self.begin)
-                found["held"] = sum(each.nbytes for each in held)
-            return torch.optim.SGD(self.parameters(), 0.1)
+            if not trained:  # before the engine of DeepSpeed makes its own copies in float32
+                self.note()
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 1e-5)
+
+        def note(self) -> None:
+            self.peak.__exit__()
+            there = [p for p in self.parameters() if not stands_in(p)]
+            held = [getattr(p, "ds_tensor", local_part(p.detach())) for p in there]
+            found.update(peak=self.peak.bytes, seconds=time.perf_counter() - self.begin)
+            found["held"] = sum(each.nbytes for each in held)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return 0.0 * self.model(input_ids=batch).logits.sum()
+            loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+            return loss
 
-        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int:
-            return -1
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+            return None if trained else -1
 
-    data = torch.utils.data.DataLoader(torch.zeros(ranks, 4, dtype=torch.int64), batch_size=ranks)  # type: ignore[arg-type]
+        def on_train_end(self) -> None:
+            if trained:
+                self.note()
+
+    replicas = {"2-d": ranks // 2, "balanced": 1}.get(way, ranks)
+    texts = torch.arange(2 * ranks * TOKENS).reshape(-1, TOKENS) % 8192
+    data = torch.utils.data.DataLoader(texts, batch_size=ranks // replicas)  # type: ignore[arg-type]
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    Trainer(strategy=way, devices=ranks, max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet).fit(
+    strategy = ModelParallelStrategy(ranks // 2, 2) if way == "2-d" else way
+    Trainer(strategy=strategy, devices=ranks, max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet).fit(
         Loads(), data
     )
     return found

@@ -121,6 +121,16 @@ def test_a_model_of_transformers(devices: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("devices", "loss"), [(1, "3.940e+00"), (2, "3.949e+00")])
+def test_lora_by_peft(devices: int, loss: str, tmp_path: Path) -> None:
+    """As ``lockstep run --lightning`` starts it; peft's own `save_pretrained` writes the adapter."""
+    needs("transformers", "peft")
+    run = ("-m", "lockstep", "run", "--devices", str(devices), "--lightning")
+    found = play(tmp_path, "lora", str(devices), by=run)
+    assert found == {"trainable": "2048", "val_loss": loss, "same": "True True"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_temporal_fusion_transformer_of_pytorch_forecasting(devices: int, tmp_path: Path) -> None:
     """Its hyperparameters are objects, which its checkpoint has to hold."""

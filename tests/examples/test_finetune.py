@@ -1,0 +1,117 @@
+"""The example of a fine-tune: the same losses and folder under every strategy; killed, and resumed elsewhere."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.testing.pool import RankPool
+from tests.checkpoint.adapted import needs_peft
+from tests.scripts.in_rank import run_script
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "finetune.py"
+SMALL = ("--steps=6", "--every=3", "--layers=2", "--width=16", "--block=16", "--batch-size=4")
+MEDIUM = ("--steps=20", "--every=10")
+WORLDS = {"auto": 1, "2-d": 4}
+"""Ranks, where they are not two."""
+
+Run = tuple[list[str], dict[str, Tensor], str]
+
+
+@pytest.fixture(autouse=True)
+def packages() -> None:
+    needs_peft()
+
+
+def outcome(ranks: RankPool, folder: Path, strategy: str, *words: str, world: int = 0) -> tuple[int, str, str]:
+    world = world or WORLDS.get(strategy, 2)
+    own = [f"--strategy={strategy}", f"--devices={world}", f"--folder={folder}", *words]
+    run = run_script(ranks, SCRIPT, *own, folder=folder.parent, world=world, launched=world > 1, timeout=200)[0]
+    return run.returncode, run.stdout, run.stderr
+
+
+def done(ranks: RankPool, folder: Path, strategy: str, *words: str, world: int = 0) -> Run:
+    """Losses, the folder's tensors by name, and what the model has written."""
+    code, out, error = outcome(ranks, folder, strategy, *words, world=world)
+    assert code == 0, error
+    return re.findall(r"^step .*", out, re.MULTILINE), tensors_in(folder), out.splitlines()[-1].partition(": ")[2]
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    (tuned,) = folder.glob("*-tuned")
+    return {name: each for path in tuned.glob("*.safetensors") for name, each in load_file(path).items()}
+
+
+def check_same(one: Run, other: Run) -> None:
+    """Losses to 5 digits, folders with the same tensors of the same values (to what float32 leaves of sums)."""
+    losses = [[re.sub(r"(\.\d{4})\d+", r"\1", line) for line in run[0]] for run in (one, other)]
+    assert losses[0]
+    assert losses[0] == losses[1]
+    assert one[1].keys() == other[1].keys()
+    for name, value in one[1].items():
+        assert torch.allclose(other[1][name], value, rtol=1e-3, atol=2e-4), name
+    assert one[2] == other[2]
+
+
+@pytest.mark.parametrize(("strategy", "words"), [("balanced", ["--lora"]), ("fsdp", ["--model=bert"])])
+def test_two_ranks_tune_as_one(ranks: RankPool, tmp_path: Path, strategy: str, words: list[str]) -> None:
+    check_same(*[done(ranks, tmp_path / name, name, *SMALL, *words) for name in ("auto", strategy)])
+
+
+def killed(ranks: RankPool, tmp_path: Path, one: tuple[str, int], other: tuple[str, int], *words: str) -> None:
+    """A run with an adapter that is killed and goes on elsewhere becomes what it would have been."""
+    whole = done(ranks, tmp_path / "whole", "auto", *words, "--lora")
+    step = 4 if words == SMALL else 14
+    code, out, error = outcome(ranks, tmp_path / "x", one[0], *words, "--lora", f"--kill-at={step}", world=one[1])
+    assert code != 0
+    assert "step 3" in out or "step 10" in out, error
+    assert not list((tmp_path / "x").glob("*-tuned"))
+    # the checkpoint was written before the validation of its step, which is made again
+    check_same(whole, done(ranks, tmp_path / "x", other[0], *words, "--lora", world=other[1]))
+
+
+def test_killed_and_resumed_on_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    killed(ranks, tmp_path, ("ddp", 2), ("auto", 1), *SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("one", "other"), [(("fsdp", 2), ("ddp", 4)), (("balanced", 2), ("2-d", 4)), (("2-d", 4), ("balanced", 2))]
+)
+def test_killed_and_resumed_under_another_strategy(
+    ranks: RankPool, tmp_path: Path, one: tuple[str, int], other: tuple[str, int]
+) -> None:
+    killed(ranks, tmp_path, one, other, *MEDIUM)
+
+
+STRATEGIES = ["ddp", "fsdp", "2-d", "balanced", *(["deepspeed_stage_3"] if find_spec("deepspeed") else [])]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("words", [[], ["--lora"], ["--model=bert"], ["--model=bert", "--lora"]], ids=str)
+def test_every_strategy_tunes_as_one_process(ranks: RankPool, tmp_path: Path, words: list[str]) -> None:
+    alone = done(ranks, tmp_path / "auto", "auto", *MEDIUM, *words)
+    for strategy in STRATEGIES:
+        check_same(alone, done(ranks, tmp_path / strategy, strategy, *MEDIUM, *words))
+
+
+def test_a_piece_of_bert_has_as_many_targets_as_the_others() -> None:
+    from examples.finetune import Pieces, byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokens = torch.tensor(tokenizer("import os, sys\n" * 8)["input_ids"])
+    pieces = Pieces(tokens, 20, tokenizer.mask_token_id)
+    for piece in (pieces[number] for number in range(len(pieces))):
+        targets = piece["labels"] != -100
+        assert int(targets.sum()) == 3
+        assert torch.equal(piece["input_ids"] == tokenizer.mask_token_id, targets)
+    assert tokenizer.decode(tokens) == "import os, sys\n" * 8
