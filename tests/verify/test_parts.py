@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from lockstep.verify.compare import aligned
-from lockstep.verify.diagnose import Parts
+from lockstep.verify.calls import first_other_line
+from lockstep.verify.compare import Numbers, aligned
+from lockstep.verify.diagnose import Parts, Shares
 from lockstep.verify.processes import Ending
 from lockstep.verify.recordings import RankRecording, Recording
 from lockstep.verify.refusals import deadlock, short_window
@@ -113,3 +115,53 @@ def test_ranks_in_other_collectives_are_named_with_both_lines(tmp_path: Path) ->
 def test_ranks_in_the_same_collectives_are_not(tmp_path: Path) -> None:
     ranks = [rank(tmp_path / str(n), {}, [call("all_reduce", 3)]) for n in range(2)]
     assert deadlock(Recording(tuple(ranks))) is None
+
+
+def test_weights_of_a_mean_over_samples_add_up_to_one() -> None:
+    assert Shares(torch.tensor([[0.4], [0.6]]), 0.0).sum_to_one
+    assert not Shares(torch.tensor([[0.5], [0.556]]), 0.0).sum_to_one
+
+
+def called(line: int, *sums: float) -> dict[str, object]:
+    return {"name": "mul", "where": f"train.py:{line}", "sums": list(sums), "shape": [3]}
+
+
+def test_the_first_line_that_computes_something_else_is_found() -> None:
+    calls = [called(3, 1.0, 1.0), called(4, 2.0, 2.0), called(5, 3.0, 3.0)]
+    assert first_other_line(calls, calls) == ""
+    assert first_other_line(calls, [calls[0], called(4, 2.5, 2.5), calls[2]]) == "train.py:4"
+    assert first_other_line(calls, [calls[0], called(4, 2.0 + 1e-12, 2.0), calls[2]]) == ""
+    assert first_other_line(calls, calls[:2]) == "train.py:5"
+    assert first_other_line([called(3, math.nan, 1.0)], [called(3, math.nan, 1.0)]) == ""
+
+
+def trained(folder: Path, gradients: list[torch.Tensor | None]) -> RankRecording:
+    """A rank with a parameter that has these gradients, and one that moves."""
+    one = rank(folder, {}, [])
+    names = {"0.0": "still", "0.1": "moves"}
+    events = []
+    torch.save({"0.0": torch.zeros(2), "0.1": torch.zeros(40)}, folder / "first-0.pt")
+    for update, gradient in enumerate(gradients):
+        torch.save({"0.0": gradient, "0.1": torch.ones(40)}, folder / f"gradients-{update}.pt")
+        torch.save({"0.0": torch.zeros(2), "0.1": torch.full((40,), update + 1.0)}, folder / f"parameters-{update}.pt")
+        step = {"kind": "step", "update": update, "number": update, "optimizer": 0, "rates": [0.1], "names": names}
+        events.append({**step, "trainable": ["0.0", "0.1"]})
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return one
+
+
+@pytest.mark.parametrize(
+    ("gradient", "untouched", "zero", "vacuous"),
+    [
+        (None, ["still"], [], []),
+        (torch.zeros(2), [], ["still"], []),
+        (torch.full((2,), math.nan), [], [], ["gradients are not finite"]),
+    ],
+)
+def test_no_gradient_a_zero_one_and_one_that_is_no_number_are_told_apart(
+    gradient: torch.Tensor | None, untouched: list[str], zero: list[str], vacuous: list[str], tmp_path: Path
+) -> None:
+    """NaN was called zero, and a zero one missing."""
+    recording = Recording((trained(tmp_path / "0", [gradient, gradient]),))
+    found = Numbers(recording, recording, lambda what, update: 1e-9).compare()
+    assert (found.untouched, found.zero, found.vacuous) == (untouched, zero, vacuous)

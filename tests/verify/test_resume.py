@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
-from lockstep.verify.processes import Patience
+from lockstep.verify.processes import Patience, Server
 from lockstep.verify.resume import ResumeCheck
 from lockstep.verify.verification import Request, verify
 
@@ -20,13 +20,13 @@ Check = Callable[[str], Certificate]
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> Check:
     monkeypatch.chdir(tmp_path)
 
     def certified(text: str) -> Certificate:
         Path("train.py").write_text(text)
         request = Request(("train.py",), patience=Patience(20.0, 100.0))
-        return verify(request, lambda verification: ResumeCheck(request, verification).certify())
+        return verify(request, lambda verification: ResumeCheck(request, verification).certify(), server)
 
     return certified
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from lockstep import LightningModule, Trainer
 from lockstep.cli.run import main
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
-from lockstep.verify.processes import Patience
+from lockstep.verify.processes import Patience, Server
 from lockstep.verify.verification import Request, verify
 from lockstep.verify.working_copy import working_copy
 
@@ -23,11 +24,13 @@ SCRIPTS = Path(__file__).parent / "scripts"
 PATIENCE = Patience(silence=20.0, whole=100.0)
 
 
-def certified(
-    name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 2, steps: int = 5
-) -> Certificate:
-    monkeypatch.chdir(folder)  # scripts may write files
-    return verify(Request((str(SCRIPTS / f"{name}.py"),), patience=PATIENCE))
+Certify = Callable[[str], Certificate]
+
+
+@pytest.fixture
+def certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> Certify:
+    monkeypatch.chdir(tmp_path)  # scripts may write files
+    return lambda name: verify(Request((str(SCRIPTS / f"{name}.py"),), patience=PATIENCE), server=server)
 
 
 def test_a_healthy_script_is_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +44,9 @@ def test_a_healthy_script_is_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "alike" in Path("report/certificate.md").read_text()
 
 
-def test_a_script_whose_optimizers_step_by_closures_is_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_whose_optimizers_step_by_closures_is_alike(certified: Certify) -> None:
     """Lightning's do. No window was counted then, and one process was fed as if it accumulated by the ranks."""
-    certificate = certified("healthy/lightning_automatic", monkeypatch, tmp_path)
+    certificate = certified("healthy/lightning_automatic")
     assert certificate.verdict == ALIKE, str(certificate)
 
 
@@ -69,18 +72,18 @@ for a, b in DataLoader(data, 8, sampler=DistributedSampler(data)):
 
 
 def test_a_hook_that_rounds_what_travels_is_a_difference_by_nature(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
     """It was called different, by 3e-4."""
     (tmp_path / "hooked.py").write_text(HOOKED)
     monkeypatch.chdir(tmp_path)
-    certificate = verify(Request(("hooked.py",), patience=PATIENCE))
+    certificate = verify(Request(("hooked.py",), patience=PATIENCE), server=server)
     assert certificate.verdict == ALIKE, str(certificate)
     assert any("fp16_compress_hook was off" in note for note in certificate.nature)
 
 
-def test_a_missing_synchronization_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate = certified("bugs/no_sync_everywhere", monkeypatch, tmp_path)
+def test_a_missing_synchronization_is_named_with_its_line(certified: Certify) -> None:
+    certificate = certified("bugs/no_sync_everywhere")
     assert certificate.verdict == DIFFERENT
     assert certificate.exit_code == 1
     assert certificate.first.startswith("step 0: gradient of ")
@@ -88,10 +91,8 @@ def test_a_missing_synchronization_is_named_with_its_line(tmp_path: Path, monkey
     assert "no_sync_everywhere.py:" in certificate.cause
 
 
-def test_a_script_that_needs_arguments_is_refused_with_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    certificate = certified("bad/needs_arguments", monkeypatch, tmp_path)
+def test_a_script_that_needs_arguments_is_refused_with_the_way_out(certified: Certify) -> None:
+    certificate = certified("bad/needs_arguments")
     assert certificate.verdict == UNKNOWN
     assert certificate.exit_code == 2
     assert "give them behind --" in certificate.reasons[0]
@@ -141,12 +142,22 @@ def test_a_run_works_in_a_copy_of_the_folder(tmp_path: Path) -> None:
     assert not (copy / "runs/work").exists()
 
 
+def test_a_copy_may_lie_in_the_folder_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--keep report` copied itself into itself until the name was too long."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    copy = working_copy(Path.cwd(), Path("report/work"))
+    assert (copy / "train.py").exists()
+    assert not (copy / "report/work").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["train.py", "--devices", "1"], "--devices 1: give numbers of ranks from 2"),
         (["train.py", "--steps", "0"], "--steps 0: give the number of optimizer steps, from 1"),
         (["train.py", "--patience", "0"], "--patience 0: give seconds"),
+        (["train.py", "--keep", "."], "--keep .: it is there already"),
         (["nothing.py"], "nothing.py is not there"),
     ],
 )
@@ -168,18 +179,16 @@ NOT_SEEN = {"resume_first_order"}  # a resume is not verified
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", HEALTHY)
-def test_no_healthy_script_is_called_different(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate = certified(f"healthy/{name}", monkeypatch, tmp_path)
+def test_no_healthy_script_is_called_different(name: str, certified: Certify) -> None:
+    certificate = certified(f"healthy/{name}")
     assert certificate.verdict != DIFFERENT, str(certificate)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [name for name in BUGS if name not in NOT_SEEN])
-def test_each_wrong_script_is_different_with_a_cause(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    certificate = certified(f"bugs/{name}", monkeypatch, tmp_path)
+def test_each_wrong_script_is_different_with_a_cause(name: str, certified: Certify) -> None:
+    certificate = certified(f"bugs/{name}")
     assert certificate.verdict == DIFFERENT, str(certificate)
     assert certificate.first
     assert certificate.cause, str(certificate)
@@ -188,8 +197,8 @@ def test_each_wrong_script_is_different_with_a_cause(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BAD)
-def test_each_bad_script_is_refused_in_a_sentence(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate = certified(f"bad/{name}", monkeypatch, tmp_path)
+def test_each_bad_script_is_refused_in_a_sentence(name: str, certified: Certify) -> None:
+    certificate = certified(f"bad/{name}")
     # a script is run, not imported, and stopped behind its steps; samples are written down as they come; what
     # too_large may take is enough for it
     if name in ("trains_when_imported", "endless", "not_replayable", "too_large"):

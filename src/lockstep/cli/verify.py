@@ -43,6 +43,8 @@ def verify(words: Sequence[str]) -> int:
         raise Wrong(f"lockstep verify: --steps {options.steps}: give the number of optimizer steps, from 1")
     if options.patience <= 0:
         raise Wrong(f"lockstep verify: --patience {options.patience:g}: give seconds, above 0")
+    if options.keep is not None and Path(options.keep).exists():
+        raise Wrong(f"lockstep verify: --keep {options.keep}: it is there already: give a folder that is not")
     check_script("lockstep verify", options.module, script)
     command = ("-m", options.module, *script) if options.module else tuple(script)
     return _certify(options, command, devices)

@@ -20,6 +20,7 @@ from lockstep.verify.compare import (
     Difference,
     aligned,
     clips_first,
+    own_gradients,
 )
 from lockstep.verify.diagnose import Parts, Shares
 from lockstep.verify.recordings import Event, Recording
@@ -116,19 +117,11 @@ class Causes:
         if self.whole.has("clipped") and clips_first(self.ranks, difference.update):
             text = "clipping before the gradients are averaged: each rank clips its own by another norm"
             return Cause(text, self._clipping(), "gradients differ between ranks when they are clipped")
-        gradients = self._gradients(difference.update)
+        gradients = own_gradients(self.ranks, difference.update)
         astray = parts.not_averaged(gradients)
         if astray:
             return self._of_synchronization(difference, parts, gradients, astray)
         return self._of_ranks_own(difference, parts)
-
-    def _gradients(self, update: int) -> list[dict[str, Any]]:
-        unclipped = [rank.load("unclipped", update) for rank in self.ranks.ranks]
-        return (
-            unclipped
-            if all(unclipped) and not clips_first(self.ranks, update)
-            else [rank.load("gradients", update) for rank in self.ranks.ranks]
-        )
 
     def _of_synchronization(
         self, difference: Difference, parts: Parts, gradients: Sequence[dict[str, Any]], astray: list[str]
@@ -238,18 +231,26 @@ class Causes:
             divided = backward[-1]["divisor"] if backward else None
             alone = next((e["divisor"] for e in own if e["update"] == difference.update), None)
             if divided and _near(divided / (alone or 1.0), self.size) and _near(factor, self.size):
-                text = "the loss is divided by the number of ranks, and DistributedDataParallel divides once more"
-                return Cause(text, where, proof)
+                again = self._averaged_by(difference.update)
+                return Cause(f"the loss is divided by the number of ranks, and {again} once more", where, proof)
             if _near(factor, self.size):
                 text = "the loss is a sum over samples: a mean over ranks makes it smaller by their number"
                 return Cause(text, where, proof)
             return Cause("the loss is scaled by another number than on one process", where, proof)
-        if shares.fits:
+        if shares.fits and shares.sum_to_one:
             mean = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.by_rank()))
             proof = f"one process weighs the ranks' gradients by {mean}; the mean over ranks by {1 / self.size:.3g}"
             text = "a mean of means: each rank divides its loss by its own count, and the counts differ"
             return Cause(text, where, proof)
         return self._of_mixing(difference)
+
+    def _averaged_by(self, update: int) -> str:
+        """What divides gradients by the number of ranks, in words."""
+        if self.ranks.has("wrapped"):
+            return "DistributedDataParallel divides"
+        collective = self._gradient_collective(update)
+        at = f" ({_called(collective)})" if collective is not None else ""
+        return f"the average of gradients over the ranks{at} divides"
 
     def _of_mixing(self, difference: Difference) -> Cause | None:
         """A rank's gradient on its samples is no part of one process' gradient."""
@@ -321,7 +322,7 @@ class Causes:
                     continue
                 place = tuple(slice(at, at + size) for at, size in zip(value["offset"], value["own"], strict=True))
                 pairs.append((value["part"], reference[place]))
-            factors.append(_factor(pairs))
+            factors.append(gradient_factor(pairs))
         if any(factor is None for factor in factors):
             return None
         told = ", ".join(f"{factor:.4g}" for factor in factors)
@@ -338,17 +339,34 @@ class Causes:
             for part in aligned([values.get(key) for values in found], reference)[:1]:
                 if part is not None and reference is not None and part.shape == reference.shape:
                     pairs.append((part, reference))
-        return _factor(pairs)
+        return gradient_factor(pairs)
 
     def _of_clipped(self, difference: Difference) -> Cause | None:
         norms = [
             next((e["norm"] for e in rank.of("clipped") if e["update"] == difference.update), None)
             for rank in (*self.ranks.ranks, self.whole.first)
         ]
+        followed = self._bounds(difference.update)
+        if followed is not None:
+            return followed
         *theirs, own = norms
         told = ", ".join(f"{norm:.4g}" for norm in theirs if norm is not None)
         proof = f"total norm by rank: {told}; of one process: {own:.4g}" if own is not None and told else ""
         return Cause("clipping: the norm is not that of the whole gradient", self._clipping(), proof)
+
+    def _bounds(self, update: int) -> Cause | None:
+        """Bounds of clipping that are not the same on ranks and on one process."""
+        found = []
+        for rank in (*self.ranks.ranks, self.whole.first):
+            found += [event["bound"] for event in rank.of("clipped") if event["update"] == update][:1]
+        *theirs, own = found or [0.0]
+        if len(found) <= self.size or all(_near(bound, own) for bound in theirs):
+            return None
+        told = ", ".join(f"{bound:.4g}" for bound in theirs)
+        proof = f"max_norm by rank: {told}; on one process: {own:.4g}"
+        if len(set(theirs)) > 1:
+            return Cause("clipping: ranks clip by several values of max_norm", self._clipping(), proof)
+        return Cause("clipping: max_norm follows the number of ranks, which the norm does not", self._clipping(), proof)
 
     def _norm_of(self, step: Event) -> str:
         """The line where a norm is computed: torch's clipping, or a number that ranks sum up behind the backward."""
@@ -413,7 +431,7 @@ def _is_part(value: Tensor, whole: Tensor | None) -> bool:
     return whole is not None and value.shape != whole.shape
 
 
-def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
+def gradient_factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
     """The number by which each first tensor is its second one times; None where it is not one number."""
     top = sum((a.double() * b.double()).sum().item() for a, b in pairs)
     bottom = sum(b.double().square().sum().item() for _, b in pairs)
@@ -426,7 +444,7 @@ def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
 
 def _called(event: Event) -> str:
     """The line of a call, and that from which the function around it was called."""
-    lines = event["stack"][:2]
+    lines = list(dict.fromkeys(event["stack"][:2]))
     return ", called at ".join(lines) if len(lines) > 1 else str(event["where"])
 
 

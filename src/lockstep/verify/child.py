@@ -13,15 +13,14 @@ from types import ModuleType, TracebackType
 import numpy as np
 import torch
 
-from lockstep.verify import float64
+from lockstep.verify import float64, mixed_precision, trainers
 from lockstep.verify.forwards import Forwards
 from lockstep.verify.functions import Functions
 from lockstep.verify.groups import Groups
-from lockstep.verify.lines import Lines
+from lockstep.verify.imports import Imports
 from lockstep.verify.loaders import Loaders
 from lockstep.verify.settings import HOME, Settings, is_users, short
 from lockstep.verify.steps import Steps
-from lockstep.verify.trainers import Trainers
 from lockstep.verify.watch import Stop, Watch, put
 
 SEED = 20_260
@@ -39,13 +38,12 @@ def run(settings: Settings) -> None:
     if settings.float64:
         float64.enter()
     forwards = Forwards(watch)
-    for each in (Loaders(watch), forwards, Steps(watch, forwards), Groups(watch), Trainers(settings)):
+    imports = Imports({**trainers.changes(settings), **mixed_precision.changes(watch)})
+    for each in (Loaders(watch), forwards, Steps(watch, forwards), Groups(watch), imports):
         each.install()
     put(torch, "compile", _as_it_is)
     try:
         with Functions(watch):
-            if "lines" in settings.overrides:
-                sys.settrace(Lines(watch).trace)
             _start(list(settings.words))
     except Stop:
         watch.journal.end("done", steps=watch.steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,8 @@ class Comparison:
         course: by update, the largest difference of gradients, as part of the largest.
         sizes: by kind and update, the largest difference as part of the largest value.
         untouched: names of parameters that no gradient reached.
+        zero: names of those whose gradient was zero in all steps.
+        zero_share: the part of a model's elements that both are.
         vacuous: why a pass would say nothing.
     """
 
@@ -84,13 +87,18 @@ class Comparison:
     course: list[float] = field(default_factory=list)
     sizes: dict[tuple[str, int], float] = field(default_factory=dict)
     untouched: list[str] = field(default_factory=list)
-    untouched_share: float = 0.0
+    zero: list[str] = field(default_factory=list)
+    zero_share: float = 0.0
     vacuous: list[str] = field(default_factory=list)
 
     @property
     def first(self) -> Difference | None:
         """What differs first."""
         return min(self.differences, key=_place, default=None)
+
+    def forget(self, *kinds: str) -> None:
+        """Leave out the differences of some kinds."""
+        self.differences = [each for each in self.differences if each.what not in kinds]
 
     def count(self, what: str, number: int = 1) -> None:
         """So much of a kind was compared."""
@@ -250,22 +258,22 @@ class Numbers:
         """Runs that agree because nothing happens in them."""
         sizes: dict[str, float] = {}
         elements: dict[str, int] = {}
+        reached: set[str] = set()
         moved = False
         for event in self.ranks.first.steps:
             gradients = self.ranks.whole("gradients", event["update"])[0]
             after = self.ranks.whole("parameters", event["update"])[0]
             before = self._before(event)
             for key in event["trainable"]:
-                name = event["names"][key]
-                value = gradients.get(key)
-                sizes[name] = max(sizes.get(name, 0.0), _largest(value))
-                there = after.get(key)
-                elements[name] = 0 if there is None else there.numel()
-                was = before.get(key)
-                moved = moved or (there is not None and was is not None and not torch.equal(there, was))
-        self.result.untouched = [name for name, size in sizes.items() if size == 0.0]
-        whole = sum(elements.values())
-        self.result.untouched_share = sum(elements[name] for name in self.result.untouched) / max(whole, 1)
+                name, value = event["names"][key], gradients.get(key)
+                sizes[name] = _larger(sizes.get(name, 0.0), _largest(value))
+                reached |= set() if value is None else {name}
+                elements[name] = _number_of(after.get(key))
+                moved = moved or _is_moved(before.get(key), after.get(key))
+        zero = [name for name, size in sizes.items() if size == 0.0]
+        self.result.untouched = [name for name in zero if name not in reached]
+        self.result.zero = [name for name in zero if name in reached]
+        self.result.zero_share = sum(elements[name] for name in zero) / max(sum(elements.values()), 1)
         self._say_vacuous(sizes, moved)
 
     def _say_vacuous(self, sizes: dict[str, float], moved: bool) -> None:
@@ -294,6 +302,14 @@ class Numbers:
 
     def _found(self, difference: Difference) -> None:
         self.result.differences.append(difference)
+
+
+def own_gradients(ranks: Recording, update: int) -> list[dict[str, Any]]:
+    """Each rank's gradients of an update, before they are clipped, unless they are averaged only then."""
+    unclipped = [rank.load("unclipped", update) for rank in ranks.ranks]
+    if all(unclipped) and not clips_first(ranks, update):
+        return unclipped
+    return [rank.load("gradients", update) for rank in ranks.ranks]
 
 
 def clips_first(ranks: Recording, update: int) -> bool:
@@ -348,6 +364,19 @@ def aligned(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Te
 def _fits(part: Tensor, reference: Tensor, dim: int) -> bool:
     own, whole = list(part.shape), list(reference.shape)
     return len(own) == len(whole) and own[:dim] + own[dim + 1 :] == whole[:dim] + whole[dim + 1 :]
+
+
+def _number_of(value: Tensor | None) -> int:
+    return 0 if value is None else value.numel()
+
+
+def _is_moved(before: Tensor | None, after: Tensor | None) -> bool:
+    return before is not None and after is not None and not torch.equal(before, after)
+
+
+def _larger(size: float, other: float) -> float:
+    """The larger of two sizes; NaN where one is."""
+    return other if math.isnan(other) or other > size else size
 
 
 def _largest(value: Tensor | None) -> float:

@@ -38,6 +38,11 @@ class Shares:
         """Whether all of them are in it, each with this weight."""
         return self.fits and bool((self.weights - weight).abs().max() < 1e-5 * max(1.0, abs(weight)))
 
+    @property
+    def sum_to_one(self) -> bool:
+        """Whether the ranks' weights of each micro-batch add up to 1, as those of a mean over samples do."""
+        return bool((self.weights.sum(0) - 1.0).abs().max() < 1e-4)
+
     def constant(self) -> float | None:
         """The weight that all of them have; None where they have several."""
         mean = self.weights.mean().item()

@@ -18,6 +18,7 @@ from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from lockstep.verify import mixed_precision
 from lockstep.verify.float64 import widen_module, widened_tree
 from lockstep.verify.loaders import fingerprint
 from lockstep.verify.settings import is_users, location, stack
@@ -124,6 +125,8 @@ class Forwards:
         def init(wrapper: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             if self.watch.settings.float64:
                 widen_module(module)
+            if kwargs.pop("mixed_precision", None) is not None:
+                self._once(mixed_precision.NOTE, name="DistributedDataParallel(mixed_precision=...)")
             made(wrapper, module, *args, **kwargs)
             self.wrapped[id(module)] = wrapper
             self._inner |= {id(each) for each in module.modules()}

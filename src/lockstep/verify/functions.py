@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lockstep.verify import float64
+from lockstep.verify.calls import Calls
 from lockstep.verify.settings import location
 from lockstep.verify.watch import Watch
 
@@ -42,6 +43,7 @@ class Functions(TorchFunctionMode):
         self._window = (-1, -1)
         self._at = 0
         self._noted: set[str] = set()
+        self._calls = Calls(watch)
 
     def _draws(self, name: str) -> bool:
         """Whether a function draws random numbers of training itself, not of its data."""
@@ -63,7 +65,8 @@ class Functions(TorchFunctionMode):
             return self._batch_norm(func, args, kwargs)
         result = call(func, args, kwargs)
         if isinstance(result, Tensor) and self._draws(name):
-            return self._drawn(name, result)
+            result = self._drawn(name, result)
+        self._calls.note(name, result)
         return result
 
     # -- random numbers

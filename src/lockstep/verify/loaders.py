@@ -169,6 +169,7 @@ class Loaders:
             shared_out=isinstance(sampler, DistributedSampler),
             shuffles=bool(getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler")),
             epoch=getattr(sampler, "epoch", None),
+            share=[getattr(sampler, name, None) for name in ("rank", "num_replicas", "seed")],
             probe=self._probe(dataset) if sized and iteration == 0 else None,
             grad=torch.is_grad_enabled(),
             step=self.watch.steps,

@@ -102,9 +102,36 @@ class Samples:
         self.found.differences.append(
             (
                 Difference(SAMPLES, 0, 0, _sample(event, 0), ranks, text=text),
-                f"all ranks read the same data: {_sampler(first)} gives each of {len(ranks)} ranks the same samples "
-                f"({first['where']}): give the loader a DistributedSampler",
+                f"all ranks read the same data: {self._sharing(first)}",
             )
+        )
+
+    def _sharing(self, first: Event) -> str:
+        """Why ranks get the same samples from a loader, and what helps."""
+        at, ranks = f"({first['where']})", len(self.ranks.ranks)
+        events = [rank.of("iteration", "order") for rank in self.ranks.ranks]
+        own = [next(event for event in each if event["loader"] == first["loader"]) for each in events]
+        if first["size"] is None:
+            return (
+                f"the IterableDataset {first['dataset']} gives each of {ranks} ranks the same samples {at}: let each "
+                "take its share, by itertools.islice(samples, rank, None, world_size)"
+            )
+        if not first["shared_out"]:
+            return f"{_sampler(first)} does not share it out over the ranks {at}: give the loader a DistributedSampler"
+        numbers, replicas, seeds = zip(*(event["share"] for event in own), strict=True)
+        if len(set(numbers)) < ranks:
+            told = ", ".join(map(str, numbers))
+            return f"{_sampler(first)} is made with rank={told} on the ranks {at}: give it rank=dist.get_rank()"
+        if len(set(seeds)) > 1:
+            told = ", ".join(map(str, seeds))
+            return f"{_sampler(first)} is made with seed={told} on the ranks {at}: give all ranks the same"
+        epochs = [event["epoch"] for event in own]
+        if len(set(epochs)) > 1:
+            told = ", ".join(map(str, epochs))
+            return f"ranks give {_sampler(first)}.set_epoch() several numbers ({told}) {at}: give all the same"
+        return (
+            f"{_sampler(first)} shares the data out over {replicas[0]} replicas {at}: give it "
+            "num_replicas=dist.get_world_size()"
         )
 
     def _shares_inputs(self) -> bool:
@@ -147,11 +174,12 @@ class Samples:
         if len(shared) >= max(1, min(filling, min(len(each) for each in epochs) // 2 + 1)) and len(shared) >= ranks:
             index = next((i for event in batches[0] for i in event["indices"] if i in set(shared)), shared[0])
             which = tuple(sorted(owners[index]))
-            text = f"sample {index} comes on ranks {', '.join(map(str, which))} in one epoch ({len(shared)} do)"
-            cause = (
-                f"every rank goes through the whole data set: {_sampler(first)} does not share it out over the ranks "
-                f"({first['where']}): give the loader a DistributedSampler"
-            )
+            text = f"sample {index} comes on ranks {', '.join(map(str, which))} in one epoch ({len(shared)} do"
+            never = first["size"] - len(owners)
+            text += f", {never} of {first['size']} come on none)" if never > 0 else ")"
+            whole = min(len(set(each)) for each in epochs) == first["size"]
+            what = "every rank goes through the whole data set" if whole else "ranks share samples"
+            cause = f"{what}: {self._sharing(first)}"
             self.found.differences.append((Difference(SAMPLES, 0, 0, str(index), which, text=text), cause))
             return
         if shared:

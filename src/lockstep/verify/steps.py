@@ -19,6 +19,8 @@ from lockstep.verify.forwards import Forwards, plain
 from lockstep.verify.settings import location, stack
 from lockstep.verify.watch import Stop, Watch, put
 
+FOLLOW = "parameters of the ranks"
+"""The override by which one process takes over rank 0's parameters behind each step."""
 STRIDE = 13
 """A gradient is summed up in so many numbers, to see of which micro-batches it is made: a prime, no layer's size."""
 
@@ -42,6 +44,7 @@ class Steps:
         self._depth = 0
         self._backwards = 0  # that were counted before the newest update
         self._rates = [] if not watch.settings.is_replay else _recorded_rates(watch)
+        self._own_rates: list[float] = []  # of the step that is being made
 
     def install(self) -> None:
         """Put the hooks into torch."""
@@ -152,24 +155,25 @@ class Steps:
         parameters = list(_parameters(optimizer))
         if self._made[number] == 0:
             self._save("first", {self._keys[id(p)]: _described(p.detach()) for p in parameters}, number)
-        rates = [_number(group.get("lr", 0.0)) for group in optimizer.param_groups]
-        self._note(optimizer, parameters, rates, _has_closure(args, kwargs))
+        self._own_rates = [_number(group.get("lr", 0.0)) for group in optimizer.param_groups]
+        self._force_rates(optimizer, self._own_rates)
+        if not _has_closure(args, kwargs):
+            self._note(optimizer, parameters, closure=False)
+
+    def _note(self, optimizer: Optimizer, parameters: list[Tensor], closure: bool) -> None:
+        """Note a step, what it trains, and by which gradients: those of a closure are known behind its last call."""
+        number, names = self._numbers[id(optimizer)], self.forwards.names()
         if self.watch.updates == 0 and any(_is_sharded_data_parallel(root) for root in self.forwards.roots):
             self.watch.journal.note("sharded data parallel")
-        self._force_rates(optimizer, rates)
         self._save("gradients", self._gradients(parameters))
         self._save("sums", {self._keys[id(p)]: self._own[id(p)] for p in parameters})
-
-    def _note(self, optimizer: Optimizer, parameters: list[Any], rates: list[Any], closure: bool) -> None:
-        """Note a step that begins, and what it trains."""
-        number, names = self._numbers[id(optimizer)], self.forwards.names()
         self.watch.journal.note(
             "step",
             update=self.watch.updates,
             optimizer=number,
             name=type(optimizer).__name__,
             number=self._made[number],
-            rates=rates,
+            rates=self._own_rates,
             backwards=self.watch.backwards,
             names={self._keys[id(p)]: names.get(id(p), f"parameter {self._keys[id(p)]}") for p in parameters},
             trainable=[self._keys[id(p)] for p in parameters if p.requires_grad],
@@ -189,22 +193,23 @@ class Steps:
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth -= 1
-        number = self._numbers[id(optimizer)]
+        number, parameters = self._numbers[id(optimizer)], list(_parameters(optimizer))
+        if not self._depth and _has_closure(args, kwargs):
+            self._note(optimizer, parameters, closure=True)
         self._made[number] += 1
         if self._depth:
             return
-        if _has_closure(args, kwargs):  # the gradients are those of its last call
-            self._save("gradients", self._gradients(_parameters(optimizer)))
-        self._save("parameters", {self._keys[id(p)]: _described(p.detach()) for p in _parameters(optimizer)})
+        self._save("parameters", {self._keys[id(p)]: _described(p.detach()) for p in parameters})
         self._save("buffers", self._buffers())
-        for parameter in _parameters(optimizer):
+        for parameter in parameters:
             self._own[id(parameter)].clear()
         self._backwards += self.watch.backwards
         self.watch.backwards = 0
         self.watch.updates += 1
         self.watch.steps = self._steps()
-        if self.watch.settings.is_replay and not self.watch.settings.float64:
-            self._take_over(f"parameters-{self.watch.updates - 1}", _parameters(optimizer))
+        settings = self.watch.settings
+        if settings.is_replay and (FOLLOW in settings.overrides or not settings.float64):
+            self._take_over(f"parameters-{self.watch.updates - 1}", parameters)
 
     def _start_alike(self) -> None:
         """Have one process begin with the parameters with which rank 0 began."""

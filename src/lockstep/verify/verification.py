@@ -7,16 +7,21 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep.verify import refusals
+from lockstep.verify import mixed_precision, refusals
+from lockstep.verify.alone import RanksAlone, Verdict
 from lockstep.verify.causes import Cause, Causes
 from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate, Row
 from lockstep.verify.compare import (
+    BUFFERS,
+    CLIPPED,
     EXACT,
     GRADIENTS,
     IN_ORDER,
+    PARAMETERS,
     RATES,
     SAMPLES,
     STEPS,
@@ -25,7 +30,6 @@ from lockstep.verify.compare import (
     Numbers,
     Tolerance,
 )
-from lockstep.verify.diagnose import Parts, strided_sums
 from lockstep.verify.processes import Patience, Server, run
 from lockstep.verify.recordings import RankRecording, Recording
 from lockstep.verify.samples import SampleFindings, Samples
@@ -78,18 +82,23 @@ class Found:
     reasons: list[str] = field(default_factory=list)
 
 
-def verify(request: Request, certify: Callable[[Verification], Certificate] | None = None) -> Certificate:
+def verify(
+    request: Request,
+    certify: Callable[[Verification], Certificate] | None = None,
+    server: Server | None = None,
+) -> Certificate:
     """Run, compare, and certify.
 
     Args:
         request: what is asked for.
         certify: gives the certificate; by default ranks are compared with one process.
+        server: starts processes; None: one that ends behind it.
     """
     begun = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-")) if request.keep is None else request.keep
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-")) if request.keep is None else request.keep.resolve()
     try:
-        with Server() as server:
-            verification = Verification(request, folder, server)
+        with Server() if server is None else nullcontext(server) as starts:
+            verification = Verification(request, folder, starts)
             certificate = verification.certify() if certify is None else certify(verification)
     finally:
         if request.keep is None:
@@ -203,15 +212,16 @@ class Verification:
             return self._different(ranks, comparison, samples, *short)
         if first is not None:
             cause = Causes(ranks, whole, self._alike_without, self._splits_model(ranks)).of(first)
-            if cause is None and first.what == GRADIENTS and self._mixes(ranks, whole, first):
-                comparison.differences.clear()
-            else:
-                return self._different(ranks, comparison, samples, first, cause or self._rank_dependent)
+            alone = RanksAlone(ranks, self).look() if cause is None and first.what == GRADIENTS else Verdict()
+            if not alone.nature:
+                return self._different(ranks, comparison, samples, first, cause or alone.cause)
+            self.found.nature.append(alone.nature)
+            comparison.forget(GRADIENTS, CLIPPED, PARAMETERS, BUFFERS)
+            if comparison.first is not None:
+                return self._different(ranks, comparison, samples, comparison.first, None)
         for difference, text in self._evaluation(ranks, whole, samples):
             return self._different(ranks, comparison, samples, difference, Cause(text))
         return self._alike(ranks, comparison, samples)
-
-    _rank_dependent: Cause | None = None
 
     def _alike(self, ranks: Recording, comparison: Comparison, samples: SampleFindings) -> Certificate:
         reasons = [*self.found.reasons, *comparison.vacuous]
@@ -222,12 +232,19 @@ class Verification:
                 f"the script made {steps} of {self.request.steps} optimizer steps: ask for fewer by --steps {steps}, "
                 "or let it train longer"
             )
-        names = ", ".join(comparison.untouched[:3]) + (", ..." if len(comparison.untouched) > 3 else "")
-        if comparison.untouched_share > _UNTOUCHED and not comparison.vacuous:
-            reasons.append(f"no gradient reaches {comparison.untouched_share:.0%} of the parameters: {names}")
-        elif comparison.untouched:
-            self.found.nature.append(f"no gradient reaches {names}: nothing is known of it")
+        reasons += self._untrained(comparison)
         return self._certificate(ranks, UNKNOWN if reasons else ALIKE, comparison, samples, reasons=tuple(reasons))
+
+    def _untrained(self, comparison: Comparison) -> list[str]:
+        """Say of which parameters nothing is known; a reason where they are a large part of the model."""
+        untouched, zero = comparison.untouched, comparison.zero
+        if comparison.zero_share > _UNTOUCHED and not comparison.vacuous:
+            return [f"no gradient reaches {comparison.zero_share:.0%} of the parameters: {_some(untouched + zero)}"]
+        if untouched:
+            self.found.nature.append(f"no gradient reaches {_some(untouched)}: nothing is known of it")
+        if zero:
+            self.found.nature.append(f"the gradient of {_some(zero)} is zero in all steps: nothing is known of it")
+        return []
 
     def _different(
         self,
@@ -332,51 +349,6 @@ class Verification:
         scheduled = [event["update"] for event in recording.first.of("scheduled")]
         return [scheduled.count(event["update"]) for event in recording.first.steps]
 
-    def _mixes(self, ranks: Recording, whole: Recording, first: Difference) -> bool:
-        """Whether ranks do what one process does with their samples alone, so that only a loss over a batch differs."""
-        parts = Parts(ranks, first.update)
-        if not parts.are_known or parts.not_averaged([rank.load("gradients", first.update) for rank in ranks.ranks]):
-            return False
-        for rank in range(self.request.devices):
-            alone = self.on_one(ranks, order=(rank,))
-            if refusals.of_one(alone, ranks):
-                return False
-            if not self._is_ranks_own(ranks, rank, alone):
-                self._rank_dependent = Cause(
-                    f"rank {rank} computes another gradient of its samples than one process does of the same: code or "
-                    "random numbers depend on the rank",
-                    self._line_of(rank),
-                    f"one process was fed the samples of rank {rank} alone",
-                )
-                return False
-        self.found.nature.append(
-            "the loss compares the samples of a batch with each other (in-batch negatives, statistics over a batch), "
-            "so that it is another one on a larger batch; each rank's gradient is what one process computes of its part"
-        )
-        return True
-
-    def _line_of(self, rank: int) -> str:
-        """The line of a step that a rank runs and rank 0 does not, or the other way round; "" for none."""
-        traced = self.on_ranks("lines")
-        lines = [[event["where"] for event in each.of("line")] for each in traced.ranks]
-        own = [line for line in lines[rank] if line not in lines[0]]
-        own += [line for line in lines[0] if line not in lines[rank]]
-        return own[0] if own else ""
-
-    def _is_ranks_own(self, ranks: Recording, rank: int, alone: Recording) -> bool:
-        """Whether one process computes a rank's own gradient of the first step."""
-        gradient = alone.first.load("unclipped", 0) or alone.first.load("gradients", 0)
-        own = ranks.ranks[rank].load("sums", 0)
-        scale = max((strided_sums(value).abs().max().item() for value in gradient.values() if value is not None),
-                    default=0.0)  # fmt: skip
-        for key, value in gradient.items():
-            total = sum(own.get(key, {}).values())
-            if value is None or isinstance(total, int):
-                continue
-            if not (strided_sums(value) - total).abs().max().item() <= 1e-6 * scale:
-                return False
-        return True
-
     def _windows(self, recording: Recording, times: int = 1) -> list[int]:
         """The backwards of each step."""
         return [event["backwards"] * times for event in recording.first.steps if not event["closure"]]
@@ -394,6 +366,9 @@ class Verification:
     def _note_nature(self, ranks: Recording, whole: Recording) -> None:
         if ranks.has("dropout"):
             self.found.nature.append("dropout was off: ranks drop other elements than one process does")
+        if ranks.has(mixed_precision.NOTE):
+            name = ranks.first.of(mixed_precision.NOTE)[0]["name"]
+            self.found.nature.append(f"{name} was off: it rounds parameters or gradients to a smaller type")
         if ranks.has("comm hook"):
             name = ranks.first.of("comm hook")[0]["name"]
             self.found.nature.append(f"the communication hook {name} was off: it rounds gradients, or keeps parts back")
@@ -424,6 +399,11 @@ class Verification:
             yield replace(difference, text=f"{difference.text}, and counts in {wrong!r}"), cause
         else:
             self.found.nature.append(f"{found[0][0].text}: no printed number shows it")
+
+
+def _some(names: list[str]) -> str:
+    """The first of some names."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _counts_twice(theirs: list[str], own: list[str], once: list[str]) -> str:

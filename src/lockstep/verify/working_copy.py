@@ -15,7 +15,7 @@ _ENTRIES = 3000
 def working_copy(source: Path, target: Path) -> Path:
     """Copy a folder: small files are copied, large ones and hidden folders linked."""
     left = [_ENTRIES]
-    _mirror(source, target, left, target)
+    _mirror(source.absolute(), target, left, target.absolute())
     return target
 
 

@@ -1,0 +1,204 @@
+"""Bugs that people report, each a change of a small script: `lockstep verify` names its cause and its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
+from lockstep.verify.processes import Patience, Server
+from lockstep.verify.verification import Request, verify
+from tests.verify.small_script import LOSS, MODEL, SET_EPOCH, SHARED_OUT, STEP, Changes, changed, line_of
+
+Certify = Callable[[str], Certificate]
+
+
+@pytest.fixture
+def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> Certify:
+    monkeypatch.chdir(tmp_path)
+
+    def certified(text: str) -> Certificate:
+        Path("train.py").write_text(text)
+        return verify(Request(("train.py",), patience=Patience(20.0, 100.0)), server=server)
+
+    return certified
+
+
+AVERAGED = STEP.replace(
+    "optimizer.step()", "[(dist.all_reduce(p.grad), p.grad.div_(world)) for p in model.parameters()]"
+)
+BY_HAND = ((MODEL, "make_model()"), (STEP, AVERAGED + STEP))
+SHARDED = """\
+make_model()
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+fully_shard(model)
+"""
+CLIP = STEP.replace("optimizer.step()", "nn.utils.clip_grad_norm_(model.parameters(), 0.1 * world**0.5)")
+ITERABLE = """\
+class Squares(IterableDataset):
+    def __iter__(self):
+        for i in range(200):
+            x = torch.randn(8, generator=torch.Generator().manual_seed(i))
+            yield x, x.sum().view(1).sin()
+
+
+loader = DataLoader(Squares(), 8)
+"""
+
+SAMPLERS: dict[str, tuple[Changes, str, str]] = {
+    "a sampler with a seed for each rank": (
+        (("DistributedSampler(data)", "DistributedSampler(data, seed=rank)"),),
+        "ranks share samples: DistributedSampler is made with seed=0, 1 on the ranks",
+        "for i, (x, y)",
+    ),
+    "a sampler that has rank 0 everywhere": (
+        (("DistributedSampler(data)", "DistributedSampler(data, num_replicas=world, rank=0)"),),
+        "DistributedSampler is made with rank=0, 0 on the ranks",
+        "for i, (x, y)",
+    ),
+    "a stream that no rank takes a share of": (
+        ((SHARED_OUT, ITERABLE), (SET_EPOCH, "")),
+        "the IterableDataset Squares gives each of 2 ranks the same samples",
+        "for i, (x, y)",
+    ),
+}
+
+NUMBERS: dict[str, tuple[Changes, str, str]] = {
+    "a rank that leaves out some batches is no in-batch loss": (
+        ((LOSS, f"{LOSS} * (0.0 if rank == 1 and x[0, 0] > 0 else 1.0)"),),
+        "the loss of rank 1 is zero times what one process computes of the same samples",
+        "loss = ",
+    ),
+    "a rank whose loss is scaled is no mean of means": (
+        ((LOSS, f"{LOSS} * (0.9 if rank == 1 else 1)"),),
+        "the loss of rank 1 is 0.9 times what one process computes of the same samples",
+        "loss = ",
+    ),
+    "a rank whose loss is zero": (
+        ((LOSS, f"{LOSS} * (0.0 if rank == 1 else 1)"),),
+        "the loss of rank 1 is zero times what one process computes",
+        "loss = ",
+    ),
+    "noise on one rank": (
+        ((LOSS, "F.mse_loss(model(x + (0.3 * torch.randn_like(x) if rank == 1 else 0)), y)"),),
+        "code or random numbers depend on the rank",
+        "loss = ",
+    ),
+    "a bound of clipping that follows the number of ranks": (
+        ((MODEL + "\n", SHARDED), (STEP, CLIP + STEP)),
+        "max_norm follows the number of ranks",
+        "clip_grad_norm_",
+    ),
+    "a loss that is divided where gradients are averaged by hand": (
+        (*BY_HAND, (LOSS, f"{LOSS} / world")),
+        "the loss is divided by the number of ranks, and the average of gradients over the ranks (train.py:",
+        "loss.backward()",
+    ),
+    "two losses that are each divided by their own count": (
+        ((LOSS, "F.mse_loss(model(x), y) + F.l1_loss(model(x)[x[:, 0] > 0.3], y[x[:, 0] > 0.3])"),),
+        "a mean of means: each rank divides parts of its loss by its own counts",
+        "loss.backward()",
+    ),
+}
+
+
+def judge(certificate: Certificate, text: str, words: str, line: str) -> None:
+    assert certificate.verdict == DIFFERENT, str(certificate)
+    assert words in certificate.cause, str(certificate)
+    assert f"train.py:{line_of(text, line)}" in certificate.cause, str(certificate)
+
+
+def test_a_sampler_that_is_there_is_not_asked_for(certify: Certify) -> None:
+    changes, words, line = SAMPLERS["a sampler with a seed for each rank"]
+    certificate = certify(changed(*changes))
+    judge(certificate, changed(*changes), words, line)
+    assert "of 96 come on none" in certificate.first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if "seed" not in name])
+def test_samples_that_ranks_share_are_named(name: str, certify: Certify) -> None:
+    changes, words, line = SAMPLERS[name]
+    certificate = certify(changed(*changes))
+    judge(certificate, changed(*changes), words, line)
+    assert "DistributedSampler" not in certificate.cause or "rank=dist.get_rank()" in certificate.cause
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_differ_have_a_cause_and_a_line(name: str, certify: Certify) -> None:
+    changes, words, line = NUMBERS[name]
+    judge(certify(changed(*changes)), changed(*changes), words, line)
+
+
+LIGHTNING = """\
+import os
+import lightning, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Tokens(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
+
+    def training_step(self, batch, i):
+        logits = self.net(batch[0][:, :-1]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, batch[0][:, 1:].flatten(), ignore_index=0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+lightning.seed_everything(0)
+tokens = torch.randint(1, 20, (96, 12))
+tokens[torch.arange(12) >= torch.randint(3, 12, (96, 1))] = 0
+flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=2)
+trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", **flags)
+trainer.fit(Tokens(), DataLoader(TensorDataset(tokens), 8))
+"""
+
+
+@pytest.mark.slow
+def test_a_mean_of_means_of_lightnings_is_named_with_the_modules_names(certify: Certify) -> None:
+    """Its steps are closures: gradients were taken for unknown, and parameters had no names."""
+    pytest.importorskip("lightning")
+    certificate = certify(LIGHTNING)
+    assert "gradient of net.1.weight" in certificate.first
+    judge(certificate, LIGHTNING, "a mean of means", "trainer.fit(")
+
+
+@pytest.mark.slow
+def test_smaller_types_of_a_policy_are_a_difference_by_nature(certify: Certify) -> None:
+    sharded = SHARDED.replace(
+        "fully_shard(model)", "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+    )
+    certificate = certify(changed((MODEL + "\n", sharded), (LOSS, "F.mse_loss(model(x).float(), y)")))
+    assert certificate.verdict == ALIKE, str(certificate)
+    assert any("MixedPrecisionPolicy was off" in note for note in certificate.nature)
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_is_said_to_be_that(certify: Certify) -> None:
+    certificate = certify(changed((LOSS, f"{LOSS} * float('nan')")))
+    assert certificate.verdict == UNKNOWN
+    assert certificate.reasons == ("gradients are not finite",)
+
+
+@pytest.mark.slow
+def test_a_contrastive_loss_differs_by_nature(certify: Certify) -> None:
+    contrastive = "F.cross_entropy(model(x) @ model(x).T - torch.cdist(x, x), torch.arange(len(x)))"
+    certificate = certify(changed((LOSS, contrastive)))
+    assert certificate.verdict == ALIKE, str(certificate)
+    assert any("in-batch negatives" in note for note in certificate.nature)
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_zero_is_not_called_missing(certify: Certify) -> None:
+    certificate = certify(
+        changed((LOSS, "((model(x) - model(x).mean().detach()) * (y - y)).sum() + model.module[0](x).mean()"))
+    )
+    assert not any("no gradient reaches" in note for note in certificate.nature), str(certificate)
