@@ -21,7 +21,7 @@ def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> 
 
     def certified(text: str) -> Certificate:
         Path("train.py").write_text(text)
-        return verify(Request(("train.py",), patience=Patience(20.0, 100.0)), server=server)
+        return verify(Request(("train.py",), patience=Patience(60.0, 300.0)), server=server)
 
     return certified
 

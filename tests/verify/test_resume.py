@@ -25,7 +25,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> Ch
 
     def certified(text: str) -> Certificate:
         Path("train.py").write_text(text)
-        request = Request(("train.py",), patience=Patience(20.0, 100.0))
+        request = Request(("train.py",), patience=Patience(60.0, 300.0))
         return verify(request, lambda verification: ResumeCheck(request, verification).certify(), server)
 
     return certified

@@ -21,7 +21,7 @@ from lockstep.verify.verification import Request, verify
 from lockstep.verify.working_copy import working_copy
 
 SCRIPTS = Path(__file__).parent / "scripts"
-PATIENCE = Patience(silence=20.0, whole=100.0)
+PATIENCE = Patience(silence=60.0, whole=300.0)
 
 
 Certify = Callable[[str], Certificate]

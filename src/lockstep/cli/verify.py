@@ -28,6 +28,7 @@ examples:
   lockstep verify train.py
   lockstep verify train.py --devices 2,4 --steps 10 -- --batch-size 8
   lockstep verify --output report -m project.train
+  lockstep verify train.py --simulate 64
 """
 
 
@@ -41,6 +42,10 @@ def verify(words: Sequence[str]) -> int:
     devices = _devices(options.devices)
     if options.steps < 1:
         raise Wrong(f"lockstep verify: --steps {options.steps}: give the number of optimizer steps, from 1")
+    if options.simulate is not None and options.simulate < 2:
+        raise Wrong(f"lockstep verify: --simulate {options.simulate}: give a number of ranks, from 2")
+    if options.simulate is not None and options.resume:
+        raise Wrong(f"lockstep verify: --simulate {options.simulate} --resume: give each in a command of its own")
     if options.patience <= 0:
         raise Wrong(f"lockstep verify: --patience {options.patience:g}: give seconds, above 0")
     if options.keep is not None and Path(options.keep).exists():
@@ -57,11 +62,13 @@ def _certify(options: argparse.Namespace, command: tuple[str, ...], devices: lis
     from lockstep.verify.verification import verify as certified
 
     certificates = []
-    for number in devices:
+    for number in devices if options.simulate is None else [options.simulate]:
         patience = Patience(options.patience, 10 * options.patience)
         keep = None if options.keep is None else Path(options.keep) / f"ranks-{number}"
         request = Request(command, number, options.steps, options.strategy, patience, keep)
         check = partial(_resumed, request) if options.resume else None
+        if options.simulate is not None:
+            check = partial(_simulated, request)
         certificate = certified(request, check)
         certificates.append(certificate)
         print(certificate, end="\n\n", flush=True)
@@ -75,6 +82,12 @@ def _resumed(request: Request, verification: Verification) -> Certificate:
     from lockstep.verify.resume import ResumeCheck
 
     return ResumeCheck(request, verification).certify()
+
+
+def _simulated(request: Request, verification: Verification) -> Certificate:
+    from lockstep.verify.simulation import Simulation
+
+    return Simulation(request, verification).certify()
 
 
 def _devices(text: str) -> list[int]:
@@ -101,6 +114,8 @@ def _parser() -> CommandParser:
         "place of their own: ddp, fsdp, ...")  # fmt: skip
     add("--resume", action="store_true", help="compare a run that is stopped behind K steps and started again with one "
         "that is not, in place of ranks with one process")  # fmt: skip
+    add("--simulate", type=int, metavar="N", help="run two steps on each of N ranks, a few at a time and without the "
+        "others, and compare their collectives, in place of ranks with one process")  # fmt: skip
     add("--output", default=".", metavar="FOLDER", help="where certificate.json and certificate.md go (default: here)")
     add("--patience", type=float, default=90.0, metavar="S", help="seconds without any sign of a rank after which it "
         "counts as stuck; a run may take ten times as long (default: 90)")  # fmt: skip

@@ -45,6 +45,7 @@ class Certificate:
         course: by step, the largest difference of gradients, as part of the largest gradient.
         seconds: that it took.
         resume: whether a run that was stopped was compared with one that was not, in place of one process.
+        simulated: whether ranks were compared with each other, none of which had others to talk to.
     """
 
     script: str
@@ -61,6 +62,7 @@ class Certificate:
     course: tuple[float, ...] = field(default=(), repr=False)
     seconds: float = 0.0
     resume: bool = False
+    simulated: bool = False
 
     def __bool__(self) -> bool:
         return self.verdict == ALIKE
@@ -78,6 +80,8 @@ class Certificate:
         return "\n".join([*lines, *self._findings()])
 
     def _runs(self) -> str:
+        if self.simulated:
+            return f"{self.devices} simulated ranks"
         return (
             f"{self.devices} ranks, stopped and started again"
             if self.resume

@@ -18,7 +18,7 @@ from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lockstep.verify import mixed_precision
+from lockstep.verify import fake_group, mixed_precision
 from lockstep.verify.float64 import widen_module, widened_tree
 from lockstep.verify.loaders import fingerprint
 from lockstep.verify.settings import is_users, location, stack
@@ -111,7 +111,7 @@ class Forwards:
 
         @functools.wraps(register)
         def registered(wrapper: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-            if getattr(hook, "__module__", "").startswith(_ROUNDING):
+            if self.watch.settings.simulated or getattr(hook, "__module__", "").startswith(_ROUNDING):
                 self._once("comm hook", name=hook.__name__)
             else:
                 register(wrapper, state, hook)
@@ -119,6 +119,7 @@ class Forwards:
         put(DistributedDataParallel, "register_comm_hook", registered)
 
     def _see_wrappers(self) -> None:
+        register = DistributedDataParallel.register_comm_hook
         made, no_sync = DistributedDataParallel.__init__, DistributedDataParallel.no_sync
 
         @functools.wraps(made)
@@ -128,6 +129,8 @@ class Forwards:
             if kwargs.pop("mixed_precision", None) is not None:
                 self._once(mixed_precision.NOTE, name="DistributedDataParallel(mixed_precision=...)")
             made(wrapper, module, *args, **kwargs)
+            if self.watch.settings.simulated:
+                register(wrapper, None, fake_group.bucket_hook(self.watch))
             self.wrapped[id(module)] = wrapper
             self._inner |= {id(each) for each in module.modules()}
             self._wrappers.append(wrapper)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.ground.collectives import COLLECTIVES
+from lockstep.ground.collectives import COLLECTIVES, RENAMED
+from lockstep.verify import fake_group
 from lockstep.verify.settings import is_users, location, stack
 from lockstep.verify.watch import Watch, put
 
@@ -38,7 +39,10 @@ class Groups:
     def install(self) -> None:
         """Put it in the place of torch's functions."""
         self._see_beginning()
-        for name, payload in COLLECTIVES.items():
+        if self.watch.settings.simulated:
+            fake_group.install(self.watch)
+        renamed = {new: COLLECTIVES[old] for old, new in RENAMED.items()}
+        for name, payload in {**COLLECTIVES, **renamed}.items():
             function = getattr(dist, name, None)
             if function is not None:
                 self._put(name, self._noted(name, function, payload))
@@ -53,9 +57,12 @@ class Groups:
 
         @functools.wraps(begin)
         def begun(*args: Any, **kwargs: Any) -> None:
-            timeout = PATIENCE
-            store = Path(settings.folder) / "store"
-            begin("gloo", init_method=f"file://{store}", rank=settings.rank, world_size=settings.world, timeout=timeout)
+            rank, world = settings.rank, settings.world
+            if settings.simulated:
+                begin(fake_group.BACKEND, store=fake_group.store(), rank=rank, world_size=world)
+            else:
+                place = f"file://{Path(settings.folder) / 'store'}"
+                begin("gloo", init_method=place, rank=rank, world_size=world, timeout=PATIENCE)
             self.watch.journal.note("group", where=location())
 
         @functools.wraps(new_group)
@@ -64,7 +71,8 @@ class Groups:
             ranks = given.get("ranks")
             if ranks is not None:
                 given["ranks"] = [rank for rank in ranks if rank < settings.world]
-            return new_group(**{**given, "backend": "gloo", "timeout": PATIENCE})
+            backend = fake_group.BACKEND if settings.simulated else "gloo"
+            return new_group(**{**given, "backend": backend, "timeout": PATIENCE})
 
         self._tell_size()
         self._put("init_process_group", begun)

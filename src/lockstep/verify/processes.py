@@ -117,9 +117,24 @@ class Forked:
             time.sleep(_LOOK / 10)
 
 
-def run(server: Server, settings: Settings, patience: Patience) -> list[Ending]:
-    """Run a script in ``settings.world`` processes, and say how each ended."""
+def run(server: Server, settings: Settings, patience: Patience, together: int = 0) -> list[Ending]:
+    """Run a script in ``settings.world`` processes, and say how each ended.
+
+    Args:
+        server: starts processes.
+        settings: of all of them.
+        patience: how long that may take.
+        together: how many run at a time; 0: all.
+    """
     ranks = [replace(settings, rank=rank) for rank in range(settings.world)]
+    together = together or settings.world
+    endings: list[Ending] = []
+    for first in range(0, len(ranks), together):
+        endings += _run(server, ranks[first : first + together], patience)
+    return endings
+
+
+def _run(server: Server, ranks: Sequence[Settings], patience: Patience) -> list[Ending]:
     processes = [server.start(each) for each in ranks]
     folders = [each.own_folder for each in ranks]
     try:

@@ -130,19 +130,20 @@ def _other_order(ranks: Recording) -> tuple[Difference, Cause] | None:
         there = [event for event in events if event is not None]
         if len(there) < len(events) and finished:
             return None
-        if len({_call(event) for event in there}) > 1 or len(there) < len(events):
+        if len({described(event) for event in there}) > 1 or len(there) < len(events):
             return _told(ranks, events)
     return None
 
 
-def _call(event: Event) -> str:
+def described(event: Event) -> str:
+    """A collective by what must be the same on all ranks."""
     shape = event["shape"] if event["name"] in ("all_reduce", "broadcast", "all_gather") else None
     return f"{event['name']} {shape}"
 
 
 def _told(ranks: Recording, events: tuple[Event | None, ...]) -> tuple[Difference, Cause]:
     texts = [
-        f"rank {rank} makes none" if event is None else f"rank {rank} calls {_call(event)} at {event['where']}"
+        f"rank {rank} makes none" if event is None else f"rank {rank} calls {described(event)} at {event['where']}"
         for rank, event in enumerate(events)
     ]
     there = [event for event in events if event is not None]

@@ -36,6 +36,7 @@ class Settings:
         once: loaders of which a sample that comes on several ranks is fed once.
         home: the folder in which the user is; the script runs in a copy of it.
         threads: how many threads torch takes.
+        simulated: whether the other ranks are not there, and collectives send nothing.
     """
 
     words: tuple[str, ...]
@@ -53,6 +54,7 @@ class Settings:
     once: tuple[int, ...] = ()
     home: str = ""
     threads: int = 1
+    simulated: bool = False
 
     @property
     def own_folder(self) -> Path:

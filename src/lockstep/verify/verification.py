@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -126,12 +127,12 @@ class Verification:
 
     # -- runs
 
-    def _run(self, name: str, settings: Settings, left_by: Path | None = None) -> Recording:
+    def _run(self, name: str, settings: Settings, left_by: Path | None = None, together: int = 0) -> Recording:
         self._runs += 1
         folder = self.folder / f"{self._runs}-{name}"
         settings = replace(settings, folder=str(folder))
         working_copy(left_by or Path.cwd(), settings.working_folder)
-        endings = run(self.server, settings, self.request.patience)
+        endings = run(self.server, settings, self.request.patience, together)
         ranks = [replace(settings, rank=rank) for rank in range(settings.world)]
         pairs = zip(ranks, endings, strict=True)
         return Recording(tuple(RankRecording(each.own_folder, ending) for each, ending in pairs))
@@ -144,6 +145,11 @@ class Verification:
         """Run the script on all ranks, with epochs that end early, in the folder that another run has left."""
         settings = replace(self._settings(), world=self.request.devices, steps=steps, cut=cut, epochs=epochs)
         return self._run("ranks", settings, left_by)
+
+    def on_simulated(self, world: int, steps: int) -> Recording:
+        """Run the script on ranks that have no others to talk to, a few at a time."""
+        settings = replace(self._settings(), world=world, steps=steps, simulated=True)
+        return self._run("simulated", settings, together=os.cpu_count() or 1)
 
     def on_one(self, ranks: Recording, *overrides: str, order: tuple[int, ...] = ()) -> Recording:
         """Run the script as one process, which is fed what the ranks were."""

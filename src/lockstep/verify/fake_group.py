@@ -1,0 +1,103 @@
+"""A process group without the other ranks: collectives return at once, and nothing is sent."""
+
+import functools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.verify.settings import location, stack
+from lockstep.verify.watch import Watch, put
+
+BACKEND = "fake"
+"""The name of torch's backend that sends nothing."""
+
+
+def store() -> dist.Store:
+    """The store that belongs to it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    made: dist.Store = FakeStore()
+    return made
+
+
+def install(watch: Watch) -> None:
+    """Let ranks read what rank 0, which has run before them, has broadcast: they would go on with what is in memory."""
+    broadcasts = _Broadcasts(watch)
+    put(dist, "broadcast", broadcasts.of_tensors(dist.broadcast))
+    put(dist, "broadcast_object_list", broadcasts.of_objects(dist.broadcast_object_list))
+
+
+class _Broadcasts:
+    """What rank 0 broadcasts, in order: written down by it, and read by the others.
+
+    Args:
+        watch: of this process.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._own = watch.settings.rank == 0
+        self._folder = Path(watch.settings.folder) / "broadcasts"
+        self._folder.mkdir(exist_ok=True)
+        self._number = 0
+
+    def of_tensors(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`broadcast`, whose tensor is then rank 0's."""
+
+        @functools.wraps(function)
+        def broadcast(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            work = function(tensor, *args, **kwargs)
+            found = self._exchange(tensor.detach().clone())
+            if isinstance(found, Tensor) and found.shape == tensor.shape:
+                tensor.detach().copy_(found)
+            return work
+
+        return broadcast
+
+    def of_objects(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`broadcast_object_list`, which gives rank 0's objects."""
+
+        @functools.wraps(function)
+        def broadcast(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+            found = self._exchange(list(object_list))
+            if isinstance(found, list):
+                object_list[:] = found
+
+        return broadcast
+
+    def _exchange(self, value: object) -> object:
+        self._number += 1
+        path = self._folder / f"{self._number}.pt"
+        if self._own:
+            torch.save(value, path, pickle_module=pickle)
+        return torch.load(path, weights_only=False) if path.exists() else None
+
+
+def bucket_hook(watch: Watch) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
+    """A communication hook for DistributedDataParallel that notes each bucket, and sends nothing."""
+
+    def noted(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        watch.journal.note(
+            "collective",
+            name="all_reduce",
+            number=0,
+            whole=True,
+            shape=list(bucket.buffer().shape),
+            update=watch.updates,
+            backwards=watch.backwards,
+            training=True,
+            in_module=False,
+            operation=None,
+            where=location(),
+            stack=stack(),
+        )
+        watch.journal.note("collected", number=0)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    return noted
