@@ -41,7 +41,10 @@ class Simulation:
         reason = refusals.of_ranks(ranks, STEPS) or self._without_collectives(ranks)
         if reason:
             return self._certificate(UNKNOWN, reasons=(reason,))
-        return self._of_collectives(ranks) or self._of_steps(ranks) or self._alike(ranks)
+        different = self._of_collectives(ranks)
+        if different is None:
+            different = self._of_steps(ranks)
+        return self._alike(ranks) if different is None else different
 
     def _certificate(
         self, verdict: str, first: str = "", cause: str = "", proof: str = "", reasons: tuple[str, ...] = ()
@@ -87,7 +90,7 @@ class Simulation:
         for number, events in enumerate(zip_longest(*calls)):
             told = _by_call(events)
             if len(told) > 1:
-                text = "; ".join(f"rank{_several(who)} {call}" for call, who in told.items())
+                text = "; ".join(f"rank{_several(who)}: {call}" for call, who in told.items())
                 cause = (
                     "ranks make other collectives: a call that only some ranks make, in another order, or with another "
                     "shape, makes the others wait, or mixes up what is sent"
@@ -102,7 +105,7 @@ class Simulation:
             counts[len(rank.steps)].append(number)
         if len(counts) == 1:
             return None
-        text = "; ".join(f"rank{_several(who)} makes {count} steps" for count, who in sorted(counts.items()))
+        text = "; ".join(f"rank{_several(who)}: {count} optimizer steps" for count, who in sorted(counts.items()))
         cause = "ranks get several numbers of batches: give all as many (DistributedSampler), or train within Join"
         return self._certificate(DIFFERENT, text, cause)
 
@@ -123,8 +126,8 @@ def _by_call(events: Iterable[Event | None]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     texts: dict[str, str] = {}
     for number, event in enumerate(events):
-        key = "makes none" if event is None else refusals.described(event)
-        texts.setdefault(key, key if event is None else f"calls {key} at {event['where']}")
+        key = "none" if event is None else refusals.described(event)
+        texts.setdefault(key, key if event is None else f"{key} at {event['where']}")
         found.setdefault(key, []).append(number)
     return {texts[key]: who for key, who in found.items()}
 
