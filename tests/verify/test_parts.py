@@ -12,6 +12,7 @@ import torch
 from lockstep.verify.calls import first_other_line
 from lockstep.verify.compare import Numbers, aligned
 from lockstep.verify.diagnose import Parts, Shares
+from lockstep.verify.nudge import compares_samples
 from lockstep.verify.processes import Ending
 from lockstep.verify.recordings import RankRecording, Recording
 from lockstep.verify.refusals import deadlock, short_window
@@ -145,7 +146,7 @@ def trained(folder: Path, gradients: list[torch.Tensor | None]) -> RankRecording
         torch.save({"0.0": gradient, "0.1": torch.ones(40)}, folder / f"gradients-{update}.pt")
         torch.save({"0.0": torch.zeros(2), "0.1": torch.full((40,), update + 1.0)}, folder / f"parameters-{update}.pt")
         step = {"kind": "step", "update": update, "number": update, "optimizer": 0, "rates": [0.1], "names": names}
-        events.append({**step, "trainable": ["0.0", "0.1"]})
+        events.append({**step, "trainable": ["0.0", "0.1"], "unknown": []})
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return one
 
@@ -165,3 +166,13 @@ def test_no_gradient_a_zero_one_and_one_that_is_no_number_are_told_apart(
     recording = Recording((trained(tmp_path / "0", [gradient, gradient]),))
     found = Numbers(recording, recording, lambda what, update: 1e-9).compare()
     assert (found.untouched, found.zero, found.vacuous) == (untouched, zero, vacuous)
+
+
+def rows(*sums: float) -> dict[str, object]:
+    return {"sums": list(sums), "sizes": [abs(each) for each in sums]}
+
+
+def test_samples_that_follow_another_one_are_compared() -> None:
+    assert compares_samples([rows(1.0, 2.0)], [rows(1.0, 2.0)]) is False
+    assert compares_samples([rows(1.0, 2.0)], [rows(1.0, 2.001)]) is True
+    assert compares_samples([], []) is None

@@ -14,6 +14,7 @@ from lockstep.verify.calls import WORD, first_other_line
 from lockstep.verify.causes import Cause, gradient_factor
 from lockstep.verify.compare import own_gradients
 from lockstep.verify.diagnose import Parts
+from lockstep.verify.nudge import NUDGED, STILL, compares_samples
 from lockstep.verify.recordings import Recording
 from lockstep.verify.steps import FOLLOW, strided_sums
 
@@ -63,9 +64,12 @@ class RanksAlone:
         self.updates = min(len(rank.steps) for rank in ranks.ranks)
 
     def look(self) -> Verdict:
-        """Feed one process the samples of each rank; where it computes the same, those of rank 0 twice."""
+        """Feed one process the samples of each rank; where it computes the same, move one of rank 0's a little."""
         if not self._averages():
             return Verdict()
+        skipped = self._of_skipped()
+        if skipped is not None:
+            return Verdict(cause=skipped)
         for rank in reversed(range(len(self.ranks.ranks))):
             alone = self.runs.on_one(self.ranks, FOLLOW, order=(rank,))
             if refusals.of_one(alone, self.ranks):
@@ -73,7 +77,7 @@ class RanksAlone:
             for update in range(min(self.updates, len(alone.first.steps))):
                 if not self._is_same(rank, update, alone):
                     return Verdict(cause=self._of_rank(rank, update, alone))
-        return Verdict(cause=self._of_counts()) if self._is_same_twice() else Verdict(nature=IN_BATCH)
+        return Verdict(nature=IN_BATCH) if self._compares_samples() else Verdict(cause=self._of_counts())
 
     def _averages(self) -> bool:
         """Whether every step of the ranks averages their own gradients."""
@@ -82,6 +86,21 @@ class RanksAlone:
             if not parts.are_known or parts.not_averaged(own_gradients(self.ranks, update)):
                 return False
         return True
+
+    def _of_skipped(self) -> Cause | None:
+        """Ranks that leave out batches, each others, so that a step sees samples of several places."""
+        drawn = [[event["step"] for event in rank.of("batch") if event["grad"]] for rank in self.ranks.ranks]
+        for step in range(self.updates):
+            counts = [steps.count(step) for steps in drawn]
+            if len(set(counts)) > 1:
+                told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+                text = (
+                    "ranks leave out other batches: a condition that skips one looks at a rank's own values (its loss, "
+                )
+                loader = self.ranks.first.of("iteration")
+                where = loader[0]["where"] if loader else ""
+                return Cause(f"{text}say), and not at all ranks'", where, f"batches drawn for step {step}: {told}")
+        return None
 
     # -- one rank
 
@@ -121,10 +140,10 @@ class RanksAlone:
 
     # -- a batch
 
-    def _is_same_twice(self) -> bool:
-        """Whether the samples of rank 0, each of them twice, have the same gradient: a mean has, negatives have not."""
-        twice = self.runs.on_one(self.ranks, FOLLOW, order=(0, 0))
-        return not refusals.of_one(twice, self.ranks) and self._is_same(0, 0, twice)
+    def _compares_samples(self) -> bool:
+        """Whether the loss of rank 0 compares samples, as far as that can be seen."""
+        still, nudged = (self.runs.on_one(self.ranks, FOLLOW, word, order=(0,)) for word in (STILL, NUDGED))
+        return compares_samples(still.first.of("rows"), nudged.first.of("rows")) is not False
 
     def _of_counts(self) -> Cause:
         backward = self.ranks.first.of("backward")
@@ -132,5 +151,5 @@ class RanksAlone:
             "a mean of means: each rank divides parts of its loss by its own counts (of tokens, boxes, masked "
             "samples), and the counts differ"
         )
-        proof = "each rank computes what one process does of its samples, and of each of them twice: only counts differ"
+        proof = "each rank computes what one process does of its samples, and no sample's loss follows another sample"
         return Cause(text, backward[0]["where"] if backward else "", proof)

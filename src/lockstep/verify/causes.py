@@ -102,8 +102,11 @@ class Causes:
                 f"the scheduler is stepped {len(scheduled)} times on each rank where one process steps it {len(alone)}"
             )
             return Cause(f"{text} times: the learning rate runs ahead by the number of ranks", _called(scheduled[-1]))
+        if difference.ranks and scheduled:
+            text = "a scheduler follows a value of each rank's own, such as a loss that is not averaged over the ranks"
+            return Cause(text, _called(scheduled[-1]))
         if difference.ranks:
-            return Cause("ranks step their schedulers differently, or compute the rate from their rank", step["where"])
+            return Cause("ranks compute the learning rate from their rank, or step at it differently", step["where"])
         return Cause("the learning rate depends on the number of ranks", step["where"])
 
     # -- gradients
@@ -132,7 +135,7 @@ class Causes:
         names = _named(step, astray) if len(astray) < len(parts.keys) else ""
         right = self._whole_shares(difference.update, parts).equal(1 / self.size)
         proof = "the mean of the ranks' own gradients is what one process has" if right else ""
-        if all(_is_own(each, rank) for rank, each in enumerate(shares)):
+        if all(parts.is_own(gradient, rank, astray) for rank, gradient in enumerate(gradients)):
             return self._of_missing(difference, step, names, set(astray), proof)
         constants = [each.constant() for each in shares]
         factor = constants[0]
@@ -146,15 +149,21 @@ class Causes:
         bypassed = self.ranks.first.of("bypassed")
         backward = self._backwards(difference.update)
         uncovered = keys - set(step["covered"])
+        late = self._late_average(difference.update)
+        if late is not None:
+            text = f"{what} not averaged before the step: what is averaged behind it comes too late"
+            return Cause(text, _called(late), proof)
         if not self.ranks.has("wrapped"):
             return Cause(f"{what} never averaged over the ranks: the model is in no wrapper that does", "", proof)
         if bypassed:
             text = f"{what} not averaged: {bypassed[0]['name']} is called past its wrapper (DistributedDataParallel)"
             return Cause(text, _called(bypassed[0]), proof)
         if uncovered and names:
-            text = f"{what} not averaged: DistributedDataParallel does not know them (added, or made trainable, behind "
+            text = (
+                f"{what} not averaged: DistributedDataParallel does not know them (of a module that it does not hold, "
+            )
             wrapped = self.ranks.first.of("wrapped")
-            return Cause(text + "it, or ignored by it)", wrapped[0]["where"], proof)
+            return Cause(text + "added or made trainable behind it, or ignored)", wrapped[0]["where"], proof)
         if backward and not backward[-1]["synchronizes"]:
             no_sync = self.ranks.first.of("no_sync")
             where = no_sync[0]["where"] if no_sync else backward[-1]["where"]
@@ -165,8 +174,9 @@ class Causes:
     def _of_factor(self, difference: Difference, parts: Parts, factor: float) -> Cause | None:
         """The gradient is the mean over ranks, times something."""
         own = self._whole_shares(difference.update, parts).constant()
-        whole = own * self.size if own is not None else 1.0
-        ratio = factor / whole if whole else math.inf
+        if own is None:
+            return self._of_penalty(difference.update) if _near(factor, self.size) else None
+        ratio = factor / (own * self.size) if own else math.inf
         collective = self._gradient_collective(difference.update)
         where = _called(collective) if collective is not None else self._step(difference.update)["where"]
         proof = f"they are {ratio:.4g} times what one process has, in all parameters alike"
@@ -177,6 +187,15 @@ class Causes:
                 where = self._backwards(difference.update)[-1]["where"]
             return Cause("gradients are divided by the number of ranks twice", where, proof)
         return self._of_scale(difference, ratio, proof)
+
+    def _of_penalty(self, update: int) -> Cause:
+        """Gradients are summed, and neither their sum nor their mean is what one process has."""
+        collective = self._gradient_collective(update)
+        where = _called(collective) if collective is not None else self._step(update)["where"]
+        text = (
+            "gradients are summed over the ranks, so that a part of the loss that each rank adds whole (a penalty on "
+        )
+        return Cause(f"{text}the weights, perhaps) counts once for each rank", where)
 
     def _of_scale(self, difference: Difference, ratio: float, proof: str) -> Cause | None:
         """The gradient of one process, times something that is neither the number of ranks nor one over it."""
@@ -223,26 +242,51 @@ class Causes:
         """Ranks average as they should; what they average is not what one process has."""
         shares = self._whole_shares(difference.update, parts)
         constant = shares.constant()
-        backward, own = self._backwards(difference.update), self.whole.first.of("backward")
-        where = backward[-1]["where"] if backward else ""
         if constant is not None:
-            factor = constant * self.size
-            proof = f"one process has {factor:.4g} times the mean of the ranks' gradients, in all parameters alike"
-            divided = backward[-1]["divisor"] if backward else None
-            alone = next((e["divisor"] for e in own if e["update"] == difference.update), None)
-            if divided and _near(divided / (alone or 1.0), self.size) and _near(factor, self.size):
-                again = self._averaged_by(difference.update)
-                return Cause(f"the loss is divided by the number of ranks, and {again} once more", where, proof)
-            if _near(factor, self.size):
-                text = "the loss is a sum over samples: a mean over ranks makes it smaller by their number"
-                return Cause(text, where, proof)
+            return self._of_loss(difference.update, constant * self.size)
+        if not shares.fits or not shares.sum_to_one:
+            return self._of_mixing(difference)
+        mean = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.by_rank()))
+        proof = f"one process weighs the ranks' gradients by {mean}; the mean over ranks by {1 / self.size:.3g}"
+        text = "a mean of means: each rank divides its loss by its own count, and the counts differ"
+        return Cause(text, self._last_backward(difference.update), proof)
+
+    def _of_loss(self, update: int, factor: float) -> Cause:
+        """One process has the mean of the ranks' gradients, times something: the loss is another one."""
+        where = self._last_backward(update)
+        proof = f"one process has {factor:.4g} times the mean of the ranks' gradients, in all parameters alike"
+        if not _near(factor, self.size):
             return Cause("the loss is scaled by another number than on one process", where, proof)
-        if shares.fits and shares.sum_to_one:
-            mean = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.by_rank()))
-            proof = f"one process weighs the ranks' gradients by {mean}; the mean over ranks by {1 / self.size:.3g}"
-            text = "a mean of means: each rank divides its loss by its own count, and the counts differ"
-            return Cause(text, where, proof)
-        return self._of_mixing(difference)
+        divided, alone = self._divisor(self.ranks, update), self._divisor(self.whole, update)
+        if divided is not None and _near(divided / (alone or 1.0), self.size):
+            again = self._averaged_by(update)
+            return Cause(f"the loss is divided by the number of ranks, and {again} once more", where, proof)
+        if divided is not None and self._sums_before_backward(update):
+            again = self._averaged_by(update)
+            text = f"the loss is divided by a number that counts all ranks' samples, and {again} once more"
+            return Cause(f"{text}: multiply it by the number of ranks", where, proof)
+        return Cause("the loss is a sum over samples: a mean over ranks makes it smaller by their number", where, proof)
+
+    def _sums_before_backward(self, update: int) -> bool:
+        """Whether ranks add up a number before a backward of this update."""
+        events = [e for e in self.ranks.first.of("collective") if e["update"] == update and not e["backwards"]]
+        return any(event["name"] == "all_reduce" and event["shape"] in ([], [1]) for event in events)
+
+    def _late_average(self, update: int) -> Event | None:
+        """The first collective of gradients' size behind a step, where there is none before it."""
+        if self._gradient_collective(update) is not None or self.ranks.has("wrapped"):
+            return None
+        events = [e for e in self.ranks.first.of("collective") if e["update"] == update + 1 and not e["backwards"]]
+        return next((e for e in events if e["name"] == "all_reduce" and e["shape"] not in ([], [1])), None)
+
+    def _divisor(self, recording: Recording, update: int) -> float | None:
+        """By what the last loss of an update was divided."""
+        events = [event for event in recording.first.of("backward") if event["update"] == update]
+        return events[-1]["divisor"] if events else None
+
+    def _last_backward(self, update: int) -> str:
+        events = self._backwards(update)
+        return str(events[-1]["where"]) if events else ""
 
     def _averaged_by(self, update: int) -> str:
         """What divides gradients by the number of ranks, in words."""
@@ -418,13 +462,6 @@ class Causes:
 def _named(step: Event, keys: Sequence[str]) -> str:
     """The names of a step's first parameters among these."""
     return ", ".join(step["names"][key] for key in keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
-
-
-def _is_own(shares: Shares, rank: int) -> bool:
-    """Whether a rank's gradient is its own alone."""
-    weights = shares.weights.clone()
-    weights[rank] -= 1.0
-    return shares.fits and bool(weights.abs().max() < 1e-5)
 
 
 def _is_part(value: Tensor, whole: Tensor | None) -> bool:

@@ -287,7 +287,7 @@ class Numbers:
         if any(not math.isfinite(size) for size in sizes.values()):
             self.result.vacuous.append("gradients are not finite")
         elif sizes and not any(sizes.values()):
-            self.result.vacuous.append("all gradients are zero: no loss reaches a parameter")
+            self.result.vacuous.append(_why_nothing(events, self.result.untouched))
         elif events and not moved:
             self.result.vacuous.append("no parameter is changed by a step (is the learning rate 0?)")
         losses = {event["loss"] for event in self.ranks.first.of("backward") if event["loss"] is not None}
@@ -364,6 +364,18 @@ def aligned(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Te
 def _fits(part: Tensor, reference: Tensor, dim: int) -> bool:
     own, whole = list(part.shape), list(reference.shape)
     return len(own) == len(whole) and own[:dim] + own[dim + 1 :] == whole[:dim] + whole[dim + 1 :]
+
+
+def _why_nothing(events: Sequence[Event], untouched: Sequence[str]) -> str:
+    """Why no parameter has a gradient."""
+    if all(event["unknown"] and len(event["unknown"]) == len(event["names"]) for event in events):
+        return (
+            "the optimizer's parameters are of no module that is called, and get no gradient: make the optimizer "
+            "behind what replaces parameters, such as fully_shard"
+        )
+    if untouched:
+        return "no gradient reaches a parameter of the optimizer"
+    return "all gradients are zero: no loss reaches a parameter"
 
 
 def _number_of(value: Tensor | None) -> int:

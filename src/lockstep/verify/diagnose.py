@@ -14,6 +14,7 @@ from lockstep.verify.steps import STRIDE, strided_sums
 
 _FITS = 1e-6
 """The part of a gradient that may be left over, where it is made of the ranks' own ones."""
+_NOTHING = torch.zeros(STRIDE, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,17 @@ class Parts:
         solution = torch.linalg.lstsq(matrix / scale, target.double()[:, None], driver="gelsd").solution[:, 0] / scale
         left = (matrix @ solution - target).norm() / target.norm().clamp_min(1e-300)
         return Shares(solution.view(len(self._sums), -1), left.item())
+
+    def is_own(self, gradient: dict[str, Any], rank: int, keys: Sequence[str]) -> bool:
+        """Whether a rank's gradient is what its own backwards gave, and nothing of other ranks."""
+        own = {key: sum(self._sums[rank].get(key, {}).values(), _NOTHING) for key in keys}
+        scale = max((sums.abs().max().item() for sums in own.values()), default=0.0)
+        for key, sums in own.items():
+            value = gradient.get(key)
+            found = _NOTHING if value is None else strided_sums(value)
+            if not (found - sums).abs().max().item() <= 1e-7 * scale:
+                return False
+        return True
 
     def mean(self, key: str) -> Tensor:
         """What a mean over ranks makes of a parameter's gradients, as sums."""

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.verify import fake_group, mixed_precision
 from lockstep.verify.float64 import widen_module, widened_tree
 from lockstep.verify.loaders import fingerprint
+from lockstep.verify.nudge import Nudge
 from lockstep.verify.settings import is_users, location, stack
 from lockstep.verify.watch import Watch, put
 
@@ -51,12 +52,15 @@ class Forwards:
         self._wrappers: list[DistributedDataParallel] = []
         self._noted: set[str] = set()
         self._forwards = 0
+        self._nudge = Nudge(watch)
         self._in_backward = False
 
     def install(self) -> None:
         """Put the hooks into torch."""
+        # torch types it as if a hook could give no other arguments, which it can
         hooks.register_module_forward_pre_hook(self._before)  # type: ignore[arg-type]
-        hooks.register_module_forward_hook(self._after, always_call=True)
+        # torch types it as if a hook could give no other output, which it can
+        hooks.register_module_forward_hook(self._after, always_call=True)  # type: ignore[arg-type]
         self._see_wrappers()
         self._see_ranks()
         self._see_backwards()
@@ -79,8 +83,9 @@ class Forwards:
             self._note_call(module, args)
         return widened_tree(args) if self.watch.settings.float64 else None
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: object, output: object) -> Tensor | None:
         self.watch.depth -= 1
+        return self._nudge.after(module, output)
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if id(module) in self._inner:

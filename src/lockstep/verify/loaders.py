@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_convert
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, default_convert
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.verify.float64 import widened_tree
@@ -162,6 +162,7 @@ class Loaders:
             iteration=iteration,
             dataset=type(dataset).__name__,
             size=_length(dataset) if sized else None,
+            cut=isinstance(dataset, Subset),
             sampler=own or type(sampler).__name__,
             drawn=drawn,
             batch_size=loader.batch_size,
@@ -170,7 +171,7 @@ class Loaders:
             shuffles=bool(getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler")),
             epoch=getattr(sampler, "epoch", None),
             share=[getattr(sampler, name, None) for name in ("rank", "num_replicas", "seed")],
-            probe=self._probe(dataset) if sized and iteration == 0 else None,
+            probe=self._probe(_base(dataset)) if sized and iteration == 0 else None,
             grad=torch.is_grad_enabled(),
             step=self.watch.steps,
             where=location(),
@@ -348,10 +349,10 @@ def _indexed(loader: DataLoader[Any]) -> Iterator[tuple[list[int] | None, Fetch]
     dataset: Any = loader.dataset
     if loader.batch_sampler is None and loader.batch_size is None:
         for index in loader.sampler:
-            yield _plain([index]), lambda index=index: [dataset[index]]  # type: ignore[misc]
+            yield _plain([index], dataset), lambda index=index: [dataset[index]]  # type: ignore[misc]
         return
     for indices in loader.batch_sampler:  # type: ignore[union-attr]
-        yield _plain(indices), lambda indices=indices: _fetched(dataset, indices)  # type: ignore[misc]
+        yield _plain(indices, dataset), lambda indices=indices: _fetched(dataset, indices)  # type: ignore[misc]
 
 
 def _fetched(dataset: Any, indices: list[Any]) -> list[Any]:
@@ -360,12 +361,23 @@ def _fetched(dataset: Any, indices: list[Any]) -> list[Any]:
     return [dataset[index] for index in indices]
 
 
-def _plain(indices: Any) -> list[int] | None:
-    """Indices as numbers; None where they are something else."""
+def _plain(indices: Any, dataset: object) -> list[int] | None:
+    """Indices as numbers, those of a Subset as what they are in the whole; None where they are something else."""
     try:
-        return [int(index) for index in indices]
-    except (TypeError, ValueError):
+        found = [int(index) for index in indices]
+        while isinstance(dataset, Subset):
+            found = [int(dataset.indices[index]) for index in found]
+            dataset = dataset.dataset
+    except (TypeError, ValueError, IndexError):
         return None
+    return found
+
+
+def _base(dataset: Any) -> Any:
+    """The data set of which a Subset is a part."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 def _stream(loader: DataLoader[Any]) -> Iterator[tuple[list[int] | None, Fetch]]:

@@ -116,6 +116,11 @@ class Samples:
                 f"the IterableDataset {first['dataset']} gives each of {ranks} ranks the same samples {at}: let each "
                 "take its share, by itertools.islice(samples, rank, None, world_size)"
             )
+        if not first["shared_out"] and first["cut"]:
+            return (
+                f"their Subsets of the data overlap {at}: cut the same order of indices on all ranks, as "
+                "indices[rank::world_size], or use a DistributedSampler"
+            )
         if not first["shared_out"]:
             return f"{_sampler(first)} does not share it out over the ranks {at}: give the loader a DistributedSampler"
         numbers, replicas, seeds = zip(*(event["share"] for event in own), strict=True)
@@ -170,23 +175,36 @@ class Samples:
             for index in indices:
                 owners[index].add(rank)
         shared = [index for index, own in owners.items() if len(own) > 1]
-        filling = ranks * (first["batch_size"] or 1)
+        splits = first["cut"] and not first["shared_out"]
+        filling = 1 if splits else ranks * (first["batch_size"] or 1)
         if len(shared) >= max(1, min(filling, min(len(each) for each in epochs) // 2 + 1)) and len(shared) >= ranks:
             index = next((i for event in batches[0] for i in event["indices"] if i in set(shared)), shared[0])
-            which = tuple(sorted(owners[index]))
-            text = f"sample {index} comes on ranks {', '.join(map(str, which))} in one epoch ({len(shared)} do"
-            never = first["size"] - len(owners)
-            text += f", {never} of {first['size']} come on none)" if never > 0 else ")"
-            whole = min(len(set(each)) for each in epochs) == first["size"]
-            what = "every rank goes through the whole data set" if whole else "ranks share samples"
-            cause = f"{what}: {self._sharing(first)}"
-            self.found.differences.append((Difference(SAMPLES, 0, 0, str(index), which, text=text), cause))
+            whole = min(len(set(each)) for each in epochs) == first["size"] and not first["cut"]
+            self._shared(index, len(shared), owners, first, whole)
             return
         if shared:
             self.found.notes.append(
                 f"{_sampler(first)} repeats {len(shared)} sample(s) at the end of an epoch to give all ranks as many"
             )
         self._lost(owners, first, ranks)
+
+    def _shared(self, index: int, number: int, owners: dict[int, set[int]], first: Event, whole: bool) -> None:
+        """Name a sample that several ranks get in an epoch.
+
+        Args:
+            index: of the sample.
+            number: how many there are.
+            owners: of each sample that comes.
+            first: what is known of the loader.
+            whole: whether each rank gets all samples.
+        """
+        which = tuple(sorted(owners[index]))
+        never = first["size"] - len(owners)
+        text = f"sample {index} comes on ranks {', '.join(map(str, which))} in one epoch ({number} do"
+        text += f", {never} of {first['size']} come on none)" if never > 0 else ")"
+        what = "every rank goes through the whole data set" if whole else "ranks share samples"
+        difference = Difference(SAMPLES, 0, 0, str(index), which, text=text)
+        self.found.differences.append((difference, f"{what}: {self._sharing(first)}"))
 
     def _lost(self, owners: dict[int, set[int]], first: Event, ranks: int) -> None:
         if not first["shared_out"] or first["size"] is None:
@@ -195,6 +213,7 @@ class Samples:
         if lost > ranks * (first["batch_size"] or 1) and lost > 0.05 * first["size"]:
             missing = next(index for index in range(first["size"]) if index not in owners)
             text = f"sample {missing} comes on no rank ({lost} of {first['size']} do not)"
+            text = f"{lost} of {first['size']} samples come on no rank" if first["cut"] else text
             cause = (
                 f"the sampler shares the data out over more ranks than there are ({first['where']}): give it "
                 "num_replicas=dist.get_world_size()"

@@ -176,6 +176,7 @@ class Steps:
             rates=self._own_rates,
             backwards=self.watch.backwards,
             names={self._keys[id(p)]: names.get(id(p), f"parameter {self._keys[id(p)]}") for p in parameters},
+            unknown=[self._keys[id(p)] for p in parameters if id(p) not in names],
             trainable=[self._keys[id(p)] for p in parameters if p.requires_grad],
             covered=[self._keys[id(p)] for p in parameters if id(p) in self.forwards.covered],
             closure=closure,

@@ -246,9 +246,9 @@ class Verification:
         untouched, zero = comparison.untouched, comparison.zero
         if comparison.zero_share > _UNTOUCHED and not comparison.vacuous:
             return [f"no gradient reaches {comparison.zero_share:.0%} of the parameters: {_some(untouched + zero)}"]
-        if untouched:
+        if untouched and not comparison.vacuous:
             self.found.nature.append(f"no gradient reaches {_some(untouched)}: nothing is known of it")
-        if zero:
+        if zero and not comparison.vacuous:
             self.found.nature.append(f"the gradient of {_some(zero)} is zero in all steps: nothing is known of it")
         return []
 
