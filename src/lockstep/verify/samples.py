@@ -106,38 +106,41 @@ class Samples:
             )
         )
 
-    def _sharing(self, first: Event) -> str:
-        """Why ranks get the same samples from a loader, and what helps."""
+    def _sharing(self, first: Event, overlaps: bool = False) -> str:
+        """Why ranks get the same samples from a loader, and what helps.
+
+        Args:
+            first: what is known of the loader.
+            overlaps: whether ranks get some of the same samples, and not all.
+        """
         at, ranks = f"({first['where']})", len(self.ranks.ranks)
-        events = [rank.of("iteration", "order") for rank in self.ranks.ranks]
-        own = [next(event for event in each if event["loader"] == first["loader"]) for each in events]
         if first["size"] is None:
             return (
                 f"the IterableDataset {first['dataset']} gives each of {ranks} ranks the same samples {at}: let each "
                 "take its share, by itertools.islice(samples, rank, None, world_size)"
             )
-        if not first["shared_out"] and first["cut"]:
+        if first["shared_out"]:
+            return f"{_sampler(first)} {self._sampler_fault(first, at)}"
+        if first["cut"] and overlaps:
             return (
                 f"their Subsets of the data overlap {at}: cut the same order of indices on all ranks, as "
                 "indices[rank::world_size], or use a DistributedSampler"
             )
-        if not first["shared_out"]:
-            return f"{_sampler(first)} does not share it out over the ranks {at}: give the loader a DistributedSampler"
+        return f"{_sampler(first)} does not share it out over the ranks {at}: give the loader a DistributedSampler"
+
+    def _sampler_fault(self, first: Event, at: str) -> str:
+        """What is wrong with the DistributedSamplers of ranks that get the same samples."""
+        events = [rank.of("iteration", "order") for rank in self.ranks.ranks]
+        own = [next(event for event in each if event["loader"] == first["loader"]) for each in events]
         numbers, replicas, seeds = zip(*(event["share"] for event in own), strict=True)
-        if len(set(numbers)) < ranks:
-            told = ", ".join(map(str, numbers))
-            return f"{_sampler(first)} is made with rank={told} on the ranks {at}: give it rank=dist.get_rank()"
-        if len(set(seeds)) > 1:
-            told = ", ".join(map(str, seeds))
-            return f"{_sampler(first)} is made with seed={told} on the ranks {at}: give all ranks the same"
         epochs = [event["epoch"] for event in own]
+        if len(set(numbers)) < len(own):
+            return f"is made with rank={_listed(numbers)} on the ranks {at}: give it rank=dist.get_rank()"
+        if len(set(seeds)) > 1:
+            return f"is made with seed={_listed(seeds)} on the ranks {at}: give all ranks the same"
         if len(set(epochs)) > 1:
-            told = ", ".join(map(str, epochs))
-            return f"ranks give {_sampler(first)}.set_epoch() several numbers ({told}) {at}: give all the same"
-        return (
-            f"{_sampler(first)} shares the data out over {replicas[0]} replicas {at}: give it "
-            "num_replicas=dist.get_world_size()"
-        )
+            return f"is told the epochs {_listed(epochs)} on the ranks {at}: give all ranks the same to set_epoch()"
+        return f"shares the data out over {replicas[0]} replicas {at}: give it num_replicas=dist.get_world_size()"
 
     def _shares_inputs(self) -> bool:
         """Whether the models of all ranks got the same inputs, as far as they are known."""
@@ -175,12 +178,9 @@ class Samples:
             for index in indices:
                 owners[index].add(rank)
         shared = [index for index, own in owners.items() if len(own) > 1]
-        splits = first["cut"] and not first["shared_out"]
-        filling = 1 if splits else ranks * (first["batch_size"] or 1)
-        if len(shared) >= max(1, min(filling, min(len(each) for each in epochs) // 2 + 1)) and len(shared) >= ranks:
+        if len(shared) >= max(ranks, _most_that_fill(epochs, first)):
             index = next((i for event in batches[0] for i in event["indices"] if i in set(shared)), shared[0])
-            whole = min(len(set(each)) for each in epochs) == first["size"] and not first["cut"]
-            self._shared(index, len(shared), owners, first, whole)
+            self._shared(index, len(shared), owners, first, len({frozenset(each) for each in epochs}) == 1)
             return
         if shared:
             self.found.notes.append(
@@ -196,7 +196,7 @@ class Samples:
             number: how many there are.
             owners: of each sample that comes.
             first: what is known of the loader.
-            whole: whether each rank gets all samples.
+            whole: whether all ranks get the same ones.
         """
         which = tuple(sorted(owners[index]))
         never = first["size"] - len(owners)
@@ -204,7 +204,7 @@ class Samples:
         text += f", {never} of {first['size']} come on none)" if never > 0 else ")"
         what = "every rank goes through the whole data set" if whole else "ranks share samples"
         difference = Difference(SAMPLES, 0, 0, str(index), which, text=text)
-        self.found.differences.append((difference, f"{what}: {self._sharing(first)}"))
+        self.found.differences.append((difference, f"{what}: {self._sharing(first, overlaps=not whole)}"))
 
     def _lost(self, owners: dict[int, set[int]], first: Event, ranks: int) -> None:
         if not first["shared_out"] or first["size"] is None:
@@ -321,6 +321,18 @@ def _training_loaders(ranks: Recording) -> set[int]:
 def _sample(event: Event, position: int) -> str:
     indices = event["indices"]
     return str(indices[position]) if indices else event["prints"][position]
+
+
+def _most_that_fill(epochs: Sequence[Sequence[int]], first: Event) -> int:
+    """The number of samples on several ranks from which on they are no repeated ones that fill up an epoch."""
+    if first["cut"] and not first["shared_out"]:
+        return 1  # the script has cut the data itself
+    filling = len(epochs) * (first["batch_size"] or 1)
+    return max(1, min(filling, min(len(each) for each in epochs) // 2 + 1))
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _sampler(described: Event) -> str:
