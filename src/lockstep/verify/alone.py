@@ -72,7 +72,7 @@ class RanksAlone:
             return Verdict(cause=skipped)
         for rank in reversed(range(len(self.ranks.ranks))):
             alone = self.runs.on_one(self.ranks, FOLLOW, order=(rank,))
-            if refusals.of_one(alone, self.ranks):
+            if refusals.of_one(alone):
                 return Verdict()
             for update in range(min(self.updates, len(alone.first.steps))):
                 if not self._is_same(rank, update, alone):

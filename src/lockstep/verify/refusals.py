@@ -50,14 +50,15 @@ def of_ranks(ranks: Recording, steps: int) -> str:
     return ""
 
 
-def of_one(whole: Recording, ranks: Recording) -> str:
+NO_LOADER = (
+    "the data come from no torch DataLoader, so that one process cannot be fed what the ranks got, and by its own "
+    "choice it trains something else: put them behind a DataLoader"
+)
+
+
+def of_one(whole: Recording) -> str:
     """Why the run of one process tells nothing, and what helps; "" where it does."""
     rank = whole.first
-    if not ranks.has("batch"):
-        return (
-            "the data come from no torch DataLoader, so that one process cannot be fed what the ranks got: put them "
-            "behind a DataLoader"
-        )
     if rank.ending.status in ("failed", "killed"):
         return _of_failure("one process that is fed the samples of all ranks", rank)
     if rank.ending.status == "stuck":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from lockstep.verify.compare import (
     Difference,
     Numbers,
     Tolerance,
+    exactly,
 )
 from lockstep.verify.processes import Patience, Server, run
 from lockstep.verify.recordings import RankRecording, Recording
@@ -189,8 +191,12 @@ class Verification:
         if samples.differences:
             difference, text = samples.differences[0]
             return self._different(ranks, Comparison(), samples, difference, Cause(text))
+        return self._against_one(ranks, samples)
+
+    def _against_one(self, ranks: Recording, samples: SampleFindings) -> Certificate:
+        """Run one process, and compare the ranks with it."""
         whole = self.on_one(ranks, order=(0,) if self._splits_model(ranks) else ())
-        reason = refusals.of_one(whole, ranks)
+        reason = refusals.of_one(whole)
         if reason:
             return self._unknown(reason)
         first = self._windows(whole)[:1]  # none where closures step: they make the backwards themselves
@@ -205,6 +211,10 @@ class Verification:
                 "let the micro-batches of a step not depend on the number of ranks, or divide by it"
             )
         comparison = self._compare(ranks, whole)
+        if not ranks.has("batch"):
+            if comparison.first is not None:
+                return self._unknown(refusals.NO_LOADER)
+            self.found.nature.append("the data come from no DataLoader: what one process chose are the ranks' samples")
         self._note_nature(ranks, whole)
         return self._judge(ranks, whole, comparison, samples)
 
@@ -300,17 +310,14 @@ class Verification:
     # -- comparing
 
     def _compare(self, ranks: Recording, whole: Recording) -> Comparison:
-        exact: Tolerance = lambda what, update: EXACT  # noqa: E731
-        comparison = Numbers(ranks, whole, exact).compare()
+        comparison = Numbers(ranks, whole, exactly).compare()
         first = comparison.first
         if first is None or (self.float64 and not first.size < _CERTAIN):
             return comparison
         backwards = tuple(reversed(range(self.request.devices)))
         other = self.on_one(ranks, order=backwards)
-        none: Tolerance = lambda what, update: float("inf")  # noqa: E731
-        spread = Numbers(other, whole, none).compare().sizes
-        least = EXACT if self.float64 else _OWN_PRECISION
-        rounding: Tolerance = lambda what, update: max(least, _SPREAD * spread.get((what, update), 0.0))  # noqa: E731
+        spread = Numbers(other, whole, _anyhow).compare().sizes
+        rounding = _within(spread, EXACT if self.float64 else _OWN_PRECISION)
         return Numbers(ranks, whole, rounding, 1e-7 if self.float64 else 1e-3).compare()
 
     def _alike_without(self, override: str) -> bool:
@@ -320,11 +327,10 @@ class Verification:
             return False
         if override.startswith("once"):
             whole = self.on_one(ranks, override, order=(0,))
-            exact: Tolerance = lambda what, update: EXACT  # noqa: E731
-            found = Numbers(ranks, whole, exact).compare().differences
+            found = Numbers(ranks, whole, exactly).compare().differences
             return not any(each.what == GRADIENTS and each.update == 0 for each in found)
         whole = self.on_one(ranks, override)
-        if refusals.of_one(whole, ranks):
+        if refusals.of_one(whole):
             return False
         return self._compare(ranks, whole).first is None
 
@@ -405,6 +411,20 @@ class Verification:
             yield replace(difference, text=f"{difference.text}, and counts in {wrong!r}"), cause
         else:
             self.found.nature.append(f"{found[0][0].text}: no printed number shows it")
+
+
+def _anyhow(what: str, update: int) -> float:
+    """A tolerance that all passes, to see how large differences are."""
+    return math.inf
+
+
+def _within(spread: dict[tuple[str, int], float], least: float) -> Tolerance:
+    """A tolerance of several times what rounding makes, by kind and update."""
+
+    def tolerance(what: str, update: int) -> float:
+        return max(least, _SPREAD * spread.get((what, update), 0.0))
+
+    return tolerance
 
 
 def _some(names: list[str]) -> str:
