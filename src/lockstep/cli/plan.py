@@ -85,14 +85,7 @@ def plan(words: Sequence[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="lockstep plan",
-        usage=USAGE,
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser("lockstep plan", USAGE, ABOUT, EXAMPLES)
     add = parser.add_argument
     add("--devices", metavar="N", help="of each node; default: as the script's Trainer says")
     add("--nodes", type=int, metavar="M", help="machines; default: 1")

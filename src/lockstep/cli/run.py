@@ -117,7 +117,7 @@ def planned(words: Sequence[str]) -> LaunchPlan:
     for name in ("max_restarts", "patience", "shutdown_timeout"):
         if getattr(options, name) < 0:
             raise Wrong(f"lockstep run: --{name.replace('_', '-')} {getattr(options, name)}: give a number from 0")
-    command = ("-m", options.module, *script) if options.module else tuple(script)
+    command = words_of(options.module, script)
     check_script("lockstep run", options.module, script)
     from lockstep.launch.elastic_run import LaunchPlan
 
@@ -154,21 +154,25 @@ def name_of(command: Sequence[str]) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of a command that starts a script."""
+    """The options of a command that starts a script.
+
+    Args:
+        command: its name, as it is typed.
+        usage: how it is called.
+        about: what it does.
+        examples: what stands behind the options.
+    """
+
+    def __init__(self, command: str, usage: str, about: str, examples: str) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(command, usage, about, examples, formatter_class=layout, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise Wrong(f"{self.prog}: {message}; `{self.prog} --help` lists the options")
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="lockstep run",
-        usage=USAGE,
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser("lockstep run", USAGE, ABOUT, EXAMPLES)
     add = parser.add_argument
     add("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as `python -m` does")
     add("--devices", default="auto", metavar="N", help="ranks on this node; auto: one for each GPU, else one")
@@ -289,6 +293,16 @@ def _meeting(options: argparse.Namespace, few: int, most: int) -> tuple[str | No
     if not 0 < port < 65536:
         raise Wrong(f"lockstep run: --master-port {port}: give a number from 1 to 65535")
     return address, port
+
+
+def words_of(module: str | None, script: Sequence[str]) -> tuple[str, ...]:
+    """The script with its arguments, or ``-m`` and a module with its.
+
+    Example:
+        >>> words_of("project.train", ["--lr", "0.1"])
+        ('-m', 'project.train', '--lr', '0.1')
+    """
+    return ("-m", module, *script) if module else tuple(script)
 
 
 def check_script(command: str, module: str | None, script: list[str]) -> None:

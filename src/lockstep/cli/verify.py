@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli.run import CommandParser, Wrong, check_script, split
+from lockstep.cli.run import CommandParser, Wrong, check_script, split, words_of
 
 if TYPE_CHECKING:
     from lockstep.verify.certificate import Certificate
@@ -51,8 +51,7 @@ def verify(words: Sequence[str]) -> int:
     if options.keep is not None and Path(options.keep).exists():
         raise Wrong(f"lockstep verify: --keep {options.keep}: it is there already: give a folder that is not")
     check_script("lockstep verify", options.module, script)
-    command = ("-m", options.module, *script) if options.module else tuple(script)
-    return _certify(options, command, devices)
+    return _certify(options, words_of(options.module, script), devices)
 
 
 def _certify(options: argparse.Namespace, command: tuple[str, ...], devices: list[int]) -> int:
@@ -98,14 +97,7 @@ def _devices(text: str) -> list[int]:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="lockstep verify",
-        usage=USAGE,
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser("lockstep verify", USAGE, ABOUT, EXAMPLES)
     add = parser.add_argument
     add("-m", dest="module", metavar="MODULE", help="verify a module in place of a script, as `python -m` runs it")
     add("--devices", default="2", metavar="N[,N]", help="ranks that are compared with one process (default: 2)")
