@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,26 @@ SCRIPT = (Path(__file__).parent / "scripts/bugs/resume_first_order.py").read_tex
 RIGHT = SCRIPT.replace("for epoch in range(args.epochs - done):", "for epoch in range(done, args.epochs):").replace(
     "done + epoch", "epoch"
 )
+SAVES_AT_SIGTERM = (
+    ("import os", "import os, signal, sys"),
+    (
+        "    done = 0\n",
+        "    done, at, stops = 0, 0, []\n    signal.signal(signal.SIGTERM, lambda *given: stops.append(1))\n",
+    ),
+    ('done = state["epochs"]', 'done, at = state["epochs"], state.get("at", 0)'),
+    (
+        "for x, y in loader:\n",
+        "for i, (x, y) in enumerate(loader):\n            if epoch == done and i < at: continue\n",
+    ),
+    ("            optimizer.step()\n", "            optimizer.step()\n            if stops: break\n"),
+    (
+        "        save(args",
+        "        if stops: save(args.checkpoint, model, optimizer, epoch, i + 1); sys.exit(0)\n        save(args",
+    ),
+    ("optimizer, done):", "optimizer, done, at=0):"),
+    ('"epochs": done}', '"epochs": done, "at": at}'),
+)
+WITHIN = functools.reduce(lambda text, change: text.replace(*change), SAVES_AT_SIGTERM, RIGHT)
 Check = Callable[[str], Certificate]
 
 
@@ -35,6 +56,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> Ch
 def test_a_script_that_resumes_is_alike(check: Check) -> None:
     certificate = check(RIGHT)
     assert certificate.verdict == ALIKE, str(certificate)
+    assert "leaves no checkpoint of that place" in certificate.nature[0]
     assert not Path("checkpoint.pt").exists()
 
 
@@ -59,3 +81,19 @@ def test_a_script_that_begins_anew_is_refused(check: Check) -> None:
     certificate = check(RIGHT.replace("if os.path.exists(args.checkpoint):", "if False:"))
     assert certificate.verdict == UNKNOWN
     assert "the script begins anew" in certificate.reasons[0]
+
+
+@pytest.mark.slow
+def test_a_script_that_saves_at_sigterm_goes_on_within_an_epoch(check: Check) -> None:
+    certificate = check(WITHIN)
+    assert certificate.verdict == ALIKE, str(certificate)
+    assert "samples within an epoch" in [row.what for row in certificate.rows]
+    assert not certificate.nature
+
+
+@pytest.mark.slow
+def test_an_epoch_that_begins_anew_within_it_is_named(check: Check) -> None:
+    certificate = check(WITHIN.replace("i < at", "i < 0"))
+    assert certificate.verdict == DIFFERENT, str(certificate)
+    assert certificate.first.startswith("step 1 (0 behind a stop within the epoch)")
+    assert "the place within the epoch is not restored (train.py:" in certificate.cause

@@ -14,6 +14,8 @@ from lockstep.verify.recordings import Event, RankRecording, Recording
 from lockstep.verify.verification import Request, Verification
 
 _EXACT = 1e-12
+_SHORTEST = 2
+"""Steps of an epoch that can be stopped within it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Finding:
 class ResumeCheck:
     """Runs a script undisturbed, and once more with a stop in the middle; compares samples and numbers behind it.
 
-    An epoch of training ends behind ``steps`` steps in all runs, so that scripts that save at the end of one do so.
+    An epoch of training ends behind ``steps`` steps in all runs, so that scripts that save at the end of one do so. A
+    second stop is within the first epoch, by SIGTERM: a script that saves then, or has saved every few steps, goes on.
 
     Args:
         request: what is asked for.
@@ -43,6 +46,7 @@ class ResumeCheck:
         self.request = request
         self.verification = verification
         self._rows: list[Row] = []
+        self._notes: list[str] = []
         self._stop = 0  # steps before the stop
 
     def certify(self) -> Certificate:
@@ -54,19 +58,52 @@ class ResumeCheck:
             return self._certificate(UNKNOWN, reasons=(reason,))
         stopped = self.verification.on_ranks_cut(steps + 1, steps, epochs=1)
         self._stop = len(stopped.first.steps)
+        reason, found = self._behind_epoch(undisturbed, stopped)
+        if found is not None:
+            return self._certificate(DIFFERENT, found)
+        left, found = self._within_epoch(undisturbed)
+        if found is not None:
+            return self._certificate(DIFFERENT, found)
+        return self._certificate(UNKNOWN, reasons=(reason,)) if reason and not left else self._certificate(ALIKE)
+
+    def _behind_epoch(self, undisturbed: Recording, stopped: Recording) -> tuple[str, Finding | None]:
+        """Stop behind the first epoch: why that tells nothing, or what differs."""
         left = len(undisturbed.first.steps) - self._stop
         if left < 1:
-            reason = "the script trains for one epoch only, and is stopped behind that: let it train for two"
-            return self._certificate(UNKNOWN, reasons=(reason,))
+            return "the script trains for one epoch only, and is stopped behind that: let it train for two", None
         folder = Path(stopped.first.folder).parent / "work"
-        resumed = self.verification.on_ranks_cut(left, steps, left_by=folder)
+        resumed = self.verification.on_ranks_cut(left, self.request.steps, left_by=folder)
         reason = refusals.of_ranks(resumed, 1) or self._not_resumed(undisturbed, resumed)
         if reason:
-            return self._certificate(UNKNOWN, reasons=(reason,))
-        found = self._samples(undisturbed, resumed) or self._numbers(undisturbed, resumed)
-        if found is None:
-            return self._certificate(ALIKE)
-        return self._certificate(DIFFERENT, found)
+            return reason, None
+        return "", self._samples(undisturbed, resumed) or self._numbers(undisturbed, resumed)
+
+    def _within_epoch(self, undisturbed: Recording) -> tuple[bool, Finding | None]:
+        """Stop within the first epoch by SIGTERM: whether the script went on from there, and what differs."""
+        steps, length = self.request.steps, self._stop
+        if length < _SHORTEST:
+            return False, None
+        stopped = self.verification.on_ranks_cut(2 * steps, steps, interrupt=length // 2)
+        folder = Path(stopped.first.folder).parent / "work"
+        resumed = self.verification.on_ranks_cut(length - 1, steps, left_by=folder)
+        at = None if refusals.of_ranks(resumed, 1) else self._place(undisturbed, resumed)
+        if at is None or at >= length:
+            self._notes.append(
+                "a stop within an epoch, by SIGTERM, leaves no checkpoint of that place: it was not compared"
+            )
+            return False, None
+        self._stop = at
+        found = self._samples_within(undisturbed, resumed, length - at)
+        return True, found or self._numbers(undisturbed, resumed, length - at)
+
+    def _place(self, undisturbed: Recording, resumed: Recording) -> int | None:
+        """The steps behind which a run went on: the weights tell; None for none, or for no step's weights."""
+        optimizer = undisturbed.first.steps[0]["optimizer"]
+        again = resumed.first.load("first", optimizer)
+        for event in undisturbed.first.steps:
+            if _largest_difference(undisturbed.first.load("parameters", event["update"]), again) <= _EXACT:
+                return int(event["number"]) + 1
+        return None
 
     def _certificate(self, verdict: str, found: Finding | None = None, reasons: tuple[str, ...] = ()) -> Certificate:
         return Certificate(
@@ -78,6 +115,7 @@ class ResumeCheck:
             first=found.first if found is not None else "",
             cause=found.cause if found is not None else "",
             reasons=reasons,
+            nature=tuple(self._notes),
             resume=True,
         )
 
@@ -120,10 +158,30 @@ class ResumeCheck:
         self._rows.append(Row("samples", f"{count} batches", "as undisturbed"))
         return None
 
+    def _samples_within(self, undisturbed: Recording, resumed: Recording, steps: int) -> Finding | None:
+        """Compare the batches of the steps behind a stop within an epoch."""
+        for number, (whole, again) in enumerate(zip(undisturbed.ranks, resumed.ranks, strict=True)):
+            for at in range(min(steps, len(again.steps))):
+                expected = _trained(whole, self._stop + at)
+                found = _trained(again, at)[-len(expected) :]
+                if [each["prints"] for each in expected] == [each["prints"] for each in found]:
+                    continue
+                self._rows.append(Row("samples within an epoch", f"{at + 1} steps", "DIFFERENT"))
+                first = (
+                    f"step {self._stop + at} ({at} behind a stop within the epoch) on rank {number} trains on sample "
+                    f"{_name(found[0]) if found else 'none'}, undisturbed on sample {_name(expected[0])}"
+                )
+                where = next((event["where"] for event in again.of("iteration")), "")
+                cause = f"the place within the epoch is not restored ({where}): leave out the batches that were trained"
+                return Finding(first, f"{cause}, or save and load the loader's place")
+        self._rows.append(Row("samples within an epoch", f"{steps} steps", "as undisturbed"))
+        return None
+
     # -- numbers
 
-    def _numbers(self, undisturbed: Recording, resumed: Recording) -> Finding | None:
+    def _numbers(self, undisturbed: Recording, resumed: Recording, most: int | None = None) -> Finding | None:
         count = min(len(rank.steps) for rank in resumed.ranks)
+        count = count if most is None else min(count, most)
         for at in range(count):
             for kind, cause in _CAUSES:
                 for number, (whole, again) in enumerate(zip(undisturbed.ranks, resumed.ranks, strict=True)):
@@ -150,6 +208,11 @@ def _epoch(rank: RankRecording, iteration: int) -> list[Event]:
     batches = [event for event in rank.of("batch") if event["grad"]]
     loader = batches[0]["loader"] if batches else -1
     return [event for event in batches if event["loader"] == loader and event["iteration"] == iteration]
+
+
+def _trained(rank: RankRecording, step: int) -> list[Event]:
+    """The batches that a rank drew for a step."""
+    return [event for event in rank.of("batch") if event["grad"] and event["step"] == step]
 
 
 def _differs(kind: str, whole: RankRecording, at: int, again: RankRecording, step: int) -> tuple[str, float]:

@@ -28,6 +28,7 @@ class Settings:
         steps: optimizer steps after which the script is stopped.
         cut: steps behind which each epoch of training ends; 0: at the end of its data, or of all steps.
         epochs: of training, behind which the script is stopped; 0: as many as it makes.
+        interrupt: optimizer steps behind which the process gets SIGTERM, as a scheduler sends it; 0: it gets none.
         float64: whether all floating-point numbers are float64.
         feed: folders of the ranks whose samples this process is fed, in the order in which they are put together.
         apart: whether these samples come one rank after another, and not put together.
@@ -46,6 +47,7 @@ class Settings:
     steps: int = 5
     cut: int = 0
     epochs: int = 0
+    interrupt: int = 0
     float64: bool = True
     feed: tuple[str, ...] = ()
     apart: bool = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -211,6 +213,8 @@ class Steps:
         settings = self.watch.settings
         if settings.is_replay and (FOLLOW in settings.overrides or not settings.float64):
             self._take_over(f"parameters-{self.watch.updates - 1}", parameters)
+        if settings.interrupt and self.watch.steps == settings.interrupt:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _start_alike(self) -> None:
         """Have one process begin with the parameters with which rank 0 began."""

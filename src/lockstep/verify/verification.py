@@ -143,9 +143,12 @@ class Verification:
         """Run the script on all ranks."""
         return self._run("ranks", replace(self._settings(), world=self.request.devices, overrides=overrides))
 
-    def on_ranks_cut(self, steps: int, cut: int, epochs: int = 0, left_by: Path | None = None) -> Recording:
+    def on_ranks_cut(
+        self, steps: int, cut: int, epochs: int = 0, left_by: Path | None = None, interrupt: int = 0
+    ) -> Recording:
         """Run the script on all ranks, with epochs that end early, in the folder that another run has left."""
         settings = replace(self._settings(), world=self.request.devices, steps=steps, cut=cut, epochs=epochs)
+        settings = replace(settings, interrupt=interrupt)
         return self._run("ranks", settings, left_by)
 
     def on_simulated(self, world: int, steps: int) -> Recording:
