@@ -123,6 +123,16 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
         "the loss is divided by the number of ranks, and the average of gradients over the ranks (train.py:",
         "loss.backward()",
     ),
+    "a window of shards whose first backward is synchronized": (
+        (
+            (MODEL + "\n", SHARDED),
+            ("        loss = ", "        model.set_requires_gradient_sync(i % 2 == 0)\n        loss = "),
+            (STEP, STEP.replace("optimizer", "if i % 2: optimizer")),
+            ("        optimizer.zero_grad()", "        if i % 2 == 0: optimizer.zero_grad()"),
+        ),
+        "set_requires_gradient_sync(True) is to stand before the last backward of a window",
+        "loss.backward()",
+    ),
     "batches that a rank leaves out by its own loss": (
         (
             (

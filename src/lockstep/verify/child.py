@@ -7,6 +7,7 @@ import random
 import runpy
 import sys
 import traceback
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
@@ -38,7 +39,7 @@ def run(settings: Settings) -> None:
     if settings.float64:
         float64.enter()
     forwards = Forwards(watch)
-    imports = Imports({**trainers.changes(settings), **mixed_precision.changes(watch)})
+    imports = Imports({**trainers.changes(settings), "torch.distributed.fsdp": partial(_see_sharded, watch, forwards)})
     for each in (Loaders(watch), forwards, Steps(watch, forwards), Groups(watch), imports):
         each.install()
     put(torch, "compile", _as_it_is)
@@ -65,6 +66,12 @@ def run(settings: Settings) -> None:
         )
     else:
         watch.journal.end("ended", steps=watch.steps)
+
+
+def _see_sharded(watch: Watch, forwards: Forwards, module: ModuleType) -> None:
+    """Change torch's module of sharded wrappers when it is imported."""
+    mixed_precision.leave_out(watch, module)
+    forwards.see_sharded(module)
 
 
 def _as_it_is(model: object = None, *args: object, **kwargs: object) -> object:

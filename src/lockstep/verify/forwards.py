@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Forwards:
         self._inner: set[int] = set()  # ids of the modules that a wrapper holds, and of those within
         self._wrappers: list[DistributedDataParallel] = []
         self._noted: set[str] = set()
+        self._sharded_sync = True  # what modules of fully_shard were told last
         self._forwards = 0
         self._nudge = Nudge(watch)
         self._in_backward = False
@@ -164,7 +165,18 @@ class Forwards:
     @property
     def synchronizes(self) -> bool:
         """Whether no wrapper is told to leave gradients alone at the moment."""
-        return all(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
+        return self._sharded_sync and all(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
+
+    def see_sharded(self, module: ModuleType) -> None:
+        """Watch whether the modules that `fully_shard` makes are told to leave gradients alone."""
+        told = module.FSDPModule.set_requires_gradient_sync
+
+        @functools.wraps(told)
+        def tell(sharded: object, requires_gradient_sync: bool, *args: Any, **kwargs: Any) -> None:
+            self._sharded_sync = requires_gradient_sync
+            told(sharded, requires_gradient_sync, *args, **kwargs)
+
+        put(module.FSDPModule, "set_requires_gradient_sync", tell)
 
     # -- the rank, read within a module
 

@@ -199,6 +199,28 @@ def short_window(ranks: Recording) -> tuple[Difference, Cause] | None:
     return None
 
 
+def left_out(ranks: Recording) -> tuple[Difference, Cause] | None:
+    """A step of sharded parameters before which the last backward was not synchronized: its gradients are left out."""
+    if not ranks.has("sharded data parallel"):
+        return None
+    backwards = ranks.first.of("backward")
+    for step in ranks.first.steps:
+        own = [event for event in backwards if event["update"] == step["update"]]
+        if not own or own[-1]["synchronizes"]:
+            continue
+        name = next(iter(step["names"].values()), "")
+        text = f"the gradient of {name} lacks the last of {len(own)} backward(s), which is not synchronized"
+        cause = Cause(
+            "fully_shard leaves gradients in the unsharded parameters: set_requires_gradient_sync(True) is to stand "
+            "before the last backward of a window",
+            own[-1]["where"],
+            "backwards that are synchronized: " + ", ".join("yes" if event["synchronizes"] else "no" for event in own),
+        )
+        everywhere = tuple(range(len(ranks.ranks)))
+        return Difference(GRADIENTS, step["number"], step["update"], name, everywhere, text=text), cause
+    return None
+
+
 def _is_full(events: list[Event]) -> bool:
     divisors = {event["divisor"] for event in events}
     return len(divisors) == 1 and len(events) > 1 and divisors == {float(len(events))}

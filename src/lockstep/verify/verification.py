@@ -225,7 +225,7 @@ class Verification:
         self, ranks: Recording, whole: Recording, comparison: Comparison, samples: SampleFindings
     ) -> Certificate:
         self._forgive(ranks, whole, comparison)
-        short = refusals.short_window(ranks)
+        short = refusals.short_window(ranks) or refusals.left_out(ranks)
         first = comparison.first
         if short is not None and (first is None or short[0].update <= first.update):
             return self._different(ranks, comparison, samples, *short)
