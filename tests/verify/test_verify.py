@@ -184,6 +184,22 @@ def test_no_healthy_script_is_called_different(name: str, certified: Certify) ->
     assert certificate.verdict != DIFFERENT, str(certificate)
 
 
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["digits", "distributed", "gan", "language_model", "stream", "README"])
+def test_examples_are_certified(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = ROOT / f"examples/{name}.py"
+    if name == "README":
+        script = tmp_path / "readme.py"
+        script.write_text((ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0])
+    certificate = verify(Request((str(script),), patience=PATIENCE), server=server)
+    assert certificate.verdict == ALIKE, str(certificate)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [name for name in BUGS if name not in NOT_SEEN])
