@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, 
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.verify.float64 import widened_tree
+from lockstep.verify.nudge import NUDGED, moved_batch
 from lockstep.verify.settings import location
 from lockstep.verify.watch import Stop, Watch, put
 
@@ -129,6 +130,8 @@ class Loaders:
             self.watch.begin_training()
             self._share_randomness(number, at)
             at += 1
+            if NUDGED in self.watch.settings.overrides:
+                batch = moved_batch(batch)
             yield widened_tree(batch) if self.watch.settings.float64 else batch
 
     def _share_randomness(self, number: int, at: int) -> None:

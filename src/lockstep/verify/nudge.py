@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lockstep.verify.recordings import Event
 from lockstep.verify.watch import Watch
@@ -19,11 +21,24 @@ _STEP = 1e-3
 _SAME = 1e-12
 
 
-class Nudge:
-    """Watches the outputs of the innermost modules in the first forward of a run.
+def moved(value: Tensor) -> Tensor:
+    """Values with the first row moved; whole numbers (labels, masks, counts) stay."""
+    step = torch.zeros_like(value)
+    own = value.detach()[0]
+    if not torch.equal(own, own.round()):
+        step[0] = _STEP * own.abs().mean()
+    return value + step
 
-    The first of these outputs is moved in its first row. What comes back by the backward for the other rows stays the
-    same where each sample has a loss of its own, whatever that is divided by.
+
+def moved_batch(batch: Any) -> Any:
+    """A batch with its first sample moved."""
+    return tree_map(lambda leaf: moved(leaf) if _has_rows(leaf) else leaf, batch)
+
+
+class Nudge:
+    """Moves the first row of what modules give, and watches what comes back to the others in the first backward.
+
+    That stays the same where each sample has a loss of its own, whatever it is divided by.
 
     Args:
         watch: of this process.
@@ -36,20 +51,17 @@ class Nudge:
         self._number = 0
 
     def after(self, module: nn.Module, output: object) -> Tensor | None:
-        """The output that a module is to have in place of its own; None where it stays."""
+        """The output that an innermost module is to have in place of its own; None where it stays."""
         if not self._sees or self.watch.updates or self.watch.backwards or not _has_rows(output):
             return None
         if next(module.children(), None) is not None:
             return None
         assert isinstance(output, Tensor)
-        moved = output
-        if self._moves and not self._number:
-            step = torch.zeros_like(output)
-            step[0] = _STEP * output.detach()[0].abs().mean()
-            moved = output + step
-        moved.register_hook(functools.partial(self._note, self._number))
-        self._number += 1
-        return moved
+        given = moved(output) if self._moves else output
+        if given.requires_grad:
+            given.register_hook(functools.partial(self._note, self._number))
+            self._number += 1
+        return given
 
     def _note(self, number: int, gradient: Tensor) -> None:
         rows = gradient.detach()[1:].double().flatten(1)
@@ -57,7 +69,7 @@ class Nudge:
 
 
 def _has_rows(output: object) -> bool:
-    return isinstance(output, Tensor) and output.requires_grad and output.dim() > 1 and len(output) > 1
+    return isinstance(output, Tensor) and output.is_floating_point() and output.dim() > 1 and len(output) > 1
 
 
 def compares_samples(still: Sequence[Event], nudged: Sequence[Event]) -> bool | None:
