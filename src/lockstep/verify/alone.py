@@ -38,7 +38,7 @@ class Runs(Protocol):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AloneFinding:
     """What runs with the samples of one rank have shown.
 
     Attributes:
@@ -63,21 +63,21 @@ class RanksAlone:
         self.runs = runs
         self.updates = min(len(rank.steps) for rank in ranks.ranks)
 
-    def look(self) -> Verdict:
+    def look(self) -> AloneFinding:
         """Feed one process the samples of each rank; where it computes the same, move one of rank 0's a little."""
         if not self._averages():
-            return Verdict()
+            return AloneFinding()
         skipped = self._of_skipped()
         if skipped is not None:
-            return Verdict(cause=skipped)
+            return AloneFinding(cause=skipped)
         for rank in reversed(range(len(self.ranks.ranks))):
             alone = self.runs.on_one(self.ranks, FOLLOW, order=(rank,))
             if refusals.of_one(alone):
-                return Verdict()
+                return AloneFinding()
             for update in range(min(self.updates, len(alone.first.steps))):
                 if not self._is_same(rank, update, alone):
-                    return Verdict(cause=self._of_rank(rank, update, alone))
-        return Verdict(nature=IN_BATCH) if self._compares_samples() else Verdict(cause=self._of_counts())
+                    return AloneFinding(cause=self._of_rank(rank, update, alone))
+        return AloneFinding(nature=IN_BATCH) if self._compares_samples() else AloneFinding(cause=self._of_counts())
 
     def _averages(self) -> bool:
         """Whether every step of the ranks averages their own gradients."""

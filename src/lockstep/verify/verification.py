@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.verify import mixed_precision, refusals
-from lockstep.verify.alone import RanksAlone, Verdict
+from lockstep.verify.alone import AloneFinding, RanksAlone
 from lockstep.verify.causes import Cause, Causes
 from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate, Row
 from lockstep.verify.compare import (
@@ -231,7 +231,7 @@ class Verification:
             return self._different(ranks, comparison, samples, *short)
         if first is not None:
             cause = Causes(ranks, whole, self._alike_without, self._splits_model(ranks)).of(first)
-            alone = RanksAlone(ranks, self).look() if cause is None and first.what == GRADIENTS else Verdict()
+            alone = RanksAlone(ranks, self).look() if cause is None and first.what == GRADIENTS else AloneFinding()
             if not alone.nature:
                 return self._different(ranks, comparison, samples, first, cause or alone.cause)
             self.found.nature.append(alone.nature)
