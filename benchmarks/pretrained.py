@@ -127,8 +127,11 @@ def by_trainer(asked: str, folder: str, ranks: int) -> dict[str, float]:
 
         def note(self) -> None:
             self.peak.__exit__()
-            there = [p for p in self.parameters() if not stands_in(p)]
-            held = [getattr(p, "ds_tensor", local_part(p.detach())) for p in there]
+            held = [
+                getattr(p, "ds_tensor", local_part(p.detach()))
+                for p in self.parameters()
+                if hasattr(p, "ds_tensor") or not stands_in(p)
+            ]
             found.update(peak=self.peak.bytes, seconds=time.perf_counter() - self.begin)
             found["held"] = sum(each.nbytes for each in held)
 
