@@ -192,6 +192,7 @@ def judge(certificate: Certificate, text: str, words: str, line: str) -> None:
     assert f"train.py:{line_of(text, line)}" in certificate.cause, str(certificate)
 
 
+@pytest.mark.slow
 def test_a_sampler_that_is_there_is_not_asked_for(certify: Certify) -> None:
     changes, words, line = SAMPLERS["a sampler with a seed for each rank"]
     certificate = certify(changed(*changes))
