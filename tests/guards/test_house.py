@@ -108,8 +108,6 @@ MAY_DECIDE_MORE = {
 """Functions that stay above, and why."""
 
 MAY_BE_TWICE = {
-    "Cause": "of a failure, and of a difference that verify finds",
-    "Found": "what a rank's client, and what verify has found",
     "ModelSummary": "users import both: Lightning's callback, and its table of layers",
 }
 """Names of classes that two files have, and why."""

@@ -211,7 +211,7 @@ def _is_one_screen(environ: Mapping[str, str]) -> bool:
     return any(name in environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_ID", "JSM_NAMESPACE_SIZE"))
 
 
-class Found:
+class FoundSupervisor:
     """Another local rank's side of the supervisor that local rank 0 has started.
 
     Args:
@@ -284,7 +284,7 @@ def _take_leave(channel: Channel, address: str, rank: int) -> bool:
     return word["cause"] is not None and channel.send(word)
 
 
-Side = Supervised | Found
+Side = Supervised | FoundSupervisor
 
 
 def at_launcher(world: World, environ: Mapping[str, str] = os.environ) -> Side | None:
@@ -294,7 +294,7 @@ def at_launcher(world: World, environ: Mapping[str, str] = os.environ) -> Side |
     try:
         if world.local_rank == 0:
             return Supervised(world)
-        return Found(world) if sys.platform.startswith("linux") else None
+        return FoundSupervisor(world) if sys.platform.startswith("linux") else None
     except OSError:  # no more processes may be started: the run can do without
         return None
 

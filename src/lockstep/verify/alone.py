@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.verify import refusals
 from lockstep.verify.calls import WORD, first_other_line
-from lockstep.verify.causes import Cause, gradient_factor
+from lockstep.verify.causes import Reason, gradient_factor
 from lockstep.verify.compare import own_gradients
 from lockstep.verify.diagnose import Parts
 from lockstep.verify.nudge import NUDGED, STILL, compares_samples
@@ -47,7 +47,7 @@ class AloneFinding:
     """
 
     nature: str = ""
-    cause: Cause | None = None
+    cause: Reason | None = None
 
 
 class RanksAlone:
@@ -87,7 +87,7 @@ class RanksAlone:
                 return False
         return True
 
-    def _of_skipped(self) -> Cause | None:
+    def _of_skipped(self) -> Reason | None:
         """Ranks that leave out batches, each others, so that a step sees samples of several places."""
         drawn = [[event["step"] for event in rank.of("batch") if event["grad"]] for rank in self.ranks.ranks]
         for step in range(self.updates):
@@ -99,7 +99,7 @@ class RanksAlone:
                 )
                 loader = self.ranks.first.of("iteration")
                 where = loader[0]["where"] if loader else ""
-                return Cause(f"{text}say), and not at all ranks'", where, f"batches drawn for step {step}: {told}")
+                return Reason(f"{text}say), and not at all ranks'", where, f"batches drawn for step {step}: {told}")
         return None
 
     # -- one rank
@@ -120,7 +120,7 @@ class RanksAlone:
         scale = max((expected.abs().max().item() for _, expected in pairs), default=0.0)
         return all((own - expected).abs().max().item() <= _ALIKE * scale for own, expected in pairs)
 
-    def _of_rank(self, rank: int, update: int, alone: Recording) -> Cause:
+    def _of_rank(self, rank: int, update: int, alone: Recording) -> Reason:
         factor = gradient_factor(list(self._pairs(rank, update, alone)))
         text = f"rank {rank} computes another gradient of its samples than one process does of the same: "
         text += "code or random numbers depend on the rank"
@@ -129,7 +129,7 @@ class RanksAlone:
             text = f"the loss of rank {rank} is {times} what one process computes of the same samples: code "
             text += "depends on the rank"
         proof = f"one process was fed the samples of rank {rank} alone"
-        return Cause(text, self._line(rank, update), proof + (f", up to step {update}" if update else ""))
+        return Reason(text, self._line(rank, update), proof + (f", up to step {update}" if update else ""))
 
     def _line(self, rank: int, update: int) -> str:
         """The first line at which a rank computes something else than one process; "" for none."""
@@ -145,11 +145,11 @@ class RanksAlone:
         still, nudged = (self.runs.on_one(self.ranks, FOLLOW, word, order=(0,)) for word in (STILL, NUDGED))
         return compares_samples(still.first.of("rows"), nudged.first.of("rows")) is not False
 
-    def _of_counts(self) -> Cause:
+    def _of_counts(self) -> Reason:
         backward = self.ranks.first.of("backward")
         text = (
             "a mean of means: each rank divides parts of its loss by its own counts (of tokens, boxes, masked "
             "samples), and the counts differ"
         )
         proof = "each rank computes what one process does of its samples, and no sample's loss follows another sample"
-        return Cause(text, backward[0]["where"] if backward else "", proof)
+        return Reason(text, backward[0]["where"] if backward else "", proof)

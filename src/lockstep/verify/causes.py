@@ -29,7 +29,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Cause:
+class Reason:
     """Why something differs.
 
     Attributes:
@@ -67,9 +67,9 @@ class Causes:
         self.splits_model = splits_model
         self.size = len(ranks.ranks)
 
-    def of(self, difference: Difference) -> Cause | None:
+    def of(self, difference: Difference) -> Reason | None:
         """The cause of a difference; None where none was found."""
-        finders: dict[str, Callable[[Difference], Cause | None]] = {
+        finders: dict[str, Callable[[Difference], Reason | None]] = {
             FIRST: self._of_first,
             RATES: self._of_rates,
             GRADIENTS: self._of_gradients,
@@ -82,18 +82,18 @@ class Causes:
 
     # -- what comes before a gradient
 
-    def _of_first(self, difference: Difference) -> Cause | None:
+    def _of_first(self, difference: Difference) -> Reason | None:
         read = self._rank_in_module()
         if read is not None and self.retry("rank in modules"):
             return read
         if difference.ranks and len(difference.ranks) < self.size:
-            return Cause(
+            return Reason(
                 "ranks start from several first weights, and nothing gives them rank 0's: seed all ranks alike before "
                 "the model is made, or wrap it in DistributedDataParallel"
             )
         return None
 
-    def _of_rates(self, difference: Difference) -> Cause | None:
+    def _of_rates(self, difference: Difference) -> Reason | None:
         step = self._step(difference.update)
         scheduled = [event for event in self.ranks.first.of("scheduled") if event["update"] < difference.update + 1]
         alone = [event for event in self.whole.first.of("scheduled") if event["update"] < difference.update + 1]
@@ -101,17 +101,17 @@ class Causes:
             text = (
                 f"the scheduler is stepped {len(scheduled)} times on each rank where one process steps it {len(alone)}"
             )
-            return Cause(f"{text} times: the learning rate runs ahead by the number of ranks", _called(scheduled[-1]))
+            return Reason(f"{text} times: the learning rate runs ahead by the number of ranks", _called(scheduled[-1]))
         if difference.ranks and scheduled:
             text = "a scheduler follows a value of each rank's own, such as a loss that is not averaged over the ranks"
-            return Cause(text, _called(scheduled[-1]))
+            return Reason(text, _called(scheduled[-1]))
         if difference.ranks:
-            return Cause("ranks compute the learning rate from their rank, or step at it differently", step["where"])
-        return Cause("the learning rate depends on the number of ranks", step["where"])
+            return Reason("ranks compute the learning rate from their rank, or step at it differently", step["where"])
+        return Reason("the learning rate depends on the number of ranks", step["where"])
 
     # -- gradients
 
-    def _of_gradients(self, difference: Difference) -> Cause | None:
+    def _of_gradients(self, difference: Difference) -> Reason | None:
         if self.splits_model:
             return self._of_split(difference)
         parts = Parts(self.ranks, difference.update)
@@ -119,7 +119,7 @@ class Causes:
             return self._of_sharded(difference)
         if self.whole.has("clipped") and clips_first(self.ranks, difference.update):
             text = "clipping before the gradients are averaged: each rank clips its own by another norm"
-            return Cause(text, self._clipping(), "gradients differ between ranks when they are clipped")
+            return Reason(text, self._clipping(), "gradients differ between ranks when they are clipped")
         gradients = own_gradients(self.ranks, difference.update)
         astray = parts.not_averaged(gradients)
         if astray:
@@ -128,7 +128,7 @@ class Causes:
 
     def _of_synchronization(
         self, difference: Difference, parts: Parts, gradients: Sequence[dict[str, Any]], astray: list[str]
-    ) -> Cause | None:
+    ) -> Reason | None:
         """The ranks' own gradients are not averaged as they should be."""
         step = self._step(difference.update)
         shares = [parts.shares(gradient, astray) for gradient in gradients]
@@ -143,7 +143,7 @@ class Causes:
             return self._of_factor(difference, parts, factor * self.size)
         return self._of_window(difference, shares, step, names)
 
-    def _of_missing(self, difference: Difference, step: Event, names: str, keys: set[str], proof: str) -> Cause:
+    def _of_missing(self, difference: Difference, step: Event, names: str, keys: set[str], proof: str) -> Reason:
         """Every rank keeps its own gradient."""
         what = f"gradients of {names} are" if names else "gradients are"
         bypassed = self.ranks.first.of("bypassed")
@@ -152,26 +152,26 @@ class Causes:
         late = self._late_average(difference.update)
         if late is not None:
             text = f"{what} not averaged before the step: what is averaged behind it comes too late"
-            return Cause(text, _called(late), proof)
+            return Reason(text, _called(late), proof)
         if not self.ranks.has("wrapped"):
-            return Cause(f"{what} never averaged over the ranks: the model is in no wrapper that does", "", proof)
+            return Reason(f"{what} never averaged over the ranks: the model is in no wrapper that does", "", proof)
         if bypassed:
             text = f"{what} not averaged: {bypassed[0]['name']} is called past its wrapper (DistributedDataParallel)"
-            return Cause(text, _called(bypassed[0]), proof)
+            return Reason(text, _called(bypassed[0]), proof)
         if uncovered and names:
             text = (
                 f"{what} not averaged: DistributedDataParallel does not know them (of a module that it does not hold, "
             )
             wrapped = self.ranks.first.of("wrapped")
-            return Cause(text + "added or made trainable behind it, or ignored)", wrapped[0]["where"], proof)
+            return Reason(text + "added or made trainable behind it, or ignored)", wrapped[0]["where"], proof)
         if backward and not backward[-1]["synchronizes"]:
             no_sync = self.ranks.first.of("no_sync")
             where = no_sync[0]["where"] if no_sync else backward[-1]["where"]
             last = "the last backward of a window" if len(backward) > 1 else "the backward"
-            return Cause(f"{what} not averaged: no_sync() covers {last}", where, proof)
-        return Cause(f"{what} not averaged over the ranks", backward[-1]["where"] if backward else "", proof)
+            return Reason(f"{what} not averaged: no_sync() covers {last}", where, proof)
+        return Reason(f"{what} not averaged over the ranks", backward[-1]["where"] if backward else "", proof)
 
-    def _of_factor(self, difference: Difference, parts: Parts, factor: float) -> Cause | None:
+    def _of_factor(self, difference: Difference, parts: Parts, factor: float) -> Reason | None:
         """The gradient is the mean over ranks, times something."""
         own = self._whole_shares(difference.update, parts).constant()
         if own is None:
@@ -181,41 +181,41 @@ class Causes:
         where = _called(collective) if collective is not None else self._step(difference.update)["where"]
         proof = f"they are {ratio:.4g} times what one process has, in all parameters alike"
         if _near(ratio, self.size):
-            return Cause("gradients are summed over the ranks, and not divided by their number", where, proof)
+            return Reason("gradients are summed over the ranks, and not divided by their number", where, proof)
         if _near(ratio, 1 / self.size):
             if collective is None:
                 where = self._backwards(difference.update)[-1]["where"]
-            return Cause("gradients are divided by the number of ranks twice", where, proof)
+            return Reason("gradients are divided by the number of ranks twice", where, proof)
         return self._of_scale(difference, ratio, proof)
 
-    def _of_penalty(self, update: int) -> Cause:
+    def _of_penalty(self, update: int) -> Reason:
         """Gradients are summed, and neither their sum nor their mean is what one process has."""
         collective = self._gradient_collective(update)
         where = _called(collective) if collective is not None else self._step(update)["where"]
         text = (
             "gradients are summed over the ranks, so that a part of the loss that each rank adds whole (a penalty on "
         )
-        return Cause(f"{text}the weights, perhaps) counts once for each rank", where)
+        return Reason(f"{text}the weights, perhaps) counts once for each rank", where)
 
-    def _of_scale(self, difference: Difference, ratio: float, proof: str) -> Cause | None:
+    def _of_scale(self, difference: Difference, ratio: float, proof: str) -> Reason | None:
         """The gradient of one process, times something that is neither the number of ranks nor one over it."""
         step = self._step(difference.update)
         if math.isfinite(ratio) and self.ranks.is_sharded:
             root = ", the square root of the number of ranks" if _near(1 / ratio, math.sqrt(self.size)) else ""
             size = f"{1 / ratio:.4g} times that of the whole gradient{root}"
             text = f"gradients are clipped (scaled) by a norm that is {size}: it is not made of all shards once"
-            return Cause(text, self._norm_of(step), proof)
+            return Reason(text, self._norm_of(step), proof)
         for value in (math.sqrt(self.size), 1 / math.sqrt(self.size)):
             if _near(ratio, value):
                 word = "large" if ratio < 1 else "small"
                 text = f"gradients are clipped (scaled) by a norm that is too {word} by the square root of the ranks"
-                return Cause(text, self._norm_of(step), proof)
+                return Reason(text, self._norm_of(step), proof)
         if self.whole.has("clipped") and self.retry("clipping"):
-            return Cause("clipping: the norm is not that of the whole gradient", self._clipping(), "alike without it")
+            return Reason("clipping: the norm is not that of the whole gradient", self._clipping(), "alike without it")
         text = "gradients are scaled (clipped?) by another number than on one process, before the step"
-        return Cause(text, step["where"], proof)
+        return Reason(text, step["where"], proof)
 
-    def _of_window(self, difference: Difference, shares: Sequence[Shares], step: Event, names: str) -> Cause | None:
+    def _of_window(self, difference: Difference, shares: Sequence[Shares], step: Event, names: str) -> Reason | None:
         """The micro-batches of a window are in the gradient in several ways."""
         if not all(each.fits for each in shares):
             return self._of_scale(difference, math.nan, "it is not made of the ranks' own gradients")
@@ -231,14 +231,14 @@ class Causes:
             text = (
                 f"gradients{what} are reduced behind each micro-batch: accumulated ones, reduced already, are so again"
             )
-            return Cause(text, _called(collective), proof)
+            return Reason(text, _called(collective), proof)
         no_sync = self.ranks.first.of("no_sync")
         if no_sync:
             text = f"micro-batches of a window{what} are synchronized only in part: no_sync() is left too late or early"
-            return Cause(text, no_sync[0]["where"], proof)
-        return Cause(f"micro-batches of a window{what} are synchronized only in part", step["where"], proof)
+            return Reason(text, no_sync[0]["where"], proof)
+        return Reason(f"micro-batches of a window{what} are synchronized only in part", step["where"], proof)
 
-    def _of_ranks_own(self, difference: Difference, parts: Parts) -> Cause | None:
+    def _of_ranks_own(self, difference: Difference, parts: Parts) -> Reason | None:
         """Ranks average as they should; what they average is not what one process has."""
         shares = self._whole_shares(difference.update, parts)
         constant = shares.constant()
@@ -249,23 +249,25 @@ class Causes:
         mean = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.by_rank()))
         proof = f"one process weighs the ranks' gradients by {mean}; the mean over ranks by {1 / self.size:.3g}"
         text = "a mean of means: each rank divides its loss by its own count, and the counts differ"
-        return Cause(text, self._last_backward(difference.update), proof)
+        return Reason(text, self._last_backward(difference.update), proof)
 
-    def _of_loss(self, update: int, factor: float) -> Cause:
+    def _of_loss(self, update: int, factor: float) -> Reason:
         """One process has the mean of the ranks' gradients, times something: the loss is another one."""
         where = self._last_backward(update)
         proof = f"one process has {factor:.4g} times the mean of the ranks' gradients, in all parameters alike"
         if not _near(factor, self.size):
-            return Cause("the loss is scaled by another number than on one process", where, proof)
+            return Reason("the loss is scaled by another number than on one process", where, proof)
         divided, alone = self._divisor(self.ranks, update), self._divisor(self.whole, update)
         if divided is not None and _near(divided / (alone or 1.0), self.size):
             again = self._averaged_by(update)
-            return Cause(f"the loss is divided by the number of ranks, and {again} once more", where, proof)
+            return Reason(f"the loss is divided by the number of ranks, and {again} once more", where, proof)
         if divided is not None and self._sums_before_backward(update):
             again = self._averaged_by(update)
             text = f"the loss is divided by a number that counts all ranks' samples, and {again} once more"
-            return Cause(f"{text}: multiply it by the number of ranks", where, proof)
-        return Cause("the loss is a sum over samples: a mean over ranks makes it smaller by their number", where, proof)
+            return Reason(f"{text}: multiply it by the number of ranks", where, proof)
+        return Reason(
+            "the loss is a sum over samples: a mean over ranks makes it smaller by their number", where, proof
+        )
 
     def _sums_before_backward(self, update: int) -> bool:
         """Whether ranks add up a number before a backward of this update."""
@@ -296,24 +298,24 @@ class Causes:
         at = f" ({_called(collective)})" if collective is not None else ""
         return f"the average of gradients over the ranks{at} divides"
 
-    def _of_mixing(self, difference: Difference) -> Cause | None:
+    def _of_mixing(self, difference: Difference) -> Reason | None:
         """A rank's gradient on its samples is no part of one process' gradient."""
         read = self._rank_in_module()
         if read is not None and self.retry("rank in modules"):
             return read
         return None
 
-    def _rank_in_module(self) -> Cause | None:
+    def _rank_in_module(self) -> Reason | None:
         for _, event in self.ranks.of("rank read"):
             text = f"rank-dependent code: {event['within']} reads the rank (get_rank), and differs on each"
-            return Cause(text, event["where"], "alike where every rank reads 0")
+            return Reason(text, event["where"], "alike where every rank reads 0")
         return None
 
     def _whole_shares(self, update: int, parts: Parts) -> Shares:
         gradient = self.whole.first.load("unclipped", update) or self.whole.first.load("gradients", update)
         return parts.shares(gradient)
 
-    def _of_split(self, difference: Difference) -> Cause | None:
+    def _of_split(self, difference: Difference) -> Reason | None:
         """Ranks hold parts of a model: is what they hold whole counted by each of them?"""
         step = self._step(difference.update)
         reference = self.whole.whole("first", step["optimizer"])[0]
@@ -329,12 +331,12 @@ class Causes:
                 f"{name}, which every rank holds whole, is counted once for each rank: it is added before the sum over "
             )
             proof = "the gradients are alike where each rank adds its share of it"
-            return Cause(f"{text}ranks, and not behind it", _called(events[0]) if events else "", proof)
+            return Reason(f"{text}ranks, and not behind it", _called(events[0]) if events else "", proof)
         return self._of_sharded(difference) if self.ranks.is_sharded else None
 
     # -- sharded parameters, clipping, updates
 
-    def _of_sharded(self, difference: Difference) -> Cause | None:
+    def _of_sharded(self, difference: Difference) -> Reason | None:
         read = self._rank_in_module()
         if read is not None and self.retry("rank in modules"):
             return read
@@ -344,17 +346,17 @@ class Causes:
         if ratio is None:
             unsynchronized = [event for event in backward if not event["synchronizes"]]
             if unsynchronized:
-                return Cause("gradients are not reduced: synchronization is off", unsynchronized[-1]["where"])
+                return Reason("gradients are not reduced: synchronization is off", unsynchronized[-1]["where"])
             return self._of_shard_factors(difference)
         proof = f"they are {ratio:.4g} times what one process has, in all parameters alike"
         if _near(ratio, self.size):
-            return Cause("gradients are summed over the ranks, and not averaged", where, proof)
+            return Reason("gradients are summed over the ranks, and not averaged", where, proof)
         if _near(ratio, 1 / self.size):
-            return Cause("the loss is a sum, or divided by the number of ranks, and a mean over ranks divides again",
+            return Reason("the loss is a sum, or divided by the number of ranks, and a mean over ranks divides again",
                          where, proof)  # fmt: skip
         return self._of_scale(difference, ratio, proof)
 
-    def _of_shard_factors(self, difference: Difference) -> Cause | None:
+    def _of_shard_factors(self, difference: Difference) -> Reason | None:
         """Each rank has scaled its shards by a number of its own."""
         expected = self.whole.whole("gradients", difference.update)[0]
         factors = []
@@ -372,7 +374,7 @@ class Causes:
         told = ", ".join(f"{factor:.4g}" for factor in factors)
         step = self._step(difference.update)
         text = "each rank clips (scales) its shards by a norm of its own, which is not that of the whole gradient"
-        return Cause(text, self._clipping() or step["where"], f"by rank they are {told} times what one process has")
+        return Reason(text, self._clipping() or step["where"], f"by rank they are {told} times what one process has")
 
     def _ratio(self, update: int) -> float | None:
         """By which factor all gradients differ; None where it is not one factor."""
@@ -385,7 +387,7 @@ class Causes:
                     pairs.append((part, reference))
         return gradient_factor(pairs)
 
-    def _of_clipped(self, difference: Difference) -> Cause | None:
+    def _of_clipped(self, difference: Difference) -> Reason | None:
         norms = [
             next((e["norm"] for e in rank.of("clipped") if e["update"] == difference.update), None)
             for rank in (*self.ranks.ranks, self.whole.first)
@@ -396,9 +398,9 @@ class Causes:
         *theirs, own = norms
         told = ", ".join(f"{norm:.4g}" for norm in theirs if norm is not None)
         proof = f"total norm by rank: {told}; of one process: {own:.4g}" if own is not None and told else ""
-        return Cause("clipping: the norm is not that of the whole gradient", self._clipping(), proof)
+        return Reason("clipping: the norm is not that of the whole gradient", self._clipping(), proof)
 
-    def _bounds(self, update: int) -> Cause | None:
+    def _bounds(self, update: int) -> Reason | None:
         """Bounds of clipping that are not the same on ranks and on one process."""
         found = []
         for rank in (*self.ranks.ranks, self.whole.first):
@@ -409,8 +411,10 @@ class Causes:
         told = ", ".join(f"{bound:.4g}" for bound in theirs)
         proof = f"max_norm by rank: {told}; on one process: {own:.4g}"
         if len(set(theirs)) > 1:
-            return Cause("clipping: ranks clip by several values of max_norm", self._clipping(), proof)
-        return Cause("clipping: max_norm follows the number of ranks, which the norm does not", self._clipping(), proof)
+            return Reason("clipping: ranks clip by several values of max_norm", self._clipping(), proof)
+        return Reason(
+            "clipping: max_norm follows the number of ranks, which the norm does not", self._clipping(), proof
+        )
 
     def _norm_of(self, step: Event) -> str:
         """The line where a norm is computed: torch's clipping, or a number that ranks sum up behind the backward."""
@@ -424,25 +428,25 @@ class Causes:
         events = self.ranks.first.of("clipped")
         return str(events[0]["where"]) if events else ""
 
-    def _of_parameters(self, difference: Difference) -> Cause | None:
+    def _of_parameters(self, difference: Difference) -> Reason | None:
         step = self._step(difference.update)
         proof = "the gradients before the step are alike"
         if self.ranks.is_sharded or len(difference.ranks) == self.size:
             text = f"{step['name']} makes another update of alike gradients: on a rank it works on a part (a shard) of "
-            return Cause(f"{text}what it needs whole", step["where"], proof)
+            return Reason(f"{text}what it needs whole", step["where"], proof)
         text = f"{step['name']} updates parameters in another way on rank {difference.ranks[0]}"
-        return Cause(text, step["where"], proof)
+        return Reason(text, step["where"], proof)
 
-    def _of_buffers(self, difference: Difference) -> Cause | None:
-        return Cause(
+    def _of_buffers(self, difference: Difference) -> Reason | None:
+        return Reason(
             f"the buffer {difference.name} is made of a rank's own samples, and is not averaged over the ranks"
         )
 
-    def _of_steps(self, difference: Difference) -> Cause | None:
+    def _of_steps(self, difference: Difference) -> Reason | None:
         batches = [len(rank.of("batch")) for rank in self.ranks.ranks]
         if len(set(batches)) > 1:
             told = ", ".join(map(str, batches))
-            return Cause(f"ranks get several numbers of batches ({told}): give all as many, or use Join")
+            return Reason(f"ranks get several numbers of batches ({told}): give all as many, or use Join")
         return None
 
     # -- what was seen

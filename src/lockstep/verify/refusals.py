@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import zip_longest
 
-from lockstep.verify.causes import Cause
+from lockstep.verify.causes import Reason
 from lockstep.verify.compare import COLLECTIVES, GRADIENTS, Difference
 from lockstep.verify.processes import Ending
 from lockstep.verify.recordings import Event, RankRecording, Recording
@@ -109,7 +109,7 @@ def _short(ending: Ending) -> str:
 # -- runs that came to no end ------------------------------------------------------------------------------
 
 
-def deadlock(ranks: Recording) -> tuple[Difference, Cause] | None:
+def deadlock(ranks: Recording) -> tuple[Difference, Reason] | None:
     """Where ranks make collectives that do not fit together, or wait for one that makes none any more."""
     endings = [rank.ending for rank in ranks.ranks]
     for ending in endings:
@@ -123,7 +123,7 @@ def deadlock(ranks: Recording) -> tuple[Difference, Cause] | None:
     return _other_order(ranks)
 
 
-def _other_order(ranks: Recording) -> tuple[Difference, Cause] | None:
+def _other_order(ranks: Recording) -> tuple[Difference, Reason] | None:
     """The first place where ranks make other collectives."""
     calls = [[event for event in rank.of("collective") if event["whole"]] for rank in ranks.ranks]
     finished = all(rank.ending.status in ("done", "ended") for rank in ranks.ranks)
@@ -142,7 +142,7 @@ def described(event: Event) -> str:
     return f"{event['name']} {shape}"
 
 
-def _told(ranks: Recording, events: tuple[Event | None, ...]) -> tuple[Difference, Cause]:
+def _told(ranks: Recording, events: tuple[Event | None, ...]) -> tuple[Difference, Reason]:
     texts = [
         f"rank {rank} makes none" if event is None else f"rank {rank} calls {described(event)} at {event['where']}"
         for rank, event in enumerate(events)
@@ -151,10 +151,10 @@ def _told(ranks: Recording, events: tuple[Event | None, ...]) -> tuple[Differenc
     step = min(len(rank.steps) for rank in ranks.ranks)
     difference = Difference(COLLECTIVES, step, step, "", tuple(range(len(events))), text="; ".join(texts))
     text = "ranks make other collectives: a call that only some ranks make, or in another order, makes the others wait"
-    return difference, Cause(text, there[0]["where"])
+    return difference, Reason(text, there[0]["where"])
 
 
-def _uneven(ranks: Recording) -> tuple[Difference, Cause] | None:
+def _uneven(ranks: Recording) -> tuple[Difference, Reason] | None:
     """Ranks that have no more batches while others wait for them."""
     counts = [len(rank.of("batch")) for rank in ranks.ranks]
     if len(set(counts)) == 1 or not any(rank.of("iterated") for rank in ranks.ranks):
@@ -166,13 +166,13 @@ def _uneven(ranks: Recording) -> tuple[Difference, Cause] | None:
     text = f"batches by rank: {told}; the others wait for rank {few[0]}, which has no more"
     where = next((event["where"] for _, event in ranks.of("iteration")), "")
     cause = "ranks get several numbers of batches: give all as many (DistributedSampler), or train within Join"
-    return Difference(COLLECTIVES, step, step, "", few, text=text), Cause(cause, where)
+    return Difference(COLLECTIVES, step, step, "", few, text=text), Reason(cause, where)
 
 
 # -- windows -------------------------------------------------------------------------------------------------
 
 
-def short_window(ranks: Recording) -> tuple[Difference, Cause] | None:
+def short_window(ranks: Recording) -> tuple[Difference, Reason] | None:
     """A window of fewer micro-batches whose loss is divided by the number of a full one."""
     rank = ranks.first
     backwards: dict[int, list[Event]] = {}
@@ -194,12 +194,12 @@ def short_window(ranks: Recording) -> tuple[Difference, Cause] | None:
             cause = f"the last accumulation window of an epoch has {len(events)} micro-batches, and its loss is "
             return (
                 Difference(GRADIENTS, step["number"], step["update"], name, tuple(range(len(ranks.ranks))), text=text),
-                Cause(cause + f"divided by the full number {divisor:g}", events[-1]["where"]),
+                Reason(cause + f"divided by the full number {divisor:g}", events[-1]["where"]),
             )
     return None
 
 
-def left_out(ranks: Recording) -> tuple[Difference, Cause] | None:
+def left_out(ranks: Recording) -> tuple[Difference, Reason] | None:
     """A step of sharded parameters before which the last backward was not synchronized: its gradients are left out."""
     if not ranks.has("sharded data parallel"):
         return None
@@ -210,7 +210,7 @@ def left_out(ranks: Recording) -> tuple[Difference, Cause] | None:
             continue
         name = next(iter(step["names"].values()), "")
         text = f"the gradient of {name} lacks the last of {len(own)} backward(s), which is not synchronized"
-        cause = Cause(
+        cause = Reason(
             "fully_shard leaves gradients in the unsharded parameters: set_requires_gradient_sync(True) is to stand "
             "before the last backward of a window",
             own[-1]["where"],

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep.verify import mixed_precision, refusals
 from lockstep.verify.alone import AloneFinding, RanksAlone
-from lockstep.verify.causes import Cause, Causes
+from lockstep.verify.causes import Causes, Reason
 from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate, Row
 from lockstep.verify.compare import (
     BUFFERS,
@@ -80,7 +80,7 @@ class Found:
         reasons: why it cannot be told.
     """
 
-    differences: list[tuple[Difference, Cause | None]] = field(default_factory=list)
+    differences: list[tuple[Difference, Reason | None]] = field(default_factory=list)
     nature: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
@@ -193,7 +193,7 @@ class Verification:
         self.found.nature += samples.notes
         if samples.differences:
             difference, text = samples.differences[0]
-            return self._different(ranks, Comparison(), samples, difference, Cause(text))
+            return self._different(ranks, Comparison(), samples, difference, Reason(text))
         return self._against_one(ranks, samples)
 
     def _against_one(self, ranks: Recording, samples: SampleFindings) -> Certificate:
@@ -239,7 +239,7 @@ class Verification:
             if comparison.first is not None:
                 return self._different(ranks, comparison, samples, comparison.first, None)
         for difference, text in self._evaluation(ranks, whole, samples):
-            return self._different(ranks, comparison, samples, difference, Cause(text))
+            return self._different(ranks, comparison, samples, difference, Reason(text))
         return self._alike(ranks, comparison, samples)
 
     def _alike(self, ranks: Recording, comparison: Comparison, samples: SampleFindings) -> Certificate:
@@ -271,7 +271,7 @@ class Verification:
         comparison: Comparison,
         samples: SampleFindings,
         difference: Difference,
-        cause: Cause | None,
+        cause: Reason | None,
     ) -> Certificate:
         if difference not in comparison.differences:
             comparison.differences.append(difference)
