@@ -39,10 +39,17 @@ def test_names_order_and_defaults_are_lightnings(lightning: Any) -> None:
     )
 
 
+OWN_ARGUMENTS = {"save_checkpoint": {"trainable_only": False}}
+"""Arguments of calls that Lightning's do not take, by keyword alone, and their defaults."""
+
+
 @pytest.mark.parametrize("call", ["fit", "validate", "test", "predict", "save_checkpoint", "init_module"])
 def test_calls_take_what_lightnings_take(lightning: Any, call: str) -> None:
     ours, theirs = (parameters(getattr(kind, call)) for kind in (Trainer, lightning.Trainer))
+    own = {name: ours.pop(name) for name in OWN_ARGUMENTS.get(call, {})}
     assert [(name, p.default) for name, p in ours.items()] == [(name, p.default) for name, p in theirs.items()]
+    assert {name: p.default for name, p in own.items()} == OWN_ARGUMENTS.get(call, {})
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in own.values())
 
 
 @pytest.mark.parametrize("name", FLAGS)

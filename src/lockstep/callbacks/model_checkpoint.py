@@ -486,7 +486,9 @@ class ModelCheckpoint(Checkpoint):
         return previous
 
     def _write(self, trainer: Trainer, path: str) -> None:
-        trainer.save_checkpoint(path, self.save_weights_only, trainable_only=self.save_trainable_only)
+        # a Trainer of the user's may take no more than Lightning's
+        options = {"trainable_only": True} if self.save_trainable_only else {}
+        trainer.save_checkpoint(path, self.save_weights_only, **options)
         if self.save_pretrained:
             trainer.save_pretrained(self._pretrained_beside(path))
         self._step_of_last_save = trainer.global_step
