@@ -18,6 +18,7 @@ from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.config.compile import CompileOptions
+from lockstep.config.objects import in_order
 from lockstep.config.run import RunConfig, set_flag
 from lockstep.data.combined import CombinedLoader
 from lockstep.datamodule import LightningDataModule
@@ -37,7 +38,7 @@ from lockstep.loop.memory import memory_of
 from lockstep.loop.optimizers import LightningOptimizer
 from lockstep.loop.progress import EPOCH_END
 from lockstep.loop.session import Session
-from lockstep.loop.state import collect, in_order
+from lockstep.loop.state import collect
 from lockstep.memory.meter import MemoryUse
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision

@@ -16,8 +16,8 @@ from lockstep import Callback, LightningModule
 from lockstep.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lockstep.engines.ddp.hooks import PowerSGDState, power_sgd
 from lockstep.loop.logging import LogCollector
+from lockstep.loop.metrics import load_metric
 from lockstep.loop.parts import merged
-from lockstep.loop.state import load_metric
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet

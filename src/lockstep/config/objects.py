@@ -22,7 +22,6 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers.base import DummyLogger, Logger
 from lockstep.loggers.tensorboard import default_logger
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.state import in_order
 from lockstep.precision.base import Precision
 from lockstep.profilers.base import Profiler
 
@@ -198,6 +197,16 @@ def _refuse_alike(callbacks: Sequence[Callback]) -> None:
         raise MisconfigurationException(
             f"Trainer(callbacks=[{', '.join(bars)}]): two progress bars would draw over each other: keep one."
         )
+
+
+def in_order(callbacks: list[Callback]) -> list[Callback]:
+    """Callbacks in their order, but searches before all others, which begin with what was found, and those that write
+    checkpoints after all others, whose state they save."""
+
+    def place(callback: Callback) -> int:
+        return 2 if isinstance(callback, Checkpoint) else int(not getattr(callback, "_searches", False))
+
+    return sorted(callbacks, key=place)
 
 
 def make_callbacks(

@@ -181,7 +181,7 @@ class WindowPlan:
     limit: int | float = math.inf
     """Batches of the plan in an epoch, at most."""
     number: int = 0
-    """The first micro-batch of this life of the run; those before it were drawn by an earlier one."""
+    """The first micro-batch of this attempt of the run; those before it were drawn by an earlier one."""
     position: Position = None
     """What those have drawn, as the source that drew it tells; None: tell by numbers."""
 

@@ -67,7 +67,7 @@ class Stream(LoaderSource):
         self._workers = max(1, loader.num_workers)
         self.length = self.planned(spec.size)
         self._sizes = Sizes(spec.rank, spec.size, self.batch)
-        self._first = 0  # micro-batches of the pass that earlier lives of the run have drawn
+        self._first = 0  # micro-batches of the pass that earlier attempts of the run have drawn
         share = StatefulShard if hasattr(loader.dataset, "state_dict") else Shard
         self._shard = share(cast(IterableDataset[Any], loader.dataset), spec.rank, spec.size, key, self._own_parts)
         self._counts = batches is not None
@@ -107,7 +107,7 @@ class Stream(LoaderSource):
             iterator = self._to_the_end(iterator)
         if self._own_process:
             iterator = unmixed(iterator)
-        if self._counts and not goes_on and not self._shard.lives:
+        if self._counts and not goes_on and not self._shard.attempts:
             iterator = self._compared(iterator, [epoch, turn, self._sizes.size, self._workers])
         if not goes_on:
             iterator = skipped(iterator, start - self._first)
@@ -191,21 +191,21 @@ class Stream(LoaderSource):
         if self.moved and plan.position is None:  # it was a stream of parts
             raise MisconfigurationException(OTHER_RANKS.format(name=self._name, kind=self._kind))
         self._check_ranks()
-        lives = [DrawHistory(*life) for life in plan.position] if isinstance(plan.position, list) else []
+        attempts = [DrawHistory(*attempt) for attempt in plan.position] if isinstance(plan.position, list) else []
         changes = self.flexible and self._sizes.recut(plan)
         if changes:
             self._copy = copy_loader(self._copy, batch_sampler=self._sizes)
-        if changes or lives != self._shard.lives:
+        if changes or attempts != self._shard.attempts:
             self.close()  # persistent workers have copies
             self._coming = None
-        self._shard.lives, self._first = lives, plan.number if lives else 0
+        self._shard.attempts, self._first = attempts, plan.number if attempts else 0
 
     def position(self, number: int) -> list[list[Any]] | None:
         if self.own:
             return None
         taken = self._sizes.taken(number - self._first, self._workers)
         here = DrawHistory(self._sizes.size, self._workers, taken)
-        return [[life.ranks, life.workers, life.taken] for life in [*self._shard.lives, here]]
+        return [[attempt.ranks, attempt.workers, attempt.taken] for attempt in [*self._shard.attempts, here]]
 
     def state_dict(self) -> dict[str, Any]:
         if self._ended:
@@ -232,7 +232,7 @@ class Stream(LoaderSource):
 
 @dataclass(frozen=True)
 class DrawHistory:
-    """What one life of a run has drawn of a stream, or of what those before it had left of it."""
+    """What one attempt of a run has drawn of a stream, or of what those before it had left of it."""
 
     ranks: int
     workers: int
@@ -244,7 +244,7 @@ class DrawHistory:
         """Whether it drew a sample.
 
         Args:
-            number: of the sample in the stream; of what earlier lives have left, where there are such.
+            number: of the sample in the stream; of what earlier attempts have left, where there are such.
             worker: whose stream it is, of data sets that shard themselves over workers; else None.
         """
         if worker is None:
@@ -344,7 +344,7 @@ class Shard(IterableDataset[Any]):
 
     Attributes:
         mark: a number that stands for the first sample of the stream, read by this copy; 0.0 where there is none.
-        lives: what has been drawn in this pass while there were other ranks; the others of its samples are shared
+        attempts: what has been drawn in this pass while there were other ranks; the others of its samples are shared
             out as if they were the whole stream.
     """
 
@@ -363,8 +363,8 @@ class Shard(IterableDataset[Any]):
         self._read = 0  # samples of the stream in this pass
         self._looked = self._ended = False
         self._resume: dict[str, Any] | None = None
-        self.lives: list[DrawHistory] = []
-        self._drawn: list[int] = []  # samples that each of the lives has drawn, as far as they were read
+        self.attempts: list[DrawHistory] = []
+        self._drawn: list[int] = []  # samples that each of the attempts has drawn, as far as they were read
 
     def set_epoch(self, epoch: int, turn: int) -> None:
         """For the next pass; the copies in persistent workers count epochs on from there."""
@@ -374,7 +374,7 @@ class Shard(IterableDataset[Any]):
         epoch = self.epoch + self._passes
         self._passes += 1
         self._read, self._ended = 0, False
-        self._drawn = [0] * len(self.lives)
+        self._drawn = [0] * len(self.attempts)
         call_set_epoch(self.dataset, epoch)
         state, self._resume = self._resume, None
         if state is not None and state.get("ended"):  # its own state may be that of a beginning
@@ -394,7 +394,7 @@ class Shard(IterableDataset[Any]):
         for number, item in samples:
             rank, size = (0, 1) if self._own else (self.rank, self.size)
             own = info is not None and self._looked
-            left = self._left(number, info.worker if own and info is not None else None) if self.lives else number
+            left = self._left(number, info.worker if own and info is not None else None) if self.attempts else number
             if left is None:
                 continue
             if info is None or self._looked:
@@ -449,9 +449,9 @@ class Shard(IterableDataset[Any]):
         yield from samples
 
     def _left(self, number: int, worker: int | None) -> int | None:
-        """The number of a sample among those that were left by all lives; None if one of them has drawn it."""
-        for index, life in enumerate(self.lives):
-            if life.has(number, worker):
+        """The number of a sample among those that were left by all attempts; None if one of them has drawn it."""
+        for index, attempt in enumerate(self.attempts):
+            if attempt.has(number, worker):
                 self._drawn[index] += 1
                 return None
             number -= self._drawn[index]
@@ -463,7 +463,7 @@ class StatefulShard(Shard):
 
     def state_dict(self) -> dict[str, Any]:
         """Samples read so far, and the data set's own state; of a stream that has ended, that it has."""
-        drawn = {"drawn": list(self._drawn)} if self.lives else {}
+        drawn = {"drawn": list(self._drawn)} if self.attempts else {}
         state = cast(Stateful, self.dataset).state_dict()
         return {"read": self._read, "looked": self._looked, "ended": self._ended, **drawn, "dataset": state}
 

@@ -283,11 +283,11 @@ def _failure(
 
 
 def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
-    """The life of a rank in a fresh process: read the call, and make it.
+    """Be a rank in a fresh process: read the call, and make it.
 
     Args:
         file: with the call.
-        result, mailbox, rank: as for :func:`live`.
+        result, mailbox, rank: as for :func:`run_rank`.
     """
 
     def read() -> Call:
@@ -296,11 +296,11 @@ def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
             call: Call = unpack(file)
         return call
 
-    live(read, int(result), mailbox, int(rank))
+    run_rank(read, int(result), mailbox, int(rank))
 
 
-def live(take: Callable[[], Call], result: int, mailbox: str, rank: int) -> NoReturn:
-    """The life of a rank: take over the call, make it, leave its result or a note on its failure.
+def run_rank(take: Callable[[], Call], result: int, mailbox: str, rank: int) -> NoReturn:
+    """Be a rank: take over the call, make it, leave its result or a note on its failure.
 
     Args:
         take: gives the call.
@@ -430,7 +430,7 @@ class ForkLauncher(SpawnLauncher):
                 number: int = rank.rank, environ: Mapping[str, str] = environ, take: Callable[[], Call] = take
             ) -> None:
                 os.environ.update(environ)
-                live(take, result.fileno(), mailbox.address, number)
+                run_rank(take, result.fileno(), mailbox.address, number)
 
             processes.take(rank.rank, _fork(body, f"lockstep-rank-{rank.rank}"))
         processes.watch()
@@ -540,7 +540,7 @@ def _fork(body: Callable[[], object], name: str) -> ForkedProcess:
 
 
 def _be_a_child(process: BaseProcess) -> NoReturn:
-    """The life of a copy. It never comes back: the lines that called it are the parent's."""
+    """Be a copy. It never comes back: the lines that called it are the parent's."""
     code = 1
     try:
         gc.freeze()  # the parent's garbage is not ours to collect: it may wait for threads that are not here

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
+from lockstep.config.objects import in_order
 from lockstep.config.run import RunConfig
 from lockstep.data.workers import name_death
 from lockstep.datamodule import LightningDataModule
@@ -311,14 +312,14 @@ def _with_model_callbacks(session: Session) -> list[Callback]:
     """The Trainer's callbacks with the model's: one of the model's replaces the Trainer's of the same type."""
     callbacks, module = session.base_callbacks, session.module
     if not is_overridden("configure_callbacks", module, LightningModule):
-        return state.in_order(callbacks)
+        return in_order(callbacks)
     session.hooks = Hooks(session.trainer, module, callbacks, session.results)  # on_exception of what it raises
     own = module.configure_callbacks()
     del session.hooks
     own = list(own) if isinstance(own, (list, tuple)) else [own]
     kinds = {type(callback) for callback in own}
     merged = [callback for callback in callbacks if type(callback) not in kinds] + own
-    return state.in_order(merged)
+    return in_order(merged)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from lockstep.data.cut import WindowPlan
 from lockstep.data.source import Gather, LoaderSource, Replicas, Reshare, SourceSpec, length_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, rank_zero_warn
-from lockstep.loop.progress import BatchCounting, ResumePoint
+from lockstep.loop.batch_counting import BatchCounting, ResumePoint
 from lockstep.loop.weighing import Part, weigh, weigh_parts
 
 # -- what feeds are made of ----------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Window:
 
     Attributes:
         size: number of micro-batches that are left, the same on all ranks.
-        begun: micro-batches of this window that an earlier life of the run has done.
+        begun: micro-batches of this window that an earlier attempt of the run has done.
         last: whether this is the epoch's last window.
         absent: of each micro-batch, the ranks whose part is empty; None where there are none in the window.
         of_rank: each rank's samples in the window.
@@ -223,7 +223,7 @@ class Feed:
         padded: bool = False,
     ) -> None:
         self._limit = count if limited else math.inf  # rows of an epoch
-        num_batches = source.length if counting.elastic else count
+        num_batches = source.length if counting.is_replanned else count
         if spec.gather is not None and not ahead:  # the ranks' lengths may differ: all go on to the longest
             num_batches = longest(num_batches, spec.gather)
         self._source = source
@@ -321,7 +321,7 @@ class Feed:
 
         Args:
             epoch: counted from 0.
-            start_batch: counted as this life of the run counts.
+            start_batch: counted as this attempt of the run counts.
             accumulate: that of the :meth:`windows` to come.
         """
         self.prepare(epoch, accumulate)
@@ -432,13 +432,13 @@ class Feed:
     @property
     def rows(self) -> int | float:
         """Batches of an epoch by the count of the plan, after the limit; infinite where it is not known."""
-        if not self.counting.elastic:
+        if not self.counting.is_replanned:
             return self._length
         return min(self._source.planned(self.counting.ranks), self._limit)
 
     def rows_at(self, number: int) -> int:
         """Batches of the plan that are done after so many micro-batches of the epoch that was begun."""
-        if not self.counting.elastic:
+        if not self.counting.is_replanned:
             return number
         rows, all_rows = self.counting.rows(self._epoch, number, self._accumulate), self.rows
         at_end = number >= self.num_batches and not math.isinf(all_rows)
@@ -449,7 +449,7 @@ class Feed:
         return (number - self._first) % self.counting.micro(accumulate)
 
     def reached(self, number: int) -> ResumePoint:
-        """A boundary of the epoch that was begun, for a life with other ranks."""
+        """A boundary of the epoch that was begun, for an attempt with other ranks."""
         before = self.counting.resumed_at
         if before is not None and (before.epoch, before.number) == (self._epoch, number):
             return before

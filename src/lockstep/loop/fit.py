@@ -29,6 +29,7 @@ from lockstep.loop.nan_watch import NanWatch
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals
+from lockstep.loop.state_checks import taking
 from lockstep.loop.step import Step
 from lockstep.loop.window_start import WindowStart
 
@@ -280,7 +281,7 @@ class FitLoop:
         fit.progress, fit.feed, fit.resumed, self._reason = fit.progress.go_on(), None, None, None
         fit.cut_epoch, fit.logged_elsewhere, fit.shares = None, False, None
         fit.window_start = WindowStart()
-        self.validation.feed = fit.elastic.saved = None
+        self.validation.feed = fit.run_batches.saved = None
         session.should_stop = session.received_sigterm = self.nan_watch.told = self.begun = self.starts = False
         self._time_limit = config.max_time
         self._most_steps = math.inf if config.max_steps == -1 else config.max_steps
@@ -300,9 +301,9 @@ class FitLoop:
         session.state.stage = RunningStage.TRAINING
         self.setup_data()
         holds = session.strategy.keeps_gradients and not self.step.needs_closure
-        fit.resumed = fit.elastic.settle(session.config, fit.loaded, fit.progress, fit.resumed, holds)
+        fit.resumed = fit.run_batches.settle(session.config, fit.loaded, fit.progress, fit.resumed, holds)
         if fit.shares is not None:
-            with state.taking(session.ckpt_path, "its shares"):
+            with taking(session.ckpt_path, "its shares"):
                 fit.loaded.load_shares(fit.shares, fit.progress.batch, session.config.balance)
         self._say_how_long(ckpt_path)
 
@@ -416,15 +417,15 @@ class FitLoop:
             distribute=config.use_distributed_sampler,
             order="torch" if config.order == "torch" else "keyed",
             overfit=bool(config.overfit_batches),
-            counting=partial(fit.elastic.counting, config, automatic),
-            planned=fit.elastic.planned,
+            counting=partial(fit.run_batches.counting, config, automatic),
+            planned=fit.run_batches.planned,
             padded=not automatic or session.strategy.runs_padding,
             shares=session.strategy.shares,
             reshared=session.world_size > 1 and (config.balance or fit.shares is not None),
         )
         batches = feed.rows
-        self.timing.plan(batches, feed.rows_at if feed.counting.elastic else None)
-        fit.elastic.prepare(feed, config, fit.progress.epoch)
+        self.timing.plan(batches, feed.rows_at if feed.counting.is_replanned else None)
+        fit.run_batches.prepare(feed, config, fit.progress.epoch)
         if session.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
             rank_zero_warn(
                 f"An epoch has {batches} training batches, fewer than Trainer(log_every_n_steps="
@@ -448,7 +449,7 @@ class FitLoop:
         if self.balance is not None:
             self.balance.begin_epoch(feed, progress.epoch, accumulate)
         feed.begin(progress.epoch, progress.batch, accumulate)
-        self.step.counted = feed.rows_at if feed.counting.elastic else int
+        self.step.counted = feed.rows_at if feed.counting.is_replanned else int
         session.results.enter("training_step")
         whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
         self._act_on_signals()

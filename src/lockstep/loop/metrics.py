@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -181,3 +182,34 @@ def _described(value: Any) -> tuple[int, Any]:
     tensors = [item for item in value if isinstance(item, Tensor)]
     kind = (tensors[0].dtype, tuple(tensors[0].shape[1:])) if tensors else None
     return len(value), kind
+
+
+def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
+    """A torchmetrics object's state, from one rank or from several whose states can be put together."""
+    reductions = {key: getattr(reduce, "__name__", "") for key, reduce in metric._reductions.items()}
+    if len(saved) > 1 and not set(reductions.values()) <= MERGES.keys():
+        warn_once(
+            f"{type(metric).__name__} has a state that cannot be put together from several ranks, and the run goes on "
+            "with fewer: in the epoch that was under way it counts what comes from here on."
+        )
+        return
+    for key in saved[0]["states"]:
+        value = saved[0]["states"][key]
+        for part in saved[1:]:
+            more = part["states"][key]
+            value = value + more if isinstance(value, list) else MERGES[reductions[key]](value, more)
+        setattr(metric, key, _to(value, metric.device))
+    metric._update_count, metric._computed = sum(part["count"] for part in saved), None
+
+
+# by the names of torchmetrics' functions
+MERGES: dict[str, Callable[[Any, Any], Any]] = {
+    "dim_zero_sum": torch.add,
+    "dim_zero_max": torch.maximum,
+    "dim_zero_min": torch.minimum,
+    "dim_zero_cat": lambda *tensors: torch.cat(tensors),
+}
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)

@@ -34,7 +34,7 @@ Part = dict[str, Any]
 
 @dataclass(frozen=True)
 class SavedRanks:
-    """The ranks of the life that saved, by the samples that they saw."""
+    """The ranks of the attempt that saved, by the samples that they saw."""
 
     parts: Sequence[Part]
     of_rank: tuple[int, ...]
@@ -85,8 +85,8 @@ class SavedRanks:
         """What a rank goes on with.
 
         Args:
-            rank: of this life.
-            replicas: of this life.
+            rank: of this attempt.
+            replicas: of this attempt.
             cuts: whether its engine holds gradients in shards.
             first_logs: whether of each replica the first rank alone weighs losses.
         """

@@ -26,12 +26,13 @@ from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.hpc.trials import TrialFolder
 from lockstep.launch.attempts import trial_folder
 from lockstep.loggers.base import Logger
+from lockstep.loop.batch_counting import RunBatches
 from lockstep.loop.feed import Feed
 from lockstep.loop.hooks import Hooks
 from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.logging import LogCollector
-from lockstep.loop.progress import Elastic, Progress
+from lockstep.loop.progress import Progress
 from lockstep.loop.window_start import WindowStart
 from lockstep.memory.meter import Activations, MemoryUse
 from lockstep.module import LightningModule
@@ -85,10 +86,10 @@ class FitState:
         resumed: this rank's part of the checkpoint, until training goes on.
         logged_elsewhere: the resume goes on within an epoch whose logged values Lightning's checkpoint does not hold.
         cut_epoch: what an epoch that ended early had logged, for a checkpoint.
-        elastic: by what a run counts that goes on with other ranks.
+        run_batches: by what a run counts that goes on with other ranks.
         shares: what the checkpoint tells of the ranks' shares; None: they were equal.
         window_start: what the micro-batches of the window under way change, as it was before them.
-        started: when this life of the fit began, on the clock of ``time.monotonic``.
+        started: when this attempt of the fit began, on the clock of ``time.monotonic``.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -99,7 +100,7 @@ class FitState:
     resumed: dict[str, Any] | None = None
     logged_elsewhere: bool = False
     cut_epoch: dict[str, Any] | None = None
-    elastic: Elastic = field(default_factory=Elastic)
+    run_batches: RunBatches = field(default_factory=RunBatches)
     shares: dict[str, Any] | None = None
     window_start: WindowStart = field(default_factory=WindowStart)
     started: float = 0.0
@@ -108,7 +109,7 @@ class FitState:
         return kept(self, "feed", "results", "resumed")
 
     def seconds(self) -> float:
-        """Time spent in this fit, its earlier lives included."""
+        """Time spent in this fit, its earlier attempts included."""
         return self.progress.seconds + time.monotonic() - self.started
 
     @property

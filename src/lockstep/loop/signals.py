@@ -18,7 +18,7 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.launch.attempts import Attempts, attempts_here, await_end
 from lockstep.loop import state
 from lockstep.loop.session import Session
-from lockstep.loop.state import load_weights
+from lockstep.loop.state_checks import load_weights
 from lockstep.supervise.signals import by_default, end_at_once, handling, is_under_lockstep, send_again
 from lockstep.supervise.status import is_given_up
 

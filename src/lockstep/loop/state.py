@@ -4,276 +4,36 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import Optimizer
 
-from lockstep.callbacks.base import Callback
-from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import frozen, storage
-from lockstep.checkpoint.format import first_line
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.engine import EngineState
 from lockstep.ground.combined import class_of
-from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
+from lockstep.ground.errors import MisconfigurationException, RankFailed
 from lockstep.ground.hyperparameters import plain_hyperparameters
-from lockstep.ground.parameters import takes_names_as_they_are, whole_shape
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.ground.types import TrainerFn, TrainerStatus
-from lockstep.loop.metrics import is_metric
+from lockstep.loop.metrics import is_metric, load_metric
 from lockstep.loop.progress import EPOCH_START, WINDOW_END
 from lockstep.loop.saved_ranks import SavedRanks, at_window_start
 from lockstep.loop.session import Session
+from lockstep.loop.state_checks import check_types, load_optimizer, load_weights, taking
 from lockstep.loop.window_start import metric_state, put_buffers
-from lockstep.module import LightningModule, check_weights
+from lockstep.module import check_weights
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
-
-# -- weights and optimizers that do not fit ------------------------------------------------------------------
-
-
-@contextmanager
-def taking(path: object, what: str) -> Iterator[None]:
-    """While a part of a checkpoint is taken over: what a malformed one makes of it is one kind of error.
-
-    Args:
-        path: of the file, for the message.
-        what: the part.
-
-    Raises:
-        CorruptCheckpoint: in place of any other error.
-    """
-    try:
-        yield
-    except (MisconfigurationException, CorruptCheckpoint, RankFailed):
-        raise
-    except Exception as error:
-        raise CorruptCheckpoint(
-            f"The checkpoint {str(path)!r} is malformed: {what} cannot be taken over ({first_line(error)}). Resume "
-            "from another checkpoint."
-        ) from error
-
-
-def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str] = ()) -> None:
-    """The module's ``load_state_dict``, by its own ``strict_loading``.
-
-    Args:
-        session: whose module gets them.
-        saved: a state dict.
-        absent: parameters that were left out of it.
-
-    Raises:
-        MisconfigurationException: for the weights of another model, with the first tensor that differs.
-    """
-    module = session.module
-    cause: RuntimeError | None = None
-    difference = _first_difference(module, saved, absent, certain=True) if takes_names_as_they_are(module) else None
-    if difference is None:
-        try:
-            with frozen.lenient(module, absent):
-                if session.strategy.places_first:
-                    session.strategy.load(EngineState(saved))
-                else:
-                    module.load_state_dict(saved, strict=module.strict_loading)
-            return
-        except RuntimeError as error:
-            difference, cause = _first_difference(module, saved, absent), error
-            if difference is None:
-                raise
-    raise MisconfigurationException(
-        f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is of another model "
-        f"than this {type(module).__name__}: {difference}."
-    ) from cause
-
-
-def _shown_shape(shape: torch.Size | None) -> tuple[int, ...]:
-    return tuple(shape or ())
-
-
-def _first_difference(
-    module: LightningModule, saved: dict[str, Any], absent: Collection[str], certain: bool = False
-) -> str | None:
-    """The first tensor that does not match, and what to do about it.
-
-    Args:
-        module: with a flag ``strict_loading``.
-        saved: a state dict.
-        absent: parameters that were left out of it.
-        certain: leave out what torch may forgive.
-    """
-    own, strict = frozen.without(module.state_dict(), absent), module.strict_loading
-    wholes = {name: whole_shape(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
-    way_out = "make the module as it was saved, or set its `strict_loading = False` to leave out what differs"
-    for name, value in own.items():
-        if name not in saved:
-            if strict and not (certain and name.endswith("num_batches_tracked")):  # which old checkpoints do not have
-                return f"the checkpoint has no {name!r}; {way_out}"
-            continue
-        there, here = getattr(saved[name], "shape", None), wholes.get(name, getattr(value, "shape", None))
-        of_old = certain and (there, here) == ((1,), ())  # a scalar as a vector
-        if there != here and not of_old:
-            said = f"{_shown_shape(there)} in the checkpoint and {_shown_shape(here)} here"
-            return f"{name!r} has the shape {said}; make the module with the arguments that it had"
-    extra = [name for name in saved if name not in own] if strict else []
-    return f"the module has no {extra[0]!r}; {way_out}" if extra else None
-
-
-def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None, load: Callable[[], object]) -> None:
-    """Load an optimizer's state; torch alone would take the state of another class of optimizer without a word.
-
-    Args:
-        optimizer: of this run.
-        saved: what was saved of the optimizer in its place.
-        kind: the name of that one's class; None where the checkpoint does not say (Lightning's).
-        load: does it.
-
-    Raises:
-        MisconfigurationException: with what is different.
-    """
-    difference = _other_class(optimizer, saved, kind)
-    if difference is None:
-        try:
-            malformed = _malformed_optimizer(optimizer, saved) if _other_groups(optimizer, saved) is None else None
-            if malformed is None:
-                expected = list(optimizer.defaults)  # torch adds "differentiable" to them when it loads
-                load()
-                gone = [key for key in expected for group in optimizer.param_groups if key not in group]
-                malformed = f"a parameter group has no {gone[0]!r}" if gone else None
-            if malformed is not None:
-                raise TypeError(malformed)
-            return
-        except ValueError as error:  # torch's, for parameter groups that do not match
-            difference = _other_groups(optimizer, saved)
-            if difference is None:
-                raise
-            cause: ValueError | None = error
-    else:
-        cause = None
-    raise MisconfigurationException(
-        f"trainer.fit(ckpt_path=...): the optimizer in the checkpoint is not this {class_of(optimizer)}: "
-        f"{difference}. Resume with the optimizer that wrote it; to go on with another one, load the weights by "
-        "`load_from_checkpoint` and fit without `ckpt_path`."
-    ) from cause
-
-
-def _other_class(optimizer: Optimizer, saved: dict[str, Any], kind: str | None) -> str | None:
-    own = class_of(optimizer)
-    if kind is not None:
-        return None if kind == own else f"it was written by {kind}"
-    for group in saved.get("param_groups", [])[:1]:
-        known = {*optimizer.param_groups[0], "initial_lr", "param_names"}
-        foreign = [key for key in group if key not in known]
-        # a newer torch may have one setting more, or one less; another class has both
-        if foreign and any(key not in group for key in optimizer.defaults):
-            return f"it has the setting {foreign[0]!r}, which {own} does not know"
-    return None
-
-
-def _other_groups(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
-    theirs, ours = (
-        [len(group["params"]) for group in groups] for groups in (saved.get("param_groups", []), optimizer.param_groups)
-    )
-    if len(theirs) != len(ours):
-        return f"it has {len(theirs)} parameter groups, this one {len(ours)}"
-    for i, (there, here) in enumerate(zip(theirs, ours, strict=True)):
-        if there != here:
-            return f"its parameter group {i} has {there} parameters, that of this one {here}"
-    return None
-
-
-# -- malformed -------------------------------------------------------------------------------------------------
-
-
-def check_types(saved: object, own: dict[str, Any], owner: type) -> None:
-    """Refuse a state whose values are of other types than those that this run would save in their place.
-
-    Args:
-        saved: from a checkpoint.
-        own: the state of the same object in this run.
-        owner: its class, whose methods no value may hide.
-
-    Raises:
-        TypeError: with the first key.
-    """
-    if not isinstance(saved, dict):
-        raise TypeError(f"it is a {type(saved).__name__}, not a dict")
-    for key, value in saved.items():
-        if key in own:
-            if not _alike(own[key], value):
-                raise TypeError(f"{key!r} is a {type(value).__name__}, not a {type(own[key]).__name__}")
-        elif not isinstance(key, str) or callable(getattr(owner, key, None)):
-            raise TypeError(f"{key!r} is the name of no value")
-
-
-def _alike(own: object, saved: object) -> bool:
-    if own is None:  # what is not chosen yet; of tensors, one number
-        return not isinstance(saved, torch.Tensor) or saved.numel() == 1
-    if saved is None and not isinstance(own, (int, float)):
-        return True
-    if isinstance(own, bool):
-        return saved in (True, False) if isinstance(saved, int) else False
-    if isinstance(own, (int, float)) and isinstance(saved, torch.Tensor):
-        return saved.numel() == 1
-    for kinds in ((bool, int, float, torch.Tensor), (list, tuple), (dict,), (str,)):
-        if isinstance(own, kinds):
-            if isinstance(own, tuple) and isinstance(saved, (list, tuple)):
-                return len(own) == len(saved) and all(map(_alike, own, saved))
-            return isinstance(saved, kinds)
-    return True
-
-
-def _may_be(name: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Whether this can be what an optimizer keeps of a parameter: a count, or a tensor of its shape."""
-    if name not in _NUMBERS:
-        return value is None or (isinstance(value, torch.Tensor) and value.shape == whole_shape(parameter))
-    is_number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    return is_number and float(value) >= 0
-
-
-def _malformed_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
-    """What is wrong with the state of one of torch's optimizers; others keep what they like."""
-    if not type(optimizer).__module__.startswith("torch.optim.") or type(optimizer).__name__ in _OTHER_SHAPES:
-        return None
-    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        chosen = {key: value for key, value in group.items() if value is not None or key not in _TORCH_CHOOSES}
-        check_types(chosen, own, type(None))
-        states = [saved["state"].get(number, {}) for number in group["params"]]
-        for number, state in zip(group["params"], states, strict=True):
-            if not isinstance(state, dict):
-                return f"the state of parameter {number} is a {type(state).__name__}, not a dict"
-        names = set().union(*states)
-        for number, parameter, state in zip(group["params"], own["params"], states, strict=True):
-            for name in names if state else ():
-                value = state.get(name, _MISSING)
-                if value is _MISSING:
-                    return f"parameter {number} has no {name!r}"
-                if not _may_be(name, value, parameter):
-                    what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-                    return f"{name!r} of parameter {number} is of another kind ({what})"
-    return None
-
-
-_MISSING = object()
-_TORCH_CHOOSES = ("foreach", "fused")
-"""Of an optimizer's options those that are None where torch chooses, which may be so in either run."""
-_OTHER_SHAPES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
-"""Optimizers of torch's whose states are not looked into."""
-_NUMBERS = ("step", "eta", "mu", "mu_product")
-"""What torch's optimizers keep of a parameter as one number; all else has the parameter's shape."""
-
-
-# -- the state of a run --------------------------------------------------------------------------------------
-
+    pass
 
 OWN = "lockstep"  # our own part of a checkpoint; everything else is under Lightning's names
 # Lightning asks for this key to know which migrations a file needs; ours have the layout of this version.
@@ -422,7 +182,7 @@ def _common(
         **({} if shares is None else {"shares": shares}),
         "progress": progress_state,
         "seed": session.seed,
-        "plan": session.fit.elastic.state_dict(session.fit.feed, session.fit.progress, begun),
+        "plan": session.fit.run_batches.state_dict(session.fit.feed, session.fit.progress, begun),
         "strategy": engine.own or {},
         "replicas": list(session.strategy.replicas.of_rank),
         "metrics": {name: value.cpu() for name, value in published.items()},
@@ -573,7 +333,7 @@ def read(session: Session, path: str, weights_only: bool | None) -> dict[str, An
         if own.get("seed") is not None:
             session.seed = operator.index(own["seed"])  # the order of data goes on as it was
         if session.state.fn is TrainerFn.FITTING:
-            session.fit.elastic.read(own, session.world_size)
+            session.fit.run_batches.read(own, session.world_size)
             session.fit.shares = own.get("shares")
     return checkpoint
 
@@ -721,44 +481,3 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
         session.fit.weights = part.get("weights")
         if "random" in part:
             set_random_states_of(part["random"], strategy.own_devices)
-
-
-def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
-    """A torchmetrics object's state, from one rank or from several whose states can be put together."""
-    reductions = {key: getattr(reduce, "__name__", "") for key, reduce in metric._reductions.items()}
-    if len(saved) > 1 and not set(reductions.values()) <= MERGES.keys():
-        warn_once(
-            f"{type(metric).__name__} has a state that cannot be put together from several ranks, and the run goes on "
-            "with fewer: in the epoch that was under way it counts what comes from here on."
-        )
-        return
-    for key in saved[0]["states"]:
-        value = saved[0]["states"][key]
-        for part in saved[1:]:
-            more = part["states"][key]
-            value = value + more if isinstance(value, list) else MERGES[reductions[key]](value, more)
-        setattr(metric, key, _to(value, metric.device))
-    metric._update_count, metric._computed = sum(part["count"] for part in saved), None
-
-
-# by the names of torchmetrics' functions
-MERGES: dict[str, Callable[[Any, Any], Any]] = {
-    "dim_zero_sum": torch.add,
-    "dim_zero_max": torch.maximum,
-    "dim_zero_min": torch.minimum,
-    "dim_zero_cat": lambda *tensors: torch.cat(tensors),
-}
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
-
-
-def in_order(callbacks: list[Callback]) -> list[Callback]:
-    """Callbacks in their order, but searches before all others, which begin with what was found, and those that write
-    checkpoints after all others, whose state they save."""
-
-    def place(callback: Callback) -> int:
-        return 2 if isinstance(callback, Checkpoint) else int(not getattr(callback, "_searches", False))
-
-    return sorted(callbacks, key=place)

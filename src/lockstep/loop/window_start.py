@@ -139,7 +139,7 @@ class WindowStart:
                     yield kept.value, buffer
 
     def take(self, state: dict[str, Any] | None) -> None:
-        """A run goes on within a window whose beginning :meth:`state` of an earlier life told."""
+        """A run goes on within a window whose beginning :meth:`state` of an earlier attempt told."""
         self._read = state
 
     def state(self, batch: int, with_buffers: bool = True) -> dict[str, Any] | None:

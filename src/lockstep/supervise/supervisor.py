@@ -563,7 +563,7 @@ def _left_to_say(text: str) -> str:
 
 
 def main(channel: int, mailbox: int, signal_pipe: int) -> None:
-    """The life of the process.
+    """Run the process to its end.
 
     Args:
         channel, mailbox, signal_pipe: descriptors: of the socket to local rank 0, the mailbox, and the pipe of

@@ -1,0 +1,434 @@
+"""By what a run counts its batches: by the ranks that planned it, whatever number of ranks it goes on with.
+
+A checkpoint keeps the plan (`BatchPlan`). An attempt of the run that goes on from it finds out by which numbers it
+counts (`count_batches`) and tells the user what has changed. `RunBatches` is what one Trainer holds of both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lockstep.config.run import RunConfig
+from lockstep.data.cut import Position, WindowPlan
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.loop.progress import EPOCH_START, Progress
+from lockstep.loop.saved_ranks import at_window_start
+
+Accumulation = int | dict[int, int]  # as of `Trainer(accumulate_grad_batches=...)`
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where, in the middle of an epoch, an attempt of the run began."""
+
+    epoch: int
+    number: int
+    """Micro-batches that come before it, by the count of this attempt."""
+    rows: int
+    """Batches of the plan that come before it."""
+    position: Position = None
+    """What was drawn before it, as `Source.position` tells."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a plain dict."""
+        return {"epoch": self.epoch, "number": self.number, "rows": self.rows, "place": self.position}
+
+    @classmethod
+    def load(cls, state: dict[str, Any]) -> ResumePoint:
+        """From :meth:`state_dict`.
+
+        Raises:
+            ValueError: it has numbers that cannot be.
+        """
+        for name in ("epoch", "number", "rows"):
+            if not isinstance(state[name], int) or state[name] < 0:
+                raise ValueError(f"{name} is {state[name]!r:.50}")
+        return cls(state["epoch"], state["number"], state["rows"], state["place"])
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What the batches of a run are, and how far this attempt of it has come: what a checkpoint keeps."""
+
+    ranks: int
+    """The number of ranks that ``accumulate_grad_batches`` and ``batch_size`` were meant for."""
+    accumulate: Accumulation
+    batches: list[int]
+    """``batch_size`` of each loader."""
+    size: int
+    """The number of ranks of the attempt that saved it."""
+    at: ResumePoint
+    """The last boundary, by the counts of that attempt."""
+    resumed_at: ResumePoint | None = None
+    """Where that attempt had begun, if that was in the same epoch."""
+    by_process: bool | None = None
+    """Whether the order was drawn by the generators of one process; None: a checkpoint that does not tell."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a plain dict."""
+        origin = None if self.resumed_at is None else self.resumed_at.state_dict()
+        named = {name: getattr(self, name) for name in ("ranks", "accumulate", "batches", "size", "by_process")}
+        return {**named, "at": self.at.state_dict(), "origin": origin}
+
+    @classmethod
+    def load(cls, state: dict[str, Any]) -> BatchPlan:
+        """From :meth:`state_dict`.
+
+        Raises:
+            ValueError: it has numbers that cannot be.
+        """
+        for name in ("ranks", "size"):
+            if not isinstance(state[name], int) or state[name] < 1:
+                raise ValueError(f"{name} is {state[name]!r:.50}")
+        batches, origin = state["batches"], state["origin"]
+        if not isinstance(batches, list) or not all(isinstance(each, int) for each in batches):
+            raise ValueError(f"batches is {batches!r:.50}")
+        at, resumed_at = ResumePoint.load(state["at"]), None if origin is None else ResumePoint.load(origin)
+        drawn = state.get("by_process")
+        return cls(state["ranks"], state["accumulate"], batches, state["size"], at, resumed_at, drawn)
+
+
+@dataclass(frozen=True)
+class BatchCounting:
+    """By what this attempt of a run counts, and where it began. Made by :func:`count_batches`.
+
+    A **row** is a batch of the plan: ``batch_size`` samples on each of ``ranks`` ranks. What flags and schedulers
+    count in batches, they count in rows; ``accumulate_grad_batches`` rows are a window, which ``size`` ranks share
+    out over as many micro-batches as it takes.
+    """
+
+    ranks: int
+    size: int
+    resumed_at: ResumePoint | None = None
+    moved: bool = False
+    """Whether another attempt, with other ranks or batches, left off at ``resumed_at`` (or between two epochs)."""
+    said: str = ""
+    """What the user is told about it."""
+    differs: bool = field(default=False, compare=False)
+    """Whether a step has another number of samples than it had in that attempt."""
+
+    def tell(self) -> None:
+        """Tell the user that this attempt counts otherwise than the one that left off."""
+        if self.moved:
+            (rank_zero_warn if self.differs else rank_zero_info)(self.said)
+
+    @property
+    def resumed_number(self) -> int | None:
+        """Micro-batches of the epoch before this attempt, if it began within one."""
+        return None if self.resumed_at is None else self.resumed_at.number
+
+    @property
+    def is_replanned(self) -> bool:
+        """Whether rows are shared out over another number of ranks than they were planned for."""
+        return self.ranks != self.size
+
+    def micro(self, accumulate: int) -> int:
+        """Micro-batches of a window of so many rows."""
+        return -(-accumulate * self.ranks // self.size)
+
+    def batches(self, rows: int | float, accumulate: int) -> int | float:
+        """Micro-batches of an epoch of so many rows."""
+        if math.isinf(rows):
+            return rows
+        windows, more = divmod(int(rows), accumulate)
+        return windows * self.micro(accumulate) + self.micro(more)
+
+    def begins(self, epoch: int) -> tuple[int, int]:
+        """(micro-batches, rows) of an epoch that come before this attempt."""
+        point = self.resumed_at
+        return (0, 0) if point is None or point.epoch != epoch else (point.number, point.rows)
+
+    def rows(self, epoch: int, number: int, accumulate: int) -> int:
+        """Rows of an epoch that are done after so many micro-batches of it; exact where a window ends."""
+        first, rows = self.begins(epoch)
+        windows, more = divmod(number - first, self.micro(accumulate))
+        return rows + windows * accumulate + more * accumulate // self.micro(accumulate)
+
+    def window_plan(self, epoch: int, accumulate: int, limit: int | float) -> WindowPlan | None:
+        """How an epoch is to be cut; None: as the loaders and the ranks at hand do it."""
+        point = self.resumed_at
+        if point is not None and point.epoch == epoch:
+            return WindowPlan(self.ranks, accumulate, limit, point.number, point.position)
+        return WindowPlan(self.ranks, accumulate, limit) if self.is_replanned else None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt of a run: its ranks, its flags and its loaders."""
+
+    size: int
+    accumulate: Accumulation
+    batches: list[int]
+    flexible: bool
+    """Whether the loaders can be cut into windows of any size."""
+    automatic: bool = True
+    """Whether windows are lockstep's (automatic optimization) and not the user's."""
+    keep: bool = True
+    """``Trainer(keep_global_batch=...)``."""
+
+
+def count_batches(saved: BatchPlan | None, attempt: Attempt) -> BatchCounting:
+    """By what a run counts that goes on from ``saved``; pure.
+
+    The plan holds where only the number of ranks has changed. Where the user has changed ``batch_size`` or
+    ``accumulate_grad_batches``, theirs hold from the last boundary on.
+
+    Raises:
+        MisconfigurationException: the plan's windows cannot be shared out over these ranks.
+    """
+    if saved is None:
+        return BatchCounting(attempt.size, attempt.size)
+    as_planned = _table(attempt.accumulate) == _table(saved.accumulate) and attempt.batches == saved.batches
+    planned = as_planned and (attempt.keep or saved.ranks == attempt.size) and _can_step(saved, attempt)
+    ranks = saved.ranks if planned else attempt.size
+    if saved.size == attempt.size and planned:
+        return BatchCounting(ranks, attempt.size, saved.resumed_at)
+    if planned and not attempt.flexible:
+        _check_divides(saved, attempt)
+    made = BatchCounting(ranks, attempt.size)
+    before, now = _samples(saved.ranks, saved.accumulate, saved), _samples(ranks, attempt.accumulate, saved, attempt)
+    differs = before != now
+    said = _plan_holds(saved, attempt, made) if planned else _users_hold(saved, attempt, as_planned, before, now)
+    return BatchCounting(ranks, attempt.size, _resume_point(saved, attempt, made), True, said, differs)
+
+
+def accumulation(flag: Accumulation, epoch: int) -> int:
+    """Batches of a window in an epoch, counted from 0."""
+    if isinstance(flag, int):
+        return flag
+    due = [first for first in flag if first <= epoch]
+    return flag[max(due)] if due else 1
+
+
+def _table(flag: Accumulation) -> dict[int, int]:
+    """The epochs from which on another number holds, and that number."""
+    table = {0: 1, **flag} if isinstance(flag, dict) else {0: flag}
+    return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != accumulation(table, epoch - 1)}
+
+
+def _can_step(saved: BatchPlan, attempt: Attempt) -> bool:
+    """Manual optimization: whether a row is one micro-batch, for nobody but the user can accumulate."""
+    return attempt.automatic or (saved.ranks <= attempt.size and (attempt.flexible or saved.ranks == attempt.size))
+
+
+def _resume_point(saved: BatchPlan, attempt: Attempt, made: BatchCounting) -> ResumePoint | None:
+    """Where the last boundary of ``saved`` is, by the counts of this attempt; None: it is the beginning of an epoch."""
+    at = saved.at
+    if at.rows == 0:
+        return None
+    accumulate = accumulation(attempt.accumulate, at.epoch)
+    if made.ranks == saved.ranks and attempt.batches == saved.batches:
+        windows, more = divmod(at.rows, accumulate)
+        number = windows * made.micro(accumulate) + more * saved.ranks // attempt.size
+        return ResumePoint(at.epoch, number, at.rows, at.position)
+    before = saved.ranks * max(saved.batches, default=1)
+    number = at.rows * before // (attempt.size * max(attempt.batches, default=1))
+    return ResumePoint(at.epoch, number, number, at.position)
+
+
+def _check_divides(saved: BatchPlan, attempt: Attempt) -> None:
+    flag, epoch = saved.accumulate, saved.at.epoch
+    values = {accumulation(flag, epoch)}
+    if isinstance(flag, dict):
+        values |= {value for first, value in flag.items() if first >= epoch}
+    for value in sorted(values):
+        whole = value * saved.ranks
+        if whole % attempt.size == 0:
+            continue
+        fitting = [str(ranks) for ranks in range(1, whole + 1) if whole % ranks == 0]
+        some = ", ".join(fitting[:8]) + (", ..." if len(fitting) > 8 else "")
+        raise MisconfigurationException(
+            f"This run steps after {whole} batches ({saved.ranks} ranks x accumulate_grad_batches={value}), which do "
+            f"not divide by its {attempt.size} ranks now. A loader that lockstep does not share out itself, or over an "
+            "iterable data set of single samples, gives whole batches only. Resume with devices x num_nodes equal to "
+            f"one of {some}; or say what a step is to have from here on, by another accumulate_grad_batches or "
+            "batch_size, or by Trainer(keep_global_batch=False), which leaves both as they are."
+        )
+
+
+# -- what is said ----------------------------------------------------------------------------------------
+
+
+def _samples(ranks: int, flag: Accumulation, saved: BatchPlan, attempt: Attempt | None = None) -> int:
+    """Samples of a step in the epoch of the checkpoint, by the loader that has most."""
+    batches = saved.batches if attempt is None else attempt.batches
+    return ranks * accumulation(flag, saved.at.epoch) * max(batches, default=1)
+
+
+def _step(ranks: int, flag: Accumulation, batches: list[int], epoch: int) -> str:
+    """What a step is made of."""
+    accumulate, size = accumulation(flag, epoch), max(batches, default=1)
+    total = ranks * accumulate * size
+    plural = "" if ranks == 1 else "s"
+    if set(batches) == {1}:  # loaders that are taken as they are, perhaps
+        return f"{ranks} rank{plural} x accumulate_grad_batches={accumulate} = {total} a step"
+    return f"{ranks} rank{plural} x batch_size={size} x accumulate_grad_batches={accumulate} = {total} samples a step"
+
+
+def _plan_holds(saved: BatchPlan, attempt: Attempt, made: BatchCounting) -> str:
+    epoch, size = saved.at.epoch, attempt.size
+    accumulate, batch = accumulation(saved.accumulate, epoch), max(saved.batches, default=1)
+    was = _step(saved.ranks, saved.accumulate, saved.batches, epoch)
+    if not made.is_replanned:
+        return f"trainer.fit: the run goes on with the ranks that it was planned for: {was}."
+    micro, window = made.micro(accumulate), accumulate * saved.ranks * batch
+    each, more = divmod(window, micro * size)
+    parts = f"{each} to {each + 1}" if more else str(each)
+    return (
+        f"trainer.fit: the run was planned as {was}. On {size} rank{'' if size == 1 else 's'} each step is the same, "
+        f"as {micro} micro-batch{'' if micro == 1 else 'es'} of {parts} on each rank; flags that count batches go on "
+        f"counting those of {saved.ranks} rank{'' if saved.ranks == 1 else 's'}."
+    )
+
+
+def _users_hold(saved: BatchPlan, attempt: Attempt, as_planned: bool, before: int, now: int) -> str:
+    epoch = saved.at.epoch
+    was = _step(saved.ranks, saved.accumulate, saved.batches, epoch)
+    new = _step(attempt.size, attempt.accumulate, attempt.batches, epoch)
+    same = "the same" if before == now else "another"
+    if not as_planned:
+        why = "batch_size or accumulate_grad_batches is not that of the checkpoint, and holds from here on"
+    elif not attempt.keep:
+        why = "keep_global_batch=False"
+    else:
+        why = (
+            "in manual optimization a step is what `training_step` makes it, and lockstep cannot accumulate for it; "
+            "give another batch_size or step less often to have the same"
+        )
+    return f"trainer.fit: the checkpoint has {was}; now it is {new}, {same} global batch ({why})."
+
+
+# -- how a fit goes on with another number of ranks -----------------------------------------------------------
+
+
+class CountedFeed(Protocol):
+    """What of `lockstep.loop.feed.Feed` is asked here."""
+
+    counting: BatchCounting
+    by_process: bool
+
+    @property
+    def batches(self) -> list[int]:
+        """The ``batch_size`` of its loaders."""
+
+    def prepare(self, epoch: int, accumulate: int) -> None:
+        """Know the epoch that it goes on in."""
+
+    def reached(self, number: int) -> ResumePoint:
+        """Where it stands after so many micro-batches of this rank's count."""
+
+
+def _warn_of_other_order(saved: BatchPlan, feed: CountedFeed) -> None:
+    """Where an epoch in torch's order goes on: one process and several draw differently."""
+    if saved.at.rows > 0 and saved.by_process not in (None, feed.by_process):
+        rank_zero_warn(
+            'Trainer(order="torch"): one process draws another permutation than several, so that of what is left '
+            "of this epoch some samples come twice and some never."
+        )
+
+
+class RunBatches:
+    """By what one Trainer's fits count their batches.
+
+    Attributes:
+        saved: the plan of the checkpoint that the fit goes on from, until training goes on.
+    """
+
+    def __init__(self) -> None:
+        self.saved: BatchPlan | None = None
+        self._ranks: int | None = None  # those of the plan, once it is settled
+        self._flag: Accumulation = 1  # as it is given to the fit, whatever callbacks make of it later
+
+    @property
+    def planned(self) -> int | None:
+        """The number of ranks of the plan, where it is known."""
+        return self._ranks if self.saved is None else self.saved.ranks
+
+    def read(self, own: dict[str, Any], ranks: int) -> None:
+        """Take in lockstep's part of a checkpoint that a fit on so many ranks is to go on from."""
+        self._ranks = None
+        if own.get("plan") is not None:
+            self.saved = BatchPlan.load(own["plan"])
+        elif len(own.get("ranks", ())) not in (0, ranks) and own["progress"]["batch"]:
+            raise MisconfigurationException(
+                "trainer.fit(ckpt_path=...): this checkpoint is of an earlier version of lockstep, from the middle of "
+                f"an epoch, and does not tell how its data were cut: resume with {len(own['ranks'])} ranks."
+            )
+
+    def counting(
+        self, config: RunConfig, automatic: bool, ranks: int, batches: list[int], flexible: bool
+    ) -> BatchCounting:
+        """How the fit counts.
+
+        Args:
+            config: of the fit.
+            automatic: whether optimization is.
+            ranks: that see samples of their own.
+            batches: the ``batch_size`` of its loaders.
+            flexible: whether these can be cut into windows of any size.
+        """
+        if self.saved is None:
+            return BatchCounting(self._ranks or ranks, ranks)
+        attempt = Attempt(ranks, config.accumulate_grad_batches, batches, flexible, automatic, config.keep_global_batch)
+        return count_batches(self.saved, attempt)
+
+    def prepare(self, feed: CountedFeed, config: RunConfig, epoch: int) -> None:
+        """Have a new feed know the epoch that it goes on in, before that is begun."""
+        epoch = epoch if self.saved is None else self.saved.at.epoch
+        feed.prepare(epoch, config.accumulation(epoch))
+
+    def settle(
+        self,
+        config: RunConfig,
+        feed: CountedFeed,
+        progress: Progress,
+        resumed: dict[str, Any] | None,
+        holds: bool = True,
+    ) -> dict[str, Any] | None:
+        """The loaders are there and training is about to begin: go on by the counting that they allow.
+
+        Args:
+            config: of the fit.
+            feed: its loaders.
+            progress: its counters, which are moved to the same place in this rank's count.
+            resumed: this rank's part of the checkpoint.
+            holds: whether gradients of a window under way can be taken over, by its engine and optimizers.
+
+        Returns:
+            what of that part still holds.
+        """
+        saved, self.saved = self.saved, None
+        found = feed.counting
+        self._ranks, self._flag = found.ranks, config.accumulate_grad_batches
+        if saved is None or resumed is None:
+            return resumed
+        if config.order == "torch" and not progress.last:
+            _warn_of_other_order(saved, feed)
+        found.tell()
+        inside = progress.batch > saved.at.number and not progress.last
+        again = inside and (found.moved or not holds)
+        if not (found.moved or again):
+            return resumed
+        number = found.resumed_number if found.moved else saved.at.number or None
+        progress.reshare(saved.at.number, number)
+        return at_window_start(resumed, number is None) if again else resumed
+
+    def state_dict(self, feed: CountedFeed | None, progress: Progress, begun: int) -> dict[str, Any] | None:
+        """For a checkpoint: the plan, and how far it has come.
+
+        Args:
+            feed: the training loaders; None before they are asked for.
+            progress: the fit's.
+            begun: batches of a window under way.
+        """
+        if feed is None:
+            return None
+        found, at = feed.counting, ResumePoint(progress.epoch, 0, 0)
+        if progress.phase != EPOCH_START:
+            at = feed.reached(progress.batch - begun)
+        point = found.resumed_at
+        before = point if point is not None and point.epoch == progress.epoch else None
+        return BatchPlan(found.ranks, self._flag, feed.batches, found.size, at, before, feed.by_process).state_dict()
