@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep import Callback
-from lockstep.loop.logging import Entry
+from lockstep.loop.logged_entry import Entry
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Recorder, Slope, numbers, quiet
 
@@ -532,7 +532,7 @@ def test_sums_of_an_epoch_are_exact_where_the_device_has_no_float64(
     reduce_fx: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 a sum of many values loses what is small against it: 0.1, 20,000 times, gave 1999.66."""
-    monkeypatch.setattr("lockstep.loop.logging.widest", lambda device: torch.float32)
+    monkeypatch.setattr("lockstep.loop.logged_entry.widest", lambda device: torch.float32)
     entry = Entry(("training_step", -1, "loss"), (False, None, False, True, reduce_fx, True, False, False))
     value = torch.tensor(0.1).as_subclass(OnADevice)
     plain = torch.tensor(0.0)

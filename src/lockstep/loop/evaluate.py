@@ -20,8 +20,9 @@ from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluation_table import table
 from lockstep.loop.feed import EvaluationFeed
 from lockstep.loop.hooks import Transfer, is_overridden
+from lockstep.loop.logged_entry import Entry
 from lockstep.loop.logged_metrics import NOT_FOR_CALLBACKS
-from lockstep.loop.logging import Entry, LogCollector
+from lockstep.loop.logging import LogCollector
 from lockstep.loop.padding import in_step, padding
 from lockstep.loop.progress import VALIDATED
 from lockstep.loop.session import Session

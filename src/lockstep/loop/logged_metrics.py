@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.loop.logging import Entry
+from lockstep.loop.logged_entry import Entry
 
 NOT_FOR_CALLBACKS = ("logged", "progress_bar")
 EVERYBODY = ("callback", *NOT_FOR_CALLBACKS)

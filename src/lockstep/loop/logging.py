@@ -13,17 +13,16 @@ from torch import Tensor, nn
 
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.comm import Combine
-from lockstep.ground.device import plus, widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.floats import floats
 from lockstep.ground.rank import does, warn_once
+from lockstep.loop.logged_entry import LOGGING, Entry, Key, Options
 from lockstep.loop.logged_rows import (
     NEUTRAL,
     Part,
     Rows,
     Total,
     each_step_wanted,
-    extreme,
     head,
     joined,
     largest,
@@ -36,257 +35,12 @@ from lockstep.memory.recompute import STATE
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-# -- one logged name -----------------------------------------------------------------------------------------
-
-
-# Where `self.log` may be called, in the order in which hooks run: hook -> (on_step by default, on_epoch by default,
-# whether on_step is allowed). Of hooks that log one name the later one's value is shown.
-_STEP, _EPOCH, _EPOCH_ONLY = (True, False, True), (False, True, True), (False, True, False)
-LOGGING: dict[str, tuple[bool, bool, bool]] = {
-    "on_train_start": _EPOCH_ONLY,
-    "on_train_epoch_start": _EPOCH_ONLY,
-    "on_train_batch_start": _STEP,
-    "training_step": _STEP,
-    "on_before_zero_grad": _STEP,
-    "optimizer_zero_grad": _STEP,
-    "on_before_backward": _STEP,
-    "backward": _STEP,
-    "on_after_backward": _STEP,
-    "on_before_optimizer_step": _STEP,
-    "configure_gradient_clipping": _STEP,
-    "clip_gradients": _STEP,
-    "optimizer_step": _STEP,
-    "on_train_batch_end": _STEP,
-    "on_validation_start": _EPOCH_ONLY,
-    "on_validation_epoch_start": _EPOCH_ONLY,
-    "on_validation_batch_start": _EPOCH,
-    "validation_step": _EPOCH,
-    "on_validation_batch_end": _EPOCH,
-    "on_validation_epoch_end": _EPOCH_ONLY,
-    "on_test_start": _EPOCH_ONLY,
-    "on_test_epoch_start": _EPOCH_ONLY,
-    "on_test_batch_start": _EPOCH,
-    "test_step": _EPOCH,
-    "on_test_batch_end": _EPOCH,
-    "on_test_epoch_end": _EPOCH_ONLY,
-    "on_train_epoch_end": _EPOCH_ONLY,
-}
 NEW_METRIC = (
     "self.log({name!r}, <{metric}>) in `{hook}` was given another object than before: each collects what it has seen "
     "itself, and the epoch's value would be that of the last one alone. Make the metric once, as an attribute of the "
     "module; or log numbers, of which the mean over the epoch is kept."
 )
-REDUCTIONS = ("mean", "sum", "min", "max")
-
-# prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: as given to `self.log`
-Options = tuple[Any, ...]
-Key = tuple[str, int, str]  # hook, dataloader_idx (-1: only one), name
 _PLACES = {hook: place for place, hook in enumerate(LOGGING)}
-
-
-class Entry:
-    """One name logged in one hook: its running reduction and its newest value.
-
-    Attributes:
-        step_fresh: the micro-batch in which ``last`` was logged, as `LogCollector.micro_batch` counts; 0 where that is
-            not newer than the last reduction over the ranks (alone: than what loggers have).
-        epoch_fresh: whether anything was collected since the last :meth:`clear`.
-        dtype: of the reduced values: float64 for float64, the default type (or float32) for all others.
-        quick: the type (torch's, or float) of values that ``LightningModule.log`` may take in itself; None: none.
-        each_step: whether the value of every single step shall be reduced over the ranks (``sync_dist=True``).
-    """
-
-    __slots__ = (
-        "dtype",
-        "each_step",
-        "epoch_fresh",
-        "epoch_name",
-        "key",
-        "last",
-        "last_weight",
-        "logger",
-        "lost",
-        "metric",
-        "name",
-        "on_epoch",
-        "on_step",
-        "op",
-        "options",
-        "prog_bar",
-        "quick",
-        "rank_zero_only",
-        "step_fresh",
-        "step_name",
-        "total",
-        "weight",
-    )
-
-    def __init__(self, key: Key, options: Options) -> None:
-        hook, dataloader_idx, name = key
-        self.key = key
-        self.options = options
-        self.prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, self.rank_zero_only = options[:7]
-        default_on_step, default_on_epoch, step_allowed = LOGGING[hook]
-        self.on_step = default_on_step if on_step is None else bool(on_step)
-        self.on_epoch = default_on_epoch if on_epoch is None else bool(on_epoch)
-        self.each_step = self.on_step and any(options[7:])
-        self.logger = logger is not False
-        self.op = _reduction(name, reduce_fx)
-        if not self.on_step and not self.on_epoch:
-            raise MisconfigurationException(
-                f"self.log({name!r}, on_step=False, on_epoch=False) in `{hook}` keeps nothing: leave one of them on."
-            )
-        if self.on_step and not step_allowed:
-            raise MisconfigurationException(
-                f"self.log({name!r}, on_step=True) in `{hook}`, which is no step: leave `on_step` away there."
-            )
-        loader = f"/dataloader_idx_{dataloader_idx}" if dataloader_idx >= 0 and add_dataloader_idx else ""
-        both = self.on_step and self.on_epoch
-        self.name = f"{name}{loader}"
-        self.step_name, self.epoch_name = (f"{name}{end}{loader}" if both else self.name for end in ("_step", "_epoch"))
-        self.metric: Metric | None = None
-        self.dtype = _kept(torch.get_default_dtype())
-        self.quick: Any = None
-        # Python numbers where values are on the CPU (double precision, and a fifth of a tensor operation's cost),
-        # 0-dim tensors on the device where they are on one, so that nothing waits for it.
-        self.last: Any = 0.0
-        self.total: Any = NEUTRAL[self.op]
-        self.lost: Any = 0.0  # of the total, by rounding, where it is float32
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was collected."""
-        self.epoch_fresh, self.step_fresh = False, 0
-        self.weight = self.last_weight = 0.0
-        self.total, self.lost = NEUTRAL[self.op], 0.0
-
-    def mark(self, micro_batch: int) -> None:
-        """Note that something was logged in this micro-batch, which counts on another rank."""
-        self.epoch_fresh, self.step_fresh = self.on_epoch, micro_batch if self.on_step else 0
-
-    def learn_quick(self, value: object) -> None:
-        """Let ``LightningModule.log`` take in values like this one itself, where nothing but a mean is kept."""
-        if self.op == "mean":
-            kind = type(value)
-            self.quick = (
-                value.dtype if isinstance(value, Tensor) and kind is Tensor else float if kind is float else None
-            )
-
-    def add(self, value: Tensor | float, weight: float, micro_batch: int) -> None:
-        """Take in one value, a number or a tensor of one element, that was logged in this micro-batch."""
-        if isinstance(value, Tensor):
-            if value.ndim:
-                value = self._scalar(value)
-            self.dtype = _kept(value.dtype)
-            value = value.item() if value.is_cpu else self._on_device(value)
-        else:
-            value = float(value) if type(value) in (float, int) else self._number(value)
-        if self.on_step:
-            self.last = value
-            self.last_weight = weight
-            self.step_fresh = micro_batch
-        if self.on_epoch:
-            self.epoch_fresh = True
-            self.weight += weight
-            op = self.op
-            if op in ("mean", "sum"):
-                if op == "mean":
-                    value = value * weight
-                if isinstance(value, Tensor) and value.dtype == torch.float32:  # the device has no float64
-                    self.total, self.lost = plus(self.total, self.lost, value)
-                else:
-                    self.total = self.total + value
-            elif isinstance(value, Tensor):
-                pick = torch.minimum if op == "min" else torch.maximum
-                self.total = pick(torch.as_tensor(self.total, dtype=value.dtype, device=value.device), value)
-            else:
-                self.total = extreme(op, self.total, value)
-
-    def _on_device(self, value: Tensor) -> Tensor:
-        """A copy (the caller may change its loss in place) in double precision, or the widest that the device has.
-
-        A DTensor is whole then: a row is made of it, on the device, as of any other.
-        """
-        wide = value.detach().to(widest(value.device), copy=True)
-        return wide if type(wide) is Tensor or not hasattr(wide, "full_tensor") else wide.full_tensor()
-
-    def _scalar(self, value: Tensor) -> Tensor:
-        if value.numel() != 1:
-            raise MisconfigurationException(
-                f"self.log({self.key[2]!r}, <tensor of shape {tuple(value.shape)}>) in `{self.key[0]}`: log one "
-                "number, its mean say."
-            )
-        return value.reshape(())
-
-    def _number(self, value: object) -> float:
-        try:
-            if not isinstance(value, (str, bytes)):  # "3" would pass for a number
-                return float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            pass
-        way_out = "log one number"
-        if isinstance(value, dict):
-            way_out = "log its items by `self.log_dict(...)`"
-        elif isinstance(value, (str, bytes)):
-            way_out = "log numbers here, and text by the logger's own `self.logger.experiment`"
-        raise MisconfigurationException(
-            f"self.log({self.key[2]!r}, {value!r:.80}) in `{self.key[0]}`: {type(value).__name__} is no number; "
-            f"{way_out}."
-        )
-
-    def normal(self) -> list[Any]:
-        """The options in plain types, equal for equal meaning; ``sync_dist`` changes when, not what."""
-        return [*self.options[:4], self.op, *self.options[5:7]]
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """How far it has come, for :meth:`go_back`."""
-        return self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh
-
-    def go_back(self, snapshot: tuple[Any, ...]) -> None:
-        """Forget what came after :meth:`snapshot`."""
-        self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = snapshot
-
-    def state(self, age: int | None) -> dict[str, Any]:
-        """What a checkpoint keeps of an epoch that is not over.
-
-        Args:
-            age: how many micro-batches ago ``last`` was logged; None where loggers have it.
-        """
-        return {
-            "key": list(self.key),
-            "options": [*self.normal(), self.each_step],
-            "total": float(self.total),
-            "last": float(self.last),
-            "last_weight": float(self.last_weight),
-            "age": age,
-            "weight": float(self.weight),
-            "dtype": self.dtype,
-        }
-
-
-def _kept(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values of ``dtype`` are shown: a mean of whole numbers or flags is none itself."""
-    if dtype in (torch.float32, torch.float64):
-        return dtype
-    default = torch.get_default_dtype()
-    return default if default in (torch.float32, torch.float64) else torch.float32
-
-
-def _reduction(name: str, reduce_fx: object) -> str:
-    op = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", sum: "sum", min: "min", max: "max"}
-    found = reduce_fx.lower() if isinstance(reduce_fx, str) else op.get(reduce_fx)  # type: ignore[call-overload]
-    if found == "avg":
-        found = "mean"
-    if found not in REDUCTIONS:
-        raise MisconfigurationException(
-            f"self.log({name!r}, reduce_fx={reduce_fx!r}): choose one of {', '.join(REDUCTIONS)}, or log a "
-            "torchmetrics.Metric for a reduction of your own."
-        )
-    return found
-
-
-# -- collection and reduction --------------------------------------------------------------------------------
-
 
 Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-batch of a step's value; 0: an epoch's)
 

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.ground.parts import stands_in
 from lockstep.ground.rank import rank_zero_warn
-from lockstep.loop.logging import Entry
+from lockstep.loop.logged_entry import Entry
 from lockstep.loop.session import Session
 
 OF_TRAINING = ("training_step", "on_train_batch_end", "on_before_backward")

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.loop.logged_entry import Entry, Key
 from lockstep.loop.logged_rows import extreme
-from lockstep.loop.logging import Entry, Key, LogCollector
+from lockstep.loop.logging import LogCollector
 
 
 class StepParts:

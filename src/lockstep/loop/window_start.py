@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.loop.logging import Entry, LogCollector
+from lockstep.loop.logged_entry import Entry
+from lockstep.loop.logging import LogCollector
 from lockstep.loop.metrics import is_metric
 
 if TYPE_CHECKING:
