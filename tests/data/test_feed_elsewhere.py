@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.batch_counting import Accumulation, Attempt, BatchCounting, BatchPlan, accumulation, count_batches
+from lockstep.loop.batch_counting import Accumulation, BatchCounting, BatchPlan, RunAttempt, accumulation, count_batches
 from lockstep.loop.feed import Feed
 from tests.data.loaders import SizedStream, Stream, by_sampler, feed_of, indices, loader, numbers
 
@@ -61,7 +61,7 @@ def play(
     for rank in range(size):
 
         def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
-            return count_batches(saved, Attempt(size, accumulate, batches, flexible, keep=keep))
+            return count_batches(saved, RunAttempt(size, accumulate, batches, flexible, keep=keep))
 
         planned = None if saved is None else saved.ranks
         feed = feed_of(make(), rank, size, counting=counting, planned=planned, **flags)
@@ -194,7 +194,7 @@ def test_several_loaders_go_on_together() -> None:
         for rank in range(life_size):
 
             def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
-                return count_batches(saved, Attempt(size, 1, batches, flexible))
+                return count_batches(saved, RunAttempt(size, 1, batches, flexible))
 
             feed = feed_of(make(), rank, life_size, seed=1, counting=counting)
             number = feed.counting.begins(0)[0]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.cut import Cut
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.batch_counting import Attempt, BatchCounting, BatchPlan, count_batches
+from lockstep.loop.batch_counting import BatchCounting, BatchPlan, RunAttempt, count_batches
 from lockstep.loop.feed import Feed
 from tests.data.loaders import Stream, by_sampler, feed_of, indices, loader, numbers
 from tests.data.test_shares import batch_sampler
@@ -170,7 +170,7 @@ def test_shares_of_another_number_of_ranks_do_not_hold() -> None:
 def test_a_run_goes_on_with_other_ranks_whose_shares_change_too() -> None:
     def life(size: int, saved: BatchPlan | None, stop: int, changes: Any) -> tuple[list[list[int]], BatchPlan]:
         def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
-            return count_batches(saved, Attempt(size, 1, batches, flexible))
+            return count_batches(saved, RunAttempt(size, 1, batches, flexible))
 
         feeds = of(lambda: loader(113, 4), size, counting=counting, planned=3)
         first = feeds[0].counting.begins(0)[0]

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from lockstep.data.cut import apportion
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.batch_counting import Attempt, BatchCounting, BatchPlan, count_batches
+from lockstep.loop.batch_counting import BatchCounting, BatchPlan, RunAttempt, count_batches
 from lockstep.loop.feed import Feed
 from tests.data.loaders import Augmented, Stream, by_sampler, drawn, epoch, feed_of, indices, loader, numbers
 
@@ -190,7 +190,7 @@ def test_a_run_goes_on_with_other_shares_and_other_ranks() -> None:
         for rank in range(size):
 
             def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
-                return count_batches(saved, Attempt(size, 1, batches, flexible))
+                return count_batches(saved, RunAttempt(size, 1, batches, flexible))
 
             feed = feed_of(loader(61, 4), rank, size, shares=shares, counting=counting, planned=3)
             goes_on = saved is not None and saved.size == size

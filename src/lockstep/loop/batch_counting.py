@@ -156,7 +156,7 @@ class BatchCounting:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RunAttempt:
     """An attempt of a run: its ranks, its flags and its loaders."""
 
     size: int
@@ -170,7 +170,7 @@ class Attempt:
     """``Trainer(keep_global_batch=...)``."""
 
 
-def count_batches(saved: BatchPlan | None, attempt: Attempt) -> BatchCounting:
+def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting:
     """By what a run counts that goes on from ``saved``; pure.
 
     The plan holds where only the number of ranks has changed. Where the user has changed ``batch_size`` or
@@ -209,12 +209,12 @@ def _table(flag: Accumulation) -> dict[int, int]:
     return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != accumulation(table, epoch - 1)}
 
 
-def _can_step(saved: BatchPlan, attempt: Attempt) -> bool:
+def _can_step(saved: BatchPlan, attempt: RunAttempt) -> bool:
     """Manual optimization: whether a row is one micro-batch, for nobody but the user can accumulate."""
     return attempt.automatic or (saved.ranks <= attempt.size and (attempt.flexible or saved.ranks == attempt.size))
 
 
-def _resume_point(saved: BatchPlan, attempt: Attempt, made: BatchCounting) -> ResumePoint | None:
+def _resume_point(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) -> ResumePoint | None:
     """Where the last boundary of ``saved`` is, by the counts of this attempt; None: it is the beginning of an epoch."""
     at = saved.at
     if at.rows == 0:
@@ -229,7 +229,7 @@ def _resume_point(saved: BatchPlan, attempt: Attempt, made: BatchCounting) -> Re
     return ResumePoint(at.epoch, number, number, at.position)
 
 
-def _check_divides(saved: BatchPlan, attempt: Attempt) -> None:
+def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
     flag, epoch = saved.accumulate, saved.at.epoch
     values = {accumulation(flag, epoch)}
     if isinstance(flag, dict):
@@ -252,7 +252,7 @@ def _check_divides(saved: BatchPlan, attempt: Attempt) -> None:
 # -- what is said ----------------------------------------------------------------------------------------
 
 
-def _samples(ranks: int, flag: Accumulation, saved: BatchPlan, attempt: Attempt | None = None) -> int:
+def _samples(ranks: int, flag: Accumulation, saved: BatchPlan, attempt: RunAttempt | None = None) -> int:
     """Samples of a step in the epoch of the checkpoint, by the loader that has most."""
     batches = saved.batches if attempt is None else attempt.batches
     return ranks * accumulation(flag, saved.at.epoch) * max(batches, default=1)
@@ -268,7 +268,7 @@ def _step(ranks: int, flag: Accumulation, batches: list[int], epoch: int) -> str
     return f"{ranks} rank{plural} x batch_size={size} x accumulate_grad_batches={accumulate} = {total} samples a step"
 
 
-def _plan_holds(saved: BatchPlan, attempt: Attempt, made: BatchCounting) -> str:
+def _plan_holds(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) -> str:
     epoch, size = saved.at.epoch, attempt.size
     accumulate, batch = accumulation(saved.accumulate, epoch), max(saved.batches, default=1)
     was = _step(saved.ranks, saved.accumulate, saved.batches, epoch)
@@ -284,7 +284,7 @@ def _plan_holds(saved: BatchPlan, attempt: Attempt, made: BatchCounting) -> str:
     )
 
 
-def _users_hold(saved: BatchPlan, attempt: Attempt, as_planned: bool, before: int, now: int) -> str:
+def _users_hold(saved: BatchPlan, attempt: RunAttempt, as_planned: bool, before: int, now: int) -> str:
     epoch = saved.at.epoch
     was = _step(saved.ranks, saved.accumulate, saved.batches, epoch)
     new = _step(attempt.size, attempt.accumulate, attempt.batches, epoch)
@@ -372,7 +372,9 @@ class RunBatches:
         """
         if self.saved is None:
             return BatchCounting(self._ranks or ranks, ranks)
-        attempt = Attempt(ranks, config.accumulate_grad_batches, batches, flexible, automatic, config.keep_global_batch)
+        attempt = RunAttempt(
+            ranks, config.accumulate_grad_batches, batches, flexible, automatic, config.keep_global_batch
+        )
         return count_batches(self.saved, attempt)
 
     def prepare(self, feed: CountedFeed, config: RunConfig, epoch: int) -> None:

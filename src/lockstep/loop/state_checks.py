@@ -205,6 +205,10 @@ def _alike(own: object, saved: object) -> bool:
         return saved in (True, False) if isinstance(saved, int) else False
     if isinstance(own, (int, float)) and isinstance(saved, torch.Tensor):
         return saved.numel() == 1
+    return _is_of_its_kind(own, saved)
+
+
+def _is_of_its_kind(own: object, saved: object) -> bool:
     if isinstance(own, tuple) and isinstance(saved, (list, tuple)):
         return len(own) == len(saved) and all(map(_alike, own, saved))
     kinds = next((kinds for kinds in _KINDS if isinstance(own, kinds)), object)
