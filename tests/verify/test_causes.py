@@ -9,7 +9,8 @@ import pytest
 
 from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
 from lockstep.verify.processes import Patience, Server
-from lockstep.verify.verification import Request, verify
+from lockstep.verify.runs import Request
+from lockstep.verify.verification import verify
 from tests.verify.small_script import LOSS, MODEL, SET_EPOCH, SHARED_OUT, STEP, Changes, changed, line_of
 
 Certify = Callable[[str], Certificate]

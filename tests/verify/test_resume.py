@@ -11,7 +11,8 @@ import pytest
 from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
 from lockstep.verify.processes import Patience, Server
 from lockstep.verify.resume import ResumeCheck
-from lockstep.verify.verification import Request, verify
+from lockstep.verify.runs import Request
+from lockstep.verify.verification import verify
 
 SCRIPT = (Path(__file__).parent / "scripts/bugs/resume_first_order.py").read_text()
 RIGHT = SCRIPT.replace("for epoch in range(args.epochs - done):", "for epoch in range(done, args.epochs):").replace(
@@ -47,7 +48,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> Ch
     def certified(text: str) -> Certificate:
         Path("train.py").write_text(text)
         request = Request(("train.py",), patience=Patience(60.0, 300.0))
-        return verify(request, lambda verification: ResumeCheck(request, verification).certify(), server)
+        return verify(request, ResumeCheck, server)
 
     return certified
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,8 +12,9 @@ from lockstep.cli.run import main
 from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
 from lockstep.verify.processes import Ending, Patience, Server
 from lockstep.verify.recordings import RankRecording, Recording
+from lockstep.verify.runs import Request, Runs
 from lockstep.verify.simulation import Simulation
-from lockstep.verify.verification import Request, Verification, verify
+from lockstep.verify.verification import verify
 from tests.verify.small_script import LOSS, MODEL, STEP, changed
 
 Events = list[dict[str, object]]
@@ -25,14 +26,13 @@ def call(name: str, line: int, shape: list[int]) -> dict[str, object]:
     return {"kind": "collective", "name": name, "shape": shape, "whole": True, "where": f"train.py:{line}"}
 
 
-@dataclass
-class Noted:
+class Noted(Runs):
     """Stands for runs: gives what ranks are said to have noted, and of one rank alone that it made its steps."""
 
-    folder: Path
-    by_rank: list[Events]
-    endings: list[Ending]
-    float64: bool = True
+    def __init__(self, folder: Path, by_rank: list[Events], endings: list[Ending]) -> None:
+        super().__init__(Request(("train.py",), len(by_rank)), folder, Mock(Server))
+        self.by_rank = by_rank
+        self.endings = endings
 
     def on_simulated(self, world: int, steps: int) -> Recording:
         if world == 1:
@@ -50,7 +50,7 @@ class Noted:
 
 def simulated(folder: Path, by_rank: list[Events], endings: list[Ending] | None = None) -> Certificate:
     noted = Noted(folder, by_rank, endings or [Ending("done", 2)] * len(by_rank))
-    return Simulation(Request(("train.py",), len(by_rank)), noted).certify()  # type: ignore[arg-type]
+    return Simulation(noted.request, noted).certify()
 
 
 def test_ranks_that_make_the_same_collectives_are_alike(tmp_path: Path) -> None:
@@ -136,10 +136,6 @@ def test_six_ranks_are_simulated(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(changed(*changes))
     request = Request(("train.py",), 6, patience=Patience(60.0, 300.0))
-
-    def certify(verification: Verification) -> Certificate:
-        return Simulation(request, verification).certify()
-
-    certificate = verify(request, certify, server)
+    certificate = verify(request, Simulation, server)
     assert certificate.verdict == verdict, str(certificate)
     assert words in str(certificate)

@@ -17,7 +17,8 @@ from lockstep.cli.run import main
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
 from lockstep.verify.processes import Patience, Server
-from lockstep.verify.verification import Request, verify
+from lockstep.verify.runs import Request
+from lockstep.verify.verification import verify
 from lockstep.verify.working_copy import working_copy
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.run import CommandParser, Wrong, check_script, split, words_of
 
 if TYPE_CHECKING:
-    from lockstep.verify.certificate import Certificate
-    from lockstep.verify.verification import Request, Verification
+    from lockstep.verify.runs import Request, Runs
+    from lockstep.verify.verification import Check
 
 USAGE = "lockstep verify [options] script.py [options] [-- arguments of the script]"
 ABOUT = """\
@@ -57,18 +56,15 @@ def verify(words: Sequence[str]) -> int:
 def _certify(options: argparse.Namespace, command: tuple[str, ...], devices: list[int]) -> int:
     from lockstep.verify.certificate import write
     from lockstep.verify.processes import Patience
-    from lockstep.verify.verification import Request
+    from lockstep.verify.runs import Request
     from lockstep.verify.verification import verify as certified
 
+    check = _check(options)
+    patience = Patience(options.patience, 10 * options.patience)
     certificates = []
     for number in devices if options.simulate is None else [options.simulate]:
-        patience = Patience(options.patience, 10 * options.patience)
         keep = None if options.keep is None else Path(options.keep) / f"ranks-{number}"
-        request = Request(command, number, options.steps, options.strategy, patience, keep)
-        check = partial(_resumed, request) if options.resume else None
-        if options.simulate is not None:
-            check = partial(_simulated, request)
-        certificate = certified(request, check)
+        certificate = certified(Request(command, number, options.steps, options.strategy, patience, keep), check)
         certificates.append(certificate)
         print(certificate, end="\n\n", flush=True)
     for path in write(certificates, Path(options.output)):
@@ -77,16 +73,15 @@ def _certify(options: argparse.Namespace, command: tuple[str, ...], devices: lis
     return 1 if 1 in codes else max(codes)
 
 
-def _resumed(request: Request, verification: Verification) -> Certificate:
+def _check(options: argparse.Namespace) -> Callable[[Request, Runs], Check]:
+    """What is checked."""
     from lockstep.verify.resume import ResumeCheck
-
-    return ResumeCheck(request, verification).certify()
-
-
-def _simulated(request: Request, verification: Verification) -> Certificate:
     from lockstep.verify.simulation import Simulation
+    from lockstep.verify.verification import Verification
 
-    return Simulation(request, verification).certify()
+    if options.simulate is not None:
+        return Simulation
+    return ResumeCheck if options.resume else Verification
 
 
 def _devices(text: str) -> list[int]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.verify import refusals
 from lockstep.verify.calls import WORD, first_other_line
-from lockstep.verify.causes import Reason, gradient_factor
-from lockstep.verify.compare import own_gradients
+from lockstep.verify.causes import gradient_factor
+from lockstep.verify.compare import Reason, own_gradients, told_by_rank
 from lockstep.verify.diagnose import Parts
 from lockstep.verify.nudge import NUDGED, STILL, compares_samples
 from lockstep.verify.recordings import Recording
+from lockstep.verify.runs import Runs
 from lockstep.verify.steps import FOLLOW, strided_sums
 
 _ALIKE = 1e-6
@@ -25,16 +25,6 @@ IN_BATCH = (
     "the loss compares the samples of a batch with each other (in-batch negatives, statistics over a batch), so that "
     "it is another one on a larger batch; each rank's gradient is what one process computes of its part, in all steps"
 )
-
-
-class Runs(Protocol):
-    """Makes runs."""
-
-    def on_ranks(self, *overrides: str) -> Recording:
-        """Run the script on all ranks."""
-
-    def on_one(self, ranks: Recording, *overrides: str, order: tuple[int, ...] = ()) -> Recording:
-        """Run the script as one process."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ class RanksAlone:
     def __init__(self, ranks: Recording, runs: Runs) -> None:
         self.ranks = ranks
         self.runs = runs
-        self.updates = min(len(rank.steps) for rank in ranks.ranks)
+        self.updates = ranks.fewest_steps
 
     def look(self) -> AloneFinding:
         """Feed one process the samples of each rank; where it computes the same, move one of rank 0's a little."""
@@ -89,27 +79,24 @@ class RanksAlone:
 
     def _of_skipped(self) -> Reason | None:
         """Ranks that leave out batches, each others, so that a step sees samples of several places."""
-        drawn = [[event["step"] for event in rank.of("batch") if event["grad"]] for rank in self.ranks.ranks]
         for step in range(self.updates):
-            counts = [steps.count(step) for steps in drawn]
+            counts = [len(rank.of("batch", grad=True, step=step)) for rank in self.ranks.ranks]
             if len(set(counts)) > 1:
-                told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
-                text = (
+                return Reason(
                     "ranks leave out other batches: a condition that skips one looks at a rank's own values (its loss, "
+                    "say), and not at all ranks'",
+                    self.ranks.first.where("iteration"),
+                    f"batches drawn for step {step}: {told_by_rank(enumerate(counts))}",
                 )
-                loader = self.ranks.first.of("iteration")
-                where = loader[0]["where"] if loader else ""
-                return Reason(f"{text}say), and not at all ranks'", where, f"batches drawn for step {step}: {told}")
         return None
 
     # -- one rank
 
     def _pairs(self, rank: int, update: int, alone: Recording) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter's gradient on a rank, and that of one process, as sums."""
-        gradient = alone.first.load("unclipped", update) or alone.first.load("gradients", update)
-        sums = [each.load("sums", update) for each in self.ranks.ranks]
-        for key, value in gradient.items():
-            if value is None or not any(own.get(key) for own in sums):
+        sums = [each.sums(update) for each in self.ranks.ranks]
+        for key, value in alone.first.of_step(update).items():
+            if not isinstance(value, Tensor) or not any(own.get(key) for own in sums):
                 continue
             expected = strided_sums(value)
             yield sum(sums[rank].get(key, {}).values(), torch.zeros_like(expected)), expected
@@ -122,14 +109,18 @@ class RanksAlone:
 
     def _of_rank(self, rank: int, update: int, alone: Recording) -> Reason:
         factor = gradient_factor(list(self._pairs(rank, update, alone)))
-        text = f"rank {rank} computes another gradient of its samples than one process does of the same: "
-        text += "code or random numbers depend on the rank"
+        text = (
+            f"rank {rank} computes another gradient of its samples than one process does of the same: code or random "
+            "numbers depend on the rank"
+        )
         if factor is not None and abs(factor - 1) > _ALIKE:
-            times = f"{factor:.4g} times" if factor else "zero times"
-            text = f"the loss of rank {rank} is {times} what one process computes of the same samples: code "
-            text += "depends on the rank"
-        proof = f"one process was fed the samples of rank {rank} alone"
-        return Reason(text, self._line(rank, update), proof + (f", up to step {update}" if update else ""))
+            times = f"{factor:.4g}" if factor else "zero"
+            text = (
+                f"the loss of rank {rank} is {times} times what one process computes of the same samples: code depends "
+                "on the rank"
+            )
+        proof = f"one process was fed the samples of rank {rank} alone, up to step {update}"
+        return Reason(text, self._line(rank, update), proof)
 
     def _line(self, rank: int, update: int) -> str:
         """The first line at which a rank computes something else than one process; "" for none."""
@@ -146,10 +137,9 @@ class RanksAlone:
         return compares_samples(still.first.of("rows"), nudged.first.of("rows")) is not False
 
     def _of_counts(self) -> Reason:
-        backward = self.ranks.first.of("backward")
-        text = (
+        return Reason(
             "a mean of means: each rank divides parts of its loss by its own counts (of tokens, boxes, masked "
-            "samples), and the counts differ"
+            "samples), and the counts differ",
+            self.ranks.first.where("backward"),
+            "each rank computes what one process does of its samples, and no sample's loss follows another sample",
         )
-        proof = "each rank computes what one process does of its samples, and no sample's loss follows another sample"
-        return Reason(text, backward[0]["where"] if backward else "", proof)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -18,32 +16,18 @@ from lockstep.verify.compare import (
     RATES,
     STEPS,
     Difference,
+    Reason,
     aligned,
     clips_first,
     own_gradients,
+    uneven,
 )
 from lockstep.verify.diagnose import Parts, Shares
-from lockstep.verify.recordings import Event, Recording
+from lockstep.verify.recordings import Event, Recording, Value, place_of
 
 _SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why something differs.
-
-    Attributes:
-        text: in a sentence.
-        where: the line of the script where it can be told.
-        proof: what makes it certain; "" where it is a guess.
-    """
-
-    text: str
-    where: str = ""
-    proof: str = ""
-
-    def __str__(self) -> str:
-        return self.text + (f" ({self.where})" if self.where else "")
+_NUMBERS: tuple[list[int], list[int]] = ([], [1])
+"""Shapes of what is a number."""
 
 
 Retry = Callable[[str], bool]
@@ -84,7 +68,7 @@ class Causes:
 
     def _of_first(self, difference: Difference) -> Reason | None:
         read = self._rank_in_module()
-        if read is not None and self.retry("rank in modules"):
+        if read is not None:
             return read
         if difference.ranks and len(difference.ranks) < self.size:
             return Reason(
@@ -95,19 +79,23 @@ class Causes:
 
     def _of_rates(self, difference: Difference) -> Reason | None:
         step = self._step(difference.update)
-        scheduled = [event for event in self.ranks.first.of("scheduled") if event["update"] < difference.update + 1]
-        alone = [event for event in self.whole.first.of("scheduled") if event["update"] < difference.update + 1]
-        if scheduled and len(scheduled) != len(alone) and not difference.ranks:
-            text = (
-                f"the scheduler is stepped {len(scheduled)} times on each rank where one process steps it {len(alone)}"
-            )
-            return Reason(f"{text} times: the learning rate runs ahead by the number of ranks", _called(scheduled[-1]))
+        scheduled, alone = self._scheduled(self.ranks, difference), self._scheduled(self.whole, difference)
         if difference.ranks and scheduled:
             text = "a scheduler follows a value of each rank's own, such as a loss that is not averaged over the ranks"
             return Reason(text, _called(scheduled[-1]))
         if difference.ranks:
             return Reason("ranks compute the learning rate from their rank, or step at it differently", step["where"])
+        if scheduled and len(scheduled) != len(alone):
+            text = (
+                f"the scheduler is stepped {len(scheduled)} times on each rank where one process steps it {len(alone)} "
+                "times: the learning rate runs ahead by the number of ranks"
+            )
+            return Reason(text, _called(scheduled[-1]))
         return Reason("the learning rate depends on the number of ranks", step["where"])
+
+    def _scheduled(self, run: Recording, difference: Difference) -> list[Event]:
+        """The steps of schedulers before a difference."""
+        return [event for event in run.first.of("scheduled") if event["update"] <= difference.update]
 
     # -- gradients
 
@@ -119,7 +107,9 @@ class Causes:
             return self._of_sharded(difference)
         if self.whole.has("clipped") and clips_first(self.ranks, difference.update):
             text = "clipping before the gradients are averaged: each rank clips its own by another norm"
-            return Reason(text, self._clipping(), "gradients differ between ranks when they are clipped")
+            return Reason(
+                text, self.ranks.first.where("clipped"), "gradients differ between ranks when they are clipped"
+            )
         gradients = own_gradients(self.ranks, difference.update)
         astray = parts.not_averaged(gradients)
         if astray:
@@ -127,7 +117,7 @@ class Causes:
         return self._of_ranks_own(difference, parts)
 
     def _of_synchronization(
-        self, difference: Difference, parts: Parts, gradients: Sequence[dict[str, Any]], astray: list[str]
+        self, difference: Difference, parts: Parts, gradients: Sequence[Mapping[str, Value]], astray: list[str]
     ) -> Reason | None:
         """The ranks' own gradients are not averaged as they should be."""
         step = self._step(difference.update)
@@ -161,15 +151,17 @@ class Causes:
         if uncovered and names:
             text = (
                 f"{what} not averaged: DistributedDataParallel does not know them (of a module that it does not hold, "
+                "added or made trainable behind it, or ignored)"
             )
-            wrapped = self.ranks.first.of("wrapped")
-            return Reason(text + "added or made trainable behind it, or ignored)", wrapped[0]["where"], proof)
+            return Reason(text, self.ranks.first.where("wrapped"), proof)
+        where = self._last_backward(difference.update)
         if backward and not backward[-1]["synchronizes"]:
-            no_sync = self.ranks.first.of("no_sync")
-            where = no_sync[0]["where"] if no_sync else backward[-1]["where"]
             last = "the last backward of a window" if len(backward) > 1 else "the backward"
-            return Reason(f"{what} not averaged: no_sync() covers {last}", where, proof)
-        return Reason(f"{what} not averaged over the ranks", backward[-1]["where"] if backward else "", proof)
+            no_sync = self.ranks.first.where("no_sync")
+            if no_sync:
+                return Reason(f"{what} not averaged: no_sync() covers {last}", no_sync, proof)
+            return Reason(f"{what} not averaged: require_backward_grad_sync is False in {last}", where, proof)
+        return Reason(f"{what} not averaged over the ranks", where, proof)
 
     def _of_factor(self, difference: Difference, parts: Parts, factor: float) -> Reason | None:
         """The gradient is the mean over ranks, times something."""
@@ -177,25 +169,23 @@ class Causes:
         if own is None:
             return self._of_penalty(difference.update) if _near(factor, self.size) else None
         ratio = factor / (own * self.size) if own else math.inf
-        collective = self._gradient_collective(difference.update)
-        where = _called(collective) if collective is not None else self._step(difference.update)["where"]
+        reduced = self._reduced(difference.update)
         proof = f"they are {ratio:.4g} times what one process has, in all parameters alike"
         if _near(ratio, self.size):
+            where = reduced or self._step(difference.update)["where"]
             return Reason("gradients are summed over the ranks, and not divided by their number", where, proof)
         if _near(ratio, 1 / self.size):
-            if collective is None:
-                where = self._backwards(difference.update)[-1]["where"]
+            where = reduced or self._last_backward(difference.update)
             return Reason("gradients are divided by the number of ranks twice", where, proof)
         return self._of_scale(difference, ratio, proof)
 
     def _of_penalty(self, update: int) -> Reason:
         """Gradients are summed, and neither their sum nor their mean is what one process has."""
-        collective = self._gradient_collective(update)
-        where = _called(collective) if collective is not None else self._step(update)["where"]
-        text = (
+        return Reason(
             "gradients are summed over the ranks, so that a part of the loss that each rank adds whole (a penalty on "
+            "the weights, perhaps) counts once for each rank",
+            self._reduced(update) or self._step(update)["where"],
         )
-        return Reason(f"{text}the weights, perhaps) counts once for each rank", where)
 
     def _of_scale(self, difference: Difference, ratio: float, proof: str) -> Reason | None:
         """The gradient of one process, times something that is neither the number of ranks nor one over it."""
@@ -211,7 +201,11 @@ class Causes:
                 text = f"gradients are clipped (scaled) by a norm that is too {word} by the square root of the ranks"
                 return Reason(text, self._norm_of(step), proof)
         if self.whole.has("clipped") and self.retry("clipping"):
-            return Reason("clipping: the norm is not that of the whole gradient", self._clipping(), "alike without it")
+            return Reason(
+                "clipping: the norm is not that of the whole gradient",
+                self.ranks.first.where("clipped"),
+                "alike without it",
+            )
         text = "gradients are scaled (clipped?) by another number than on one process, before the step"
         return Reason(text, step["where"], proof)
 
@@ -219,24 +213,20 @@ class Causes:
         """The micro-batches of a window are in the gradient in several ways."""
         if not all(each.fits for each in shares):
             return self._of_scale(difference, math.nan, "it is not made of the ranks' own gradients")
-        backward = self._backwards(difference.update)
         what = f" of {names}" if names else ""
-        weights = "; ".join(
-            f"rank {rank}: {[round(weight, 3) for weight in each.weights.reshape(-1).tolist()]}"
-            for rank, each in enumerate(shares)
-        )
+        weights = "; ".join(f"rank {rank}: {each.rounded()}" for rank, each in enumerate(shares))
         proof = f"micro-batches are in the gradient by {weights}; each should be by {1 / self.size:.3g}"
-        collective = self._gradient_collective(difference.update)
-        if collective is not None and len(backward) > 1:
+        reduced = self._reduced(difference.update)
+        if reduced and len(self._backwards(difference.update)) > 1:
             text = (
                 f"gradients{what} are reduced behind each micro-batch: accumulated ones, reduced already, are so again"
             )
-            return Reason(text, _called(collective), proof)
-        no_sync = self.ranks.first.of("no_sync")
+            return Reason(text, reduced, proof)
+        text = f"micro-batches of a window{what} are synchronized only in part"
+        no_sync = self.ranks.first.where("no_sync")
         if no_sync:
-            text = f"micro-batches of a window{what} are synchronized only in part: no_sync() is left too late or early"
-            return Reason(text, no_sync[0]["where"], proof)
-        return Reason(f"micro-batches of a window{what} are synchronized only in part", step["where"], proof)
+            return Reason(f"{text}: no_sync() is left too late or early", no_sync, proof)
+        return Reason(text, step["where"], proof)
 
     def _of_ranks_own(self, difference: Difference, parts: Parts) -> Reason | None:
         """Ranks average as they should; what they average is not what one process has."""
@@ -245,7 +235,7 @@ class Causes:
         if constant is not None:
             return self._of_loss(difference.update, constant * self.size)
         if not shares.fits or not shares.sum_to_one:
-            return self._of_mixing(difference)
+            return self._rank_in_module()  # a rank's gradient on its samples is no part of one process' gradient
         mean = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.by_rank()))
         proof = f"one process weighs the ranks' gradients by {mean}; the mean over ranks by {1 / self.size:.3g}"
         text = "a mean of means: each rank divides its loss by its own count, and the counts differ"
@@ -258,32 +248,40 @@ class Causes:
         if not _near(factor, self.size):
             return Reason("the loss is scaled by another number than on one process", where, proof)
         divided, alone = self._divisor(self.ranks, update), self._divisor(self.whole, update)
-        if divided is not None and _near(divided / (alone or 1.0), self.size):
-            again = self._averaged_by(update)
-            return Reason(f"the loss is divided by the number of ranks, and {again} once more", where, proof)
-        if divided is not None and self._sums_before_backward(update):
-            again = self._averaged_by(update)
-            text = f"the loss is divided by a number that counts all ranks' samples, and {again} once more"
+        gathers = self.ranks.first.of("collective", name="all_gather", update=update, backwards=0, training=True)
+        if gathers:
+            text = (
+                "the loss is made of what all ranks gather, and all_gather gives no gradient back to the others: take "
+                "torch.distributed.nn.functional.all_gather"
+            )
+            return Reason(text, _called(gathers[0]), proof)
+        if divided is None:
+            text = "the loss is a sum over samples: a mean over ranks makes it smaller by their number"
+            return Reason(text, where, proof)
+        again = f"{self._averaged_by(update)} once more"
+        if _near(divided / (alone or 1.0), self.size):
+            return Reason(f"the loss is divided by the number of ranks, and {again}", where, proof)
+        if self._sums_before_backward(update):
+            text = f"the loss is divided by a number that counts all ranks' samples, and {again}"
             return Reason(f"{text}: multiply it by the number of ranks", where, proof)
-        return Reason(
-            "the loss is a sum over samples: a mean over ranks makes it smaller by their number", where, proof
-        )
+        text = "the loss is a sum over samples: a mean over ranks makes it smaller by their number"
+        return Reason(text, where, proof)
 
     def _sums_before_backward(self, update: int) -> bool:
         """Whether ranks add up a number before a backward of this update."""
-        events = [e for e in self.ranks.first.of("collective") if e["update"] == update and not e["backwards"]]
-        return any(event["name"] == "all_reduce" and event["shape"] in ([], [1]) for event in events)
+        events = self.ranks.first.of("collective", name="all_reduce", update=update, backwards=0)
+        return any(event["shape"] in _NUMBERS for event in events)
 
     def _late_average(self, update: int) -> Event | None:
         """The first collective of gradients' size behind a step, where there is none before it."""
-        if self._gradient_collective(update) is not None or self.ranks.has("wrapped"):
+        if self._reduced(update) or self.ranks.has("wrapped"):
             return None
-        events = [e for e in self.ranks.first.of("collective") if e["update"] == update + 1 and not e["backwards"]]
-        return next((e for e in events if e["name"] == "all_reduce" and e["shape"] not in ([], [1])), None)
+        events = self.ranks.first.of("collective", name="all_reduce", update=update + 1, backwards=0)
+        return next((event for event in events if event["shape"] not in _NUMBERS), None)
 
     def _divisor(self, recording: Recording, update: int) -> float | None:
         """By what the last loss of an update was divided."""
-        events = [event for event in recording.first.of("backward") if event["update"] == update]
+        events = recording.first.of("backward", update=update)
         return events[-1]["divisor"] if events else None
 
     def _last_backward(self, update: int) -> str:
@@ -294,66 +292,60 @@ class Causes:
         """What divides gradients by the number of ranks, in words."""
         if self.ranks.has("wrapped"):
             return "DistributedDataParallel divides"
-        collective = self._gradient_collective(update)
-        at = f" ({_called(collective)})" if collective is not None else ""
+        reduced = self._reduced(update)
+        at = f" ({reduced})" if reduced else ""
         return f"the average of gradients over the ranks{at} divides"
 
-    def _of_mixing(self, difference: Difference) -> Reason | None:
-        """A rank's gradient on its samples is no part of one process' gradient."""
-        read = self._rank_in_module()
-        if read is not None and self.retry("rank in modules"):
-            return read
-        return None
-
     def _rank_in_module(self) -> Reason | None:
-        for _, event in self.ranks.of("rank read"):
-            text = f"rank-dependent code: {event['within']} reads the rank (get_rank), and differs on each"
-            return Reason(text, event["where"], "alike where every rank reads 0")
-        return None
+        """A rank that a module reads, if runs are alike where every rank reads 0."""
+        read = next(self.ranks.of("rank read"), None)
+        if read is None or not self.retry("rank in modules"):
+            return None
+        text = f"rank-dependent code: {read[1]['within']} reads the rank (get_rank), and differs on each"
+        return Reason(text, read[1]["where"], "alike where every rank reads 0")
 
     def _whole_shares(self, update: int, parts: Parts) -> Shares:
-        gradient = self.whole.first.load("unclipped", update) or self.whole.first.load("gradients", update)
-        return parts.shares(gradient)
+        return parts.shares(self.whole.first.of_step(update))
 
     def _of_split(self, difference: Difference) -> Reason | None:
         """Ranks hold parts of a model: is what they hold whole counted by each of them?"""
         step = self._step(difference.update)
         reference = self.whole.whole("first", step["optimizer"])[0]
         own = self.ranks.first.load("first", step["optimizer"])
-        split = {key for key, value in own.items() if isinstance(value, Tensor) and _is_part(value, reference.get(key))}
+        split = {key for key, value in own.items() if _is_part(value, reference.get(key))}
         modules = {step["names"][key].rpartition(".")[0] for key in split}
         for key in own.keys() - split:
             name = step["names"].get(key, key)
             if name.rpartition(".")[0] not in modules or not self.retry(f"once {key}"):
                 continue
-            events = [event for event in self.ranks.first.of("collective") if event["in_module"]]
-            text = (
+            events = self.ranks.first.of("collective", in_module=True)
+            return Reason(
                 f"{name}, which every rank holds whole, is counted once for each rank: it is added before the sum over "
+                "ranks, and not behind it",
+                _called(events[0]) if events else "",
+                "the gradients are alike where each rank adds its share of it",
             )
-            proof = "the gradients are alike where each rank adds its share of it"
-            return Reason(f"{text}ranks, and not behind it", _called(events[0]) if events else "", proof)
         return self._of_sharded(difference) if self.ranks.is_sharded else None
 
     # -- sharded parameters, clipping, updates
 
     def _of_sharded(self, difference: Difference) -> Reason | None:
         read = self._rank_in_module()
-        if read is not None and self.retry("rank in modules"):
+        if read is not None:
             return read
         ratio = self._ratio(difference.update)
-        backward = self._backwards(difference.update)
-        where = backward[-1]["where"] if backward else ""
         if ratio is None:
-            unsynchronized = [event for event in backward if not event["synchronizes"]]
-            if unsynchronized:
-                return Reason("gradients are not reduced: synchronization is off", unsynchronized[-1]["where"])
+            where = self.ranks.first.where("backward", update=difference.update, synchronizes=False)
+            if where:
+                return Reason("gradients are not reduced: synchronization is off", where)
             return self._of_shard_factors(difference)
+        where = self._last_backward(difference.update)
         proof = f"they are {ratio:.4g} times what one process has, in all parameters alike"
         if _near(ratio, self.size):
             return Reason("gradients are summed over the ranks, and not averaged", where, proof)
         if _near(ratio, 1 / self.size):
-            return Reason("the loss is a sum, or divided by the number of ranks, and a mean over ranks divides again",
-                         where, proof)  # fmt: skip
+            text = "the loss is a sum, or divided by the number of ranks, and a mean over ranks divides again"
+            return Reason(text, where, proof)
         return self._of_scale(difference, ratio, proof)
 
     def _of_shard_factors(self, difference: Difference) -> Reason | None:
@@ -364,17 +356,16 @@ class Causes:
             pairs = []
             for key, value in rank.load("gradients", difference.update).items():
                 reference = expected.get(key)
-                if not isinstance(value, dict) or reference is None:
-                    continue
-                place = tuple(slice(at, at + size) for at, size in zip(value["offset"], value["own"], strict=True))
-                pairs.append((value["part"], reference[place]))
+                if isinstance(value, dict) and reference is not None:
+                    pairs.append((value["part"], reference[place_of(value)]))
             factors.append(gradient_factor(pairs))
         if any(factor is None for factor in factors):
             return None
         told = ", ".join(f"{factor:.4g}" for factor in factors)
         step = self._step(difference.update)
         text = "each rank clips (scales) its shards by a norm of its own, which is not that of the whole gradient"
-        return Reason(text, self._clipping() or step["where"], f"by rank they are {told} times what one process has")
+        where = self.ranks.first.where("clipped") or step["where"]
+        return Reason(text, where, f"by rank they are {told} times what one process has")
 
     def _ratio(self, update: int) -> float | None:
         """By which factor all gradients differ; None where it is not one factor."""
@@ -388,52 +379,36 @@ class Causes:
         return gradient_factor(pairs)
 
     def _of_clipped(self, difference: Difference) -> Reason | None:
-        norms = [
-            next((e["norm"] for e in rank.of("clipped") if e["update"] == difference.update), None)
-            for rank in (*self.ranks.ranks, self.whole.first)
-        ]
-        followed = self._bounds(difference.update)
-        if followed is not None:
-            return followed
-        *theirs, own = norms
-        told = ", ".join(f"{norm:.4g}" for norm in theirs if norm is not None)
-        proof = f"total norm by rank: {told}; of one process: {own:.4g}" if own is not None and told else ""
-        return Reason("clipping: the norm is not that of the whole gradient", self._clipping(), proof)
-
-    def _bounds(self, update: int) -> Reason | None:
-        """Bounds of clipping that are not the same on ranks and on one process."""
-        found = []
-        for rank in (*self.ranks.ranks, self.whole.first):
-            found += [event["bound"] for event in rank.of("clipped") if event["update"] == update][:1]
-        *theirs, own = found or [0.0]
-        if len(found) <= self.size or all(_near(bound, own) for bound in theirs):
-            return None
-        told = ", ".join(f"{bound:.4g}" for bound in theirs)
-        proof = f"max_norm by rank: {told}; on one process: {own:.4g}"
-        if len(set(theirs)) > 1:
-            return Reason("clipping: ranks clip by several values of max_norm", self._clipping(), proof)
-        return Reason(
-            "clipping: max_norm follows the number of ranks, which the norm does not", self._clipping(), proof
-        )
+        where = self.ranks.first.where("clipped")
+        runs = [*self.ranks.ranks, self.whole.first]
+        calls = [rank.of("clipped", update=difference.update)[:1] for rank in runs]
+        if not all(calls):
+            return Reason("clipping: the norm is not that of the whole gradient", where)
+        *bounds, own = [call["bound"] for (call,) in calls]
+        if any(not _near(bound, own) for bound in bounds):
+            text = "clipping: max_norm follows the number of ranks, which the norm does not"
+            if len(set(bounds)) > 1:
+                text = "clipping: ranks clip by several values of max_norm"
+            return Reason(text, where, f"max_norm by rank: {_listed(bounds)}; on one process: {own:.4g}")
+        *norms, own = [call["norm"] for (call,) in calls]
+        proof = f"total norm by rank: {_listed(norms)}; of one process: {own:.4g}"
+        return Reason("clipping: the norm is not that of the whole gradient", where, proof)
 
     def _norm_of(self, step: Event) -> str:
         """The line where a norm is computed: torch's clipping, or a number that ranks sum up behind the backward."""
-        update = step["update"]
-        for event in self.ranks.first.of("collective"):
-            if event["update"] == update and event["backwards"] and event["shape"] in ([], [1]):
-                return _called(event)
-        return self._clipping() or str(step["where"])
-
-    def _clipping(self) -> str:
-        events = self.ranks.first.of("clipped")
-        return str(events[0]["where"]) if events else ""
+        events = self.ranks.first.of("collective", update=step["update"])
+        sums = [event for event in events if event["backwards"] and event["shape"] in _NUMBERS]
+        return _called(sums[0]) if sums else self.ranks.first.where("clipped") or str(step["where"])
 
     def _of_parameters(self, difference: Difference) -> Reason | None:
         step = self._step(difference.update)
         proof = "the gradients before the step are alike"
         if self.ranks.is_sharded or len(difference.ranks) == self.size:
-            text = f"{step['name']} makes another update of alike gradients: on a rank it works on a part (a shard) of "
-            return Reason(f"{text}what it needs whole", step["where"], proof)
+            text = (
+                f"{step['name']} makes another update of alike gradients: on a rank it works on a part (a shard) of "
+                "what it needs whole"
+            )
+            return Reason(text, step["where"], proof)
         text = f"{step['name']} updates parameters in another way on rank {difference.ranks[0]}"
         return Reason(text, step["where"], proof)
 
@@ -443,24 +418,21 @@ class Causes:
         )
 
     def _of_steps(self, difference: Difference) -> Reason | None:
-        batches = [len(rank.of("batch")) for rank in self.ranks.ranks]
-        if len(set(batches)) > 1:
-            told = ", ".join(map(str, batches))
-            return Reason(f"ranks get several numbers of batches ({told}): give all as many, or use Join")
-        return None
+        batches = {len(rank.of("batch")) for rank in self.ranks.ranks}
+        return uneven(self.ranks.first.where("iteration")) if len(batches) > 1 else None
 
     # -- what was seen
 
     def _step(self, update: int) -> Event:
-        return next(event for event in self.ranks.first.of("step") if event["update"] == update)
+        return self.ranks.first.of("step", update=update)[0]
 
     def _backwards(self, update: int) -> list[Event]:
-        return [event for event in self.ranks.first.of("backward") if event["update"] == update]
+        return self.ranks.first.of("backward", update=update)
 
-    def _gradient_collective(self, update: int) -> Event | None:
-        """The collective of the script's own that came behind a backward of this update."""
-        events = [e for e in self.ranks.first.of("collective") if e["update"] == update and e["backwards"]]
-        return next((event for event in events if event["name"] in ("all_reduce", "reduce")), None)
+    def _reduced(self, update: int) -> str:
+        """The line of the script's own collective that came behind a backward of this update; "" for none."""
+        events = [event for event in self.ranks.first.of("collective", update=update) if event["backwards"]]
+        return next((_called(event) for event in events if event["name"] in ("all_reduce", "reduce")), "")
 
 
 def _named(step: Event, keys: Sequence[str]) -> str:
@@ -468,8 +440,12 @@ def _named(step: Event, keys: Sequence[str]) -> str:
     return ", ".join(step["names"][key] for key in keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
 
 
-def _is_part(value: Tensor, whole: Tensor | None) -> bool:
-    return whole is not None and value.shape != whole.shape
+def _listed(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:.4g}" for number in numbers)
+
+
+def _is_part(value: Value, whole: Tensor | None) -> bool:
+    return isinstance(value, Tensor) and whole is not None and value.shape != whole.shape
 
 
 def gradient_factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:

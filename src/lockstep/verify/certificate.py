@@ -44,8 +44,7 @@ class Certificate:
         nature: what differs between ranks and one process by nature, and was left out.
         course: by step, the largest difference of gradients, as part of the largest gradient.
         seconds: that it took.
-        resume: whether a run that was stopped was compared with one that was not, in place of one process.
-        simulated: whether ranks were compared with each other, none of which had others to talk to.
+        compared: what was: the ranks with one process, with ranks that were stopped, or with each other.
     """
 
     script: str
@@ -61,8 +60,7 @@ class Certificate:
     nature: tuple[str, ...] = ()
     course: tuple[float, ...] = field(default=(), repr=False)
     seconds: float = 0.0
-    resume: bool = False
-    simulated: bool = False
+    compared: str = "ranks and one process"
 
     def __bool__(self) -> bool:
         return self.verdict == ALIKE
@@ -73,20 +71,11 @@ class Certificate:
         return EXIT_CODES[self.verdict]
 
     def __str__(self) -> str:
-        title = f"{self.script}: {self._runs()}, {self.steps} steps, {self._numbers()}"
+        title = f"{self.script}: {self.devices} {self.compared}, {self.steps} steps, {self._numbers()}"
         width = max((len(row.what) for row in self.rows), default=0)
         numbers = max((len(row.number) for row in self.rows), default=0)
         lines = [title, *(f"  {row.what:<{width}}  {row.number:>{numbers}}  {row.outcome}" for row in self.rows)]
         return "\n".join([*lines, *self._findings()])
-
-    def _runs(self) -> str:
-        if self.simulated:
-            return f"{self.devices} simulated ranks"
-        return (
-            f"{self.devices} ranks, stopped and started again"
-            if self.resume
-            else f"{self.devices} ranks and one process"
-        )
 
     def _numbers(self) -> str:
         return "in float64" if self.precision == "float64" else "in the script's own precision"
@@ -104,7 +93,7 @@ class Certificate:
 
     def markdown(self) -> str:
         """The certificate as a page."""
-        title = f"# `{self.script}`: {self._runs()}: {self.verdict}"
+        title = f"# `{self.script}`: {self.devices} {self.compared}: {self.verdict}"
         rows = [f"| {row.what} | {row.number} | {row.outcome} |" for row in self.rows]
         table = ["| compared | number | outcome |", "|---|---|---|", *rows, ""] if rows else []
         findings = [f"- {line.strip()}" for line in self._findings()]

@@ -49,21 +49,15 @@ def run(settings: Settings) -> None:
     except Stop:
         watch.journal.end("done", steps=watch.steps)
     except SystemExit as error:
-        ended = error.code in (None, 0)
-        watch.journal.end(
-            "ended" if ended else "failed", steps=watch.steps, message=f"exit code {error.code}", where=""
-        )
+        status = "failed" if error.code else "ended"
+        watch.journal.end(status, steps=watch.steps, message=f"exit code {error.code}")
     except BaseException as error:
         if watch.is_done:  # what follows from the early end of an epoch
             watch.journal.end("done", steps=watch.steps)
             return
         traceback.print_exc()
-        watch.journal.end(
-            "failed",
-            steps=watch.steps,
-            message=f"{type(error).__name__}: {error}"[:2000],
-            where=_last_line(error.__traceback__),
-        )
+        message = f"{type(error).__name__}: {error}"[:2000]
+        watch.journal.end("failed", steps=watch.steps, message=message, where=_last_line(error.__traceback__))
     else:
         watch.journal.end("ended", steps=watch.steps)
 

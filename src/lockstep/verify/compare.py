@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.verify.recordings import Event, Recording
+from lockstep.verify.certificate import Row
+from lockstep.verify.recordings import Event, Recording, Value
 
 SAMPLES = "samples"
 COLLECTIVES = "order of collectives"
@@ -22,8 +22,9 @@ CLIPPED = "gradients at the step"
 PARAMETERS = "parameters"
 BUFFERS = "buffers"
 EVALUATION = "evaluation"
-IN_ORDER = (FIRST, SAMPLES, COLLECTIVES, RATES, GRADIENTS, CLIPPED, PARAMETERS, BUFFERS, STEPS, EVALUATION)
+IN_ORDER = (SAMPLES, FIRST, COLLECTIVES, RATES, GRADIENTS, CLIPPED, PARAMETERS, BUFFERS, STEPS, EVALUATION)
 """What is compared, as it comes in a step."""
+_UNITS = {SAMPLES: " batches", RATES: " steps", STEPS: " steps"}
 
 EXACT = 1e-9
 """The largest difference that passes in float64, as part of the largest value of the step."""
@@ -56,13 +57,45 @@ class Difference:
 
     def __str__(self) -> str:
         when = f"step {self.step}: " if self.step >= 0 else ""
-        ranks = ", ".join(map(str, self.ranks))
-        where = f" on rank{'s' * (len(self.ranks) > 1)} {ranks}" if self.ranks else ""
-        if self.text:
-            return f"{when}{self.text}"
-        return f"{when}{self.what[:-1] if self.what.endswith('s') else self.what} of {self.name}{where}: off by " + (
-            f"{self.size:.2g} of the largest"
-        )
+        return when + (self.text or self._size())
+
+    def _size(self) -> str:
+        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        return f"{self.what.removesuffix('s')} of {self.name} on {ranks}: off by {self.size:.2g} of the largest"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why something differs.
+
+    Attributes:
+        text: in a sentence.
+        where: the line of the script where it can be told.
+        proof: what makes it certain; "" where it is a guess.
+    """
+
+    text: str
+    where: str = ""
+    proof: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.where})" if self.where else self.text
+
+
+def told_by_rank(counts: Iterable[tuple[int, object]]) -> str:
+    """Values of ranks, in words.
+
+    Example:
+        >>> told_by_rank(enumerate([3, 2]))
+        'rank 0: 3, rank 1: 2'
+    """
+    return ", ".join(f"rank {rank}: {count}" for rank, count in counts)
+
+
+def uneven(where: str) -> Reason:
+    """The reason where some ranks have more batches than others."""
+    text = "ranks get several numbers of batches: give all as many (DistributedSampler), or train within Join"
+    return Reason(text, where)
 
 
 @dataclass
@@ -100,16 +133,39 @@ class Comparison:
         """Leave out the differences of some kinds."""
         self.differences = [each for each in self.differences if each.what not in kinds]
 
+    def forget_from(self, update: int) -> bool:
+        """Leave out the differences from an update on; whether there were any."""
+        before = len(self.differences)
+        self.differences = [each for each in self.differences if each.update < update]
+        return len(self.differences) < before
+
     def count(self, what: str, number: int = 1) -> None:
         """So much of a kind was compared."""
         self.compared[what] = self.compared.get(what, 0) + number
+
+    def rows(self) -> Iterator[Row]:
+        """A line for each kind that was compared."""
+        for what in IN_ORDER:
+            number = self.compared.get(what)
+            if number:
+                yield Row(what, f"{number}{_UNITS.get(what, '')}", self._outcome(what))
+
+    def _outcome(self, what: str) -> str:
+        found = [each for each in self.differences if each.what == what]
+        if found:
+            return f"DIFFERENT: {min(found, key=_place)}"
+        if what == SAMPLES:
+            return "each once"
+        if what in self.largest:
+            return f"alike to {max(self.largest[what], 1e-17):.0e}"
+        return "alike"
 
 
 def _place(difference: Difference) -> tuple[float, int, float]:
     return difference.update, IN_ORDER.index(difference.what), -difference.size
 
 
-Tensors = dict[str, "Tensor | None"]
+Tensors = Mapping[str, Tensor | None]
 Tolerance = Callable[[str, int], float]
 
 
@@ -151,22 +207,22 @@ class Numbers:
         update = event["update"]
         self._rates(event, own)
         if event["number"] == 0:
-            self._tensors(FIRST, f"first-{event['optimizer']}", event)
-        unclipped = (self.whole.first.folder / f"unclipped-{update}.pt").exists()
-        unclipped = unclipped and not clips_first(self.ranks, update)
+            self._tensors(FIRST, "first", event, event["optimizer"])
+        both = (self.whole.first, self.ranks.first)
+        unclipped = all(each.load("unclipped", update) for each in both) and not clips_first(self.ranks, update)
         if unclipped:
-            self._tensors(GRADIENTS, "unclipped", event)
-        self._tensors(CLIPPED if unclipped else GRADIENTS, "gradients", event)
+            self._tensors(GRADIENTS, "unclipped", event, update)
+        self._tensors(CLIPPED if unclipped else GRADIENTS, "gradients", event, update)
         self._note_rounding(update)
-        self._tensors(PARAMETERS, "parameters", event)
-        self._tensors(BUFFERS, "buffers", event)
+        self._tensors(PARAMETERS, "parameters", event, update)
+        self._tensors(BUFFERS, "buffers", event, update)
 
     # -- learning rates
 
     def _rates(self, event: Event, own: Event) -> None:
         self.result.count(RATES)
         update = event["update"]
-        by_rank = [rank.steps[update]["rates"] for rank in self.ranks.ranks if update < len(rank.steps)]
+        by_rank = [step["rates"] for _, step in self.ranks.of("step", update=update)]
         strays = tuple(number for number, rates in enumerate(by_rank) if rates != by_rank[0])
         if strays:
             text = f"learning rate {by_rank[0]} on rank 0, {by_rank[strays[0]]} on rank {strays[0]}"
@@ -177,24 +233,22 @@ class Numbers:
 
     # -- tensors
 
-    def _tensors(self, what: str, file: str, event: Event) -> None:
-        update = event["update"]
-        at = -1 if what == FIRST else update
-        expected = self._load(self.whole, file, at)[0]
-        by_rank = self._load(self.ranks, file, at)
+    def _tensors(self, what: str, file: str, event: Event, number: int) -> None:
+        expected = self.whole.whole(file, number)[0]
+        by_rank = self.ranks.whole(file, number)
         found = {rank: values for rank, values in enumerate(by_rank) if values}  # one that joined makes no more steps
-        scale = max((_largest(value) for value in expected.values()), default=0.0)
         if not found or not expected:
             return
+        scale = _largest_of(expected)
         worst = 0.0
         for key, reference in expected.items():
             worst = max([worst, *self._tensor(what, key, found, reference, scale, event)])
-        self.result.sizes[what, update] = worst
+        self.result.sizes[what, event["update"]] = worst
         if what == GRADIENTS:
             self.result.course.append(worst)
 
     def _tensor(
-        self, what: str, key: str, found: dict[int, Tensors], reference: Tensor | None, scale: float, event: Event
+        self, what: str, key: str, found: Mapping[int, Tensors], reference: Tensor | None, scale: float, event: Event
     ) -> list[float]:
         """Compare one value; gives how far it is off on each rank, if that is of importance."""
         update, members = event["update"], tuple(found)
@@ -211,12 +265,6 @@ class Numbers:
         else:
             self.result.largest[what] = max(self.result.largest.get(what, 0.0), *sizes)
         return sizes
-
-    def _load(self, recording: Recording, file: str, update: int) -> list[Tensors]:
-        if update >= 0:
-            return recording.whole(file, update)
-        name, _, number = file.rpartition("-")
-        return recording.whole(name, int(number))
 
     def _distance(self, what: str, key: str, found: Tensor | None, reference: Tensor | None, scale: float) -> float:
         """How far a value is off, as part of the largest of its kind; a missing gradient is zero."""
@@ -238,7 +286,7 @@ class Numbers:
     def _note_rounding(self, update: int) -> None:
         """Elements whose gradient is rounding may go anywhere, from here on."""
         gradients = self.whole.whole("gradients", update)[0]
-        scale = max((_largest(value) for value in gradients.values()), default=0.0)
+        scale = _largest_of(gradients)
         for key, value in gradients.items():
             if value is not None:
                 tiny = (value.abs() < self.tiny * scale) & (value != 0)
@@ -250,14 +298,10 @@ class Numbers:
         counts = [len(rank.steps) for rank in self.ranks.ranks]
         own = len(self.whole.first.steps)
         self.result.count(STEPS, min(counts))
-        if len(set(counts)) > 1:
-            least = min(counts)
-            text = "optimizer steps by rank: " + ", ".join(map(str, counts))
-            self._found(Difference(STEPS, least, least, "steps", tuple(range(len(counts))), text=text))
-        elif own != counts[0]:
-            least = min(own, counts[0])
-            text = f"{counts[0]} optimizer steps on {len(counts)} ranks, {own} on one process"
-            self._found(Difference(STEPS, least, least, "", (), text=text))
+        if len({*counts, own}) > 1:
+            least = min(*counts, own)
+            text = f"optimizer steps by rank: {', '.join(map(str, counts))}; on one process: {own}"
+            self._found(Difference(STEPS, least, least, "steps", text=text))
 
     def _look_for_nothing(self) -> None:
         """Runs that agree because nothing happens in them."""
@@ -272,7 +316,8 @@ class Numbers:
             for key in event["trainable"]:
                 name, value = event["names"][key], gradients.get(key)
                 sizes[name] = _larger(sizes.get(name, 0.0), _largest(value))
-                reached |= set() if value is None else {name}
+                if value is not None:
+                    reached.add(name)
                 elements[name] = _number_of(after.get(key))
                 moved = moved or _is_moved(before.get(key), after.get(key))
         zero = [name for name, size in sizes.items() if size == 0.0]
@@ -309,12 +354,11 @@ class Numbers:
         self.result.differences.append(difference)
 
 
-def own_gradients(ranks: Recording, update: int) -> list[dict[str, Any]]:
+def own_gradients(ranks: Recording, update: int) -> list[dict[str, Value]]:
     """Each rank's gradients of an update, before they are clipped, unless they are averaged only then."""
-    unclipped = [rank.load("unclipped", update) for rank in ranks.ranks]
-    if all(unclipped) and not clips_first(ranks, update):
-        return unclipped
-    return [rank.load("gradients", update) for rank in ranks.ranks]
+    if clips_first(ranks, update):
+        return [rank.load("gradients", update) for rank in ranks.ranks]
+    return [rank.of_step(update) for rank in ranks.ranks]
 
 
 def clips_first(ranks: Recording, update: int) -> bool:
@@ -323,28 +367,20 @@ def clips_first(ranks: Recording, update: int) -> bool:
         return False
     before = [rank.load("unclipped", update) for rank in ranks.ranks]
     after = [rank.load("gradients", update) for rank in ranks.ranks]
-    return not _alike(before) and _alike(after)
+    return not are_alike(before) and are_alike(after)
 
 
-def _alike(values: Sequence[Tensors]) -> bool:
+def are_alike(values: Sequence[Mapping[str, Value]]) -> bool:
+    """Whether ranks have the same tensors, up to rounding, as far as they have them."""
     first = values[0]
     for other in values[1:]:
         for key, value in first.items():
             theirs = other.get(key)
-            if value is None or theirs is None:
+            if not isinstance(value, Tensor) or not isinstance(theirs, Tensor):
                 continue
             if value.shape != theirs.shape or _largest(value - theirs) > 1e-6 * _largest(value):
                 return False
     return True
-
-
-def _cut_along(parts: Sequence[Tensor], reference: Tensor) -> int | None:
-    """The dimension along which parts make up a tensor, if there is one."""
-    for dim in range(reference.dim()):
-        length = sum(part.shape[dim] for part in parts if part.dim() == reference.dim())
-        if length == reference.shape[dim] and all(_fits(part, reference, dim) for part in parts):
-            return dim
-    return None
 
 
 def aligned(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Tensor | None]:
@@ -355,20 +391,24 @@ def aligned(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Te
         [4]
     """
     there = [part for part in parts if part is not None]
-    if reference is None or len(there) < len(parts) or all(part.shape == reference.shape for part in there):
+    if reference is None or all(part.shape == reference.shape for part in there):
         return list(parts)
-    dim = _cut_along(there, reference)
-    if dim is not None:
-        return [torch.cat(there, dim)]
-    flat = torch.cat([part.reshape(-1) for part in there])
-    if flat.numel() >= reference.numel() and all(part.dim() == 1 for part in there):
+    for dim in range(reference.dim()):
+        whole = _joined(there, dim)
+        if whole is not None and whole.shape == reference.shape:
+            return [whole]
+    flat = _joined(there, 0)
+    if flat is not None and flat.dim() == 1 and flat.numel() >= reference.numel():
         return [flat[: reference.numel()].view(reference.shape)]
     return list(parts)
 
 
-def _fits(part: Tensor, reference: Tensor, dim: int) -> bool:
-    own, whole = list(part.shape), list(reference.shape)
-    return len(own) == len(whole) and own[:dim] + own[dim + 1 :] == whole[:dim] + whole[dim + 1 :]
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+    """Parts behind each other along a dimension; None where they do not fit."""
+    try:
+        return torch.cat(list(parts), dim)
+    except (RuntimeError, IndexError):
+        return None
 
 
 def _why_nothing(events: Sequence[Event], untouched: Sequence[str]) -> str:
@@ -398,3 +438,7 @@ def _larger(size: float, other: float) -> float:
 
 def _largest(value: Tensor | None) -> float:
     return 0.0 if value is None or not value.numel() else value.abs().max().item()
+
+
+def _largest_of(values: Tensors) -> float:
+    return max(map(_largest, values.values()), default=0.0)

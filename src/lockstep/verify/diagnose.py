@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.verify.recordings import Recording
+from lockstep.verify.recordings import Recording, Value
 from lockstep.verify.steps import STRIDE, strided_sums
 
 _FITS = 1e-6
 """The part of a gradient that may be left over, where it is made of the ranks' own ones."""
+_SAME = 1e-7
+"""The largest difference of two gradients that is rounding, as part of the largest."""
 _NOTHING = torch.zeros(STRIDE, dtype=torch.float64)
 
 
@@ -53,6 +54,10 @@ class Shares:
         """The weight of each rank's first micro-batch."""
         return [round(weight, 4) for weight in self.weights[:, 0].tolist()]
 
+    def rounded(self) -> list[float]:
+        """The weights of all ranks' micro-batches."""
+        return [round(weight, 3) for weight in self.weights.reshape(-1).tolist()]
+
 
 class Parts:
     """The ranks' own gradients of one update.
@@ -65,9 +70,8 @@ class Parts:
     def __init__(self, ranks: Recording, update: int) -> None:
         self.ranks = ranks
         self.update = update
-        self._sums: list[dict[str, dict[int, Tensor]]] = [rank.load("sums", update) for rank in ranks.ranks]
-        backwards = {number for own in self._sums for each in own.values() for number in each}
-        self._backwards = sorted(backwards)
+        self._sums = [rank.sums(update) for rank in ranks.ranks]
+        self._backwards = sorted({number for own in self._sums for each in own.values() for number in each})
 
     @property
     def are_known(self) -> bool:
@@ -79,52 +83,45 @@ class Parts:
         """Parameters that have a gradient on some rank."""
         return [key for key in self._sums[0] if any(own.get(key) for own in self._sums)]
 
-    def shares(self, gradient: dict[str, Any], keys: Sequence[str] | None = None) -> Shares:
+    def shares(self, gradient: Mapping[str, Value], keys: Sequence[str] | None = None) -> Shares:
         """Of what a gradient is made, over some parameters or all."""
-        keys = [key for key in (keys or self.keys) if gradient.get(key) is not None]
-        target = torch.cat([strided_sums(gradient[key]) for key in keys]) if keys else torch.zeros(1)
+        keys = [key for key in keys or self.keys if gradient.get(key) is not None]
+        if not keys:
+            return Shares(torch.zeros(len(self._sums), len(self._backwards)), 1.0)
+        target = torch.cat([_summed(gradient.get(key)) for key in keys])
         columns = [
-            torch.cat([own.get(key, {}).get(number, torch.zeros(STRIDE, dtype=torch.float64)) for key in keys])
+            torch.cat([own.get(key, {}).get(number, _NOTHING) for key in keys])
             for own in self._sums
             for number in self._backwards
         ]
-        matrix = torch.stack(columns, 1) if keys else torch.zeros(1, len(columns), dtype=torch.float64)
+        matrix = torch.stack(columns, 1)
         scale = matrix.norm(dim=0).clamp_min(1e-300)
-        solution = torch.linalg.lstsq(matrix / scale, target.double()[:, None], driver="gelsd").solution[:, 0] / scale
+        solution = torch.linalg.lstsq(matrix / scale, target[:, None], driver="gelsd").solution[:, 0] / scale
         left = (matrix @ solution - target).norm() / target.norm().clamp_min(1e-300)
         return Shares(solution.view(len(self._sums), -1), left.item())
 
-    def is_own(self, gradient: dict[str, Any], rank: int, keys: Sequence[str]) -> bool:
+    def is_own(self, gradient: Mapping[str, Value], rank: int, keys: Sequence[str]) -> bool:
         """Whether a rank's gradient is what its own backwards gave, and nothing of other ranks."""
-        own = {key: sum(self._sums[rank].get(key, {}).values(), _NOTHING) for key in keys}
-        scale = max((sums.abs().max().item() for sums in own.values()), default=0.0)
-        for key, sums in own.items():
-            value = gradient.get(key)
-            found = _NOTHING if value is None else strided_sums(value)
-            if not (found - sums).abs().max().item() <= 1e-7 * scale:
-                return False
-        return True
+        return not self._astray([gradient], {key: self._sum([self._sums[rank]], key) for key in keys})
 
-    def mean(self, key: str) -> Tensor:
-        """What a mean over ranks makes of a parameter's gradients, as sums."""
-        return self._sum(key) / len(self._sums)
-
-    def _sum(self, key: str) -> Tensor:
-        total = torch.zeros(STRIDE, dtype=torch.float64)
-        for own in self._sums:
-            for sums in own.get(key, {}).values():
-                total = total + sums
-        return total
-
-    def not_averaged(self, gradients: Sequence[dict[str, Any]]) -> list[str]:
+    def not_averaged(self, gradients: Sequence[Mapping[str, Value]]) -> list[str]:
         """Parameters whose gradient at the step is not the mean over ranks."""
-        found = []
-        scale = max((self.mean(key).abs().max().item() for key in self.keys), default=0.0)
-        for key in self.keys:
-            for gradient in gradients:
-                value = gradient.get(key)
-                sums = torch.zeros(STRIDE, dtype=torch.float64) if value is None else strided_sums(value)
-                if not (sums - self.mean(key)).abs().max().item() <= 1e-7 * scale:
-                    found.append(key)
-                    break
-        return found
+        return self._astray(gradients, {key: self._sum(self._sums, key) / len(self._sums) for key in self.keys})
+
+    def _sum(self, ranks: Sequence[dict[str, dict[int, Tensor]]], key: str) -> Tensor:
+        """What the backwards of ranks gave a parameter."""
+        return sum((sums for own in ranks for sums in own.get(key, {}).values()), _NOTHING)
+
+    def _astray(self, gradients: Sequence[Mapping[str, Value]], expected: Mapping[str, Tensor]) -> list[str]:
+        """Parameters of which some gradient is not the expected one."""
+        scale = max((sums.abs().max().item() for sums in expected.values()), default=0.0)
+        return [
+            key
+            for key, sums in expected.items()
+            if not all((_summed(each.get(key)) - sums).abs().max().item() <= _SAME * scale for each in gradients)
+        ]
+
+
+def _summed(value: Value) -> Tensor:
+    """A gradient as sums; one that is not there is zero."""
+    return strided_sums(value) if isinstance(value, Tensor) else _NOTHING

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.verify.settings import location, stack
-from lockstep.verify.watch import Watch, put
+from lockstep.verify.watch import Watch, note_collective, put
 
 BACKEND = "fake"
 """The name of torch's backend that sends nothing."""
@@ -81,20 +80,7 @@ def bucket_hook(watch: Watch) -> Callable[[object, dist.GradBucket], torch.futur
     """A communication hook for DistributedDataParallel that notes each bucket, and sends nothing."""
 
     def noted(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        watch.journal.note(
-            "collective",
-            name="all_reduce",
-            number=0,
-            whole=True,
-            shape=list(bucket.buffer().shape),
-            update=watch.updates,
-            backwards=watch.backwards,
-            training=True,
-            in_module=False,
-            operation=None,
-            where=location(),
-            stack=stack(),
-        )
+        note_collective(watch, "all_reduce", bucket.buffer())
         watch.journal.note("collected", number=0)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())

@@ -12,7 +12,8 @@ import cloudpickle
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.verify.certificate import Certificate
-from lockstep.verify.verification import Request, verify
+from lockstep.verify.runs import Request
+from lockstep.verify.verification import verify
 
 _SCRIPT = """\
 import sys

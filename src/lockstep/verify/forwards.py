@@ -39,18 +39,15 @@ class Forwards:
 
     Attributes:
         roots: modules that were called by no other module, without the wrappers around them.
-        wrapped: modules that a DistributedDataParallel holds, and it.
         covered: ids of the parameters that such a wrapper synchronizes.
     """
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self.roots: list[nn.Module] = []
-        self.wrapped: dict[int, DistributedDataParallel] = {}
         self.covered: set[int] = set()
         self._inner: set[int] = set()  # ids of the modules that a wrapper holds, and of those within
         self._wrappers: list[DistributedDataParallel] = []
-        self._noted: set[str] = set()
         self._sharded_sync = True  # what modules of fully_shard were told last
         self._forwards = 0
         self._nudge = Nudge(watch)
@@ -72,8 +69,7 @@ class Forwards:
         self.watch.depth += 1
         if self.watch.depth > 1:
             return None
-        has_parameters = any(True for _ in module.parameters())
-        training = torch.is_grad_enabled() and module.training and has_parameters
+        training = torch.is_grad_enabled() and module.training and _has_parameters(module)
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         if all(inner is not root for root in self.roots):
             self.roots.append(inner)
@@ -90,7 +86,7 @@ class Forwards:
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if id(module) in self._inner:
-            self._once("bypassed", name=type(module).__name__, where=location(), stack=stack())
+            self.watch.journal.note_once("bypassed", name=type(module).__name__, where=location(), stack=stack())
         if self._forwards >= _FORWARDS:
             return
         self._forwards += 1
@@ -103,12 +99,6 @@ class Forwards:
             update=self.watch.updates,
         )
 
-    def _once(self, kind: str, **what: object) -> None:
-        key = f"{kind} {what}"
-        if key not in self._noted:
-            self._noted.add(key)
-            self.watch.journal.note(kind, update=self.watch.updates, **what)
-
     # -- wrappers
 
     def _see_hooks(self) -> None:
@@ -118,7 +108,7 @@ class Forwards:
         @functools.wraps(register)
         def registered(wrapper: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
             if self.watch.settings.simulated or getattr(hook, "__module__", "").startswith(_ROUNDING):
-                self._once("comm hook", name=hook.__name__)
+                self.watch.journal.note_once("comm hook", name=hook.__name__)
             else:
                 register(wrapper, state, hook)
 
@@ -133,11 +123,10 @@ class Forwards:
             if self.watch.settings.float64:
                 widen_module(module)
             if kwargs.pop("mixed_precision", None) is not None:
-                self._once(mixed_precision.NOTE, name="DistributedDataParallel(mixed_precision=...)")
+                self.watch.journal.note_once(mixed_precision.NOTE, name="DistributedDataParallel(mixed_precision=...)")
             made(wrapper, module, *args, **kwargs)
             if self.watch.settings.simulated:
                 register(wrapper, None, fake_group.bucket_hook(self.watch))
-            self.wrapped[id(module)] = wrapper
             self._inner |= {id(each) for each in module.modules()}
             self._wrappers.append(wrapper)
             ignored = set(wrapper.parameters_to_ignore)
@@ -147,7 +136,7 @@ class Forwards:
 
         @functools.wraps(no_sync)
         def without(wrapper: DistributedDataParallel) -> Any:
-            self._once("no_sync", where=location())
+            self.watch.journal.note_once("no_sync", where=location())
             return no_sync(wrapper)
 
         self._see_hooks()
@@ -155,7 +144,7 @@ class Forwards:
 
         @functools.wraps(join)
         def joined(context: Join) -> None:
-            self._once("join", where=location())
+            self.watch.journal.note_once("join", where=location())
             join(context)
 
         put(Join, "__enter__", joined)
@@ -177,6 +166,19 @@ class Forwards:
             told(sharded, requires_gradient_sync, *args, **kwargs)
 
         put(module.FSDPModule, "set_requires_gradient_sync", tell)
+        self._see_sharding(module, "fully_shard")
+        self._see_sharding(module.FullyShardedDataParallel, "__init__")
+
+    def _see_sharding(self, home: object, name: str) -> None:
+        """Note that a function is called that shards a model."""
+        shard = getattr(home, name)
+
+        @functools.wraps(shard)
+        def sharded(*args: Any, **kwargs: Any) -> Any:
+            self.watch.journal.note_once("sharded data parallel")
+            return shard(*args, **kwargs)
+
+        put(home, name, sharded)
 
     # -- the rank, read within a module
 
@@ -188,12 +190,9 @@ class Forwards:
             @functools.wraps(get_rank)
             def asked(*args: Any, get_rank: Callable[..., int] = get_rank, **kwargs: Any) -> int:
                 frame = sys._getframe(1)
-                if is_users(frame.f_code.co_filename):
-                    within = _module_of(frame)
-                    if within or self.watch.depth:
-                        self._once("rank read", within=within or "a module's call", where=location(frame))
-                        return 0 if fixed else get_rank(*args, **kwargs)
-                return get_rank(*args, **kwargs)
+                found = get_rank(*args, **kwargs)
+                read = is_users(frame.f_code.co_filename) and self._is_read_in_module(frame)
+                return 0 if read and fixed else found
 
             put(home, "get_rank", asked)
 
@@ -202,19 +201,24 @@ class Forwards:
     def _see_environment(self, fixed: bool) -> None:
         read = os._Environ.__getitem__
 
-        def asked(environ: Any, name: str) -> str:
+        def asked(environ: os._Environ[str], name: str) -> str:
             value = read(environ, name)
-            if name in ("RANK", "LOCAL_RANK"):
-                frame: FrameType | None = sys._getframe(1)
-                while frame is not None and not is_users(frame.f_code.co_filename) and frame.f_back is not None:
-                    frame = frame.f_back
-                within = _module_of(frame)
-                if within or self.watch.depth:
-                    self._once("rank read", within=within or "a module's call", where=location(frame))
-                    return "0" if fixed else value
-            return str(value)
+            if name not in ("RANK", "LOCAL_RANK"):
+                return value
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and not is_users(frame.f_code.co_filename):
+                frame = frame.f_back
+            is_read = frame is not None and self._is_read_in_module(frame)
+            return "0" if is_read and fixed else value
 
         put(os._Environ, "__getitem__", asked)
+
+    def _is_read_in_module(self, frame: FrameType) -> bool:
+        """Whether a line that reads the rank is run by a module; that is noted."""
+        within = _module_of(frame) or ("a module's call" if self.watch.depth else "")
+        if within:
+            self.watch.journal.note_once("rank read", within=within, where=location(frame))
+        return bool(within)
 
     # -- backward
 
@@ -268,8 +272,8 @@ class Forwards:
     def names(self) -> dict[int, str]:
         """Names of parameters, by their ids, without what wrappers add."""
         found: dict[int, str] = {}
-        models = [root for root in self.roots if any(True for _ in root.parameters())]
-        for root in sorted(models, key=lambda root: -sum(1 for _ in root.parameters())):
+        models = list(filter(_has_parameters, self.roots))
+        for root in sorted(models, key=lambda root: -len(list(root.parameters()))):
             prefix = f"{type(root).__name__}." if len(models) > 1 else ""
             for name, parameter in root.named_parameters():
                 found.setdefault(id(parameter), prefix + plain(name))
@@ -281,6 +285,10 @@ def plain(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
     return name
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _module_of(frame: FrameType | None) -> str:
@@ -297,14 +305,17 @@ def _module_of(frame: FrameType | None) -> str:
 
 def _divisor(loss: Tensor) -> float | None:
     """By what a loss was divided last; None where it was not divided by a number."""
-    node: Any = loss.grad_fn
+    node = loss.grad_fn
     name = type(node).__name__
     if name == "DivBackward0":
-        other = getattr(node, "_saved_other", None)
-        return float(other) if other is not None and other.numel() == 1 else None
+        return _number(getattr(node, "_saved_other", None))
     if name == "MulBackward0":
-        other = getattr(node, "_saved_other", None)
-        own = getattr(node, "_saved_self", None)
-        factor = other if own is None or own.numel() != 1 else own if other is None else None
-        return 1.0 / float(factor) if factor is not None and factor.numel() == 1 and float(factor) else None
+        # the factor is saved on the side that has the gradient
+        factor = _number(getattr(node, "_saved_self", None)) or _number(getattr(node, "_saved_other", None))
+        return 1.0 / factor if factor else None
     return None
+
+
+def _number(value: Tensor | None) -> float | None:
+    """A tensor of one element as a number."""
+    return float(value) if value is not None and value.numel() == 1 else None

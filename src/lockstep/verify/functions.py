@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,13 @@ _DROPOUTS = {
 }
 
 
+_PROBABILITIES = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+"""The place of `dropout_p` among the arguments."""
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
 class Functions(TorchFunctionMode):
     """Stands before torch's functions.
 
@@ -42,7 +50,6 @@ class Functions(TorchFunctionMode):
         self.watch = watch
         self._window = (-1, -1)
         self._at = 0
-        self._noted: set[str] = set()
         self._calls = Calls(watch)
 
     def _draws(self, name: str) -> bool:
@@ -50,17 +57,15 @@ class Functions(TorchFunctionMode):
         return name in _DRAWS and self.watch.is_training and not self.watch.in_loader
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         call = float64.call if self.watch.settings.float64 else _plainly
         if name in _DROPOUTS and args and isinstance(args[0], Tensor):
             return self._without_dropout(func, args, kwargs)
-        if name == "scaled_dot_product_attention":
-            args, kwargs = self._without_attention_dropout(args, kwargs)
-        elif name == "multi_head_attention_forward":
-            args, kwargs = self._without_weight_dropout(args, kwargs)
+        if name in _PROBABILITIES:
+            args, kwargs = self._without_argument(_PROBABILITIES[name], args, kwargs)
         elif name == "batch_norm" and len(self.watch.chunks) > 1:
             return self._batch_norm(func, args, kwargs)
         result = call(func, args, kwargs)
@@ -76,18 +81,18 @@ class Functions(TorchFunctionMode):
         file = self._next_file()
         if not self.watch.settings.is_replay:
             torch.save(result.detach(), self.watch.journal.folder / file)
-            self._note("draw", name, location())
+            self._note("draw", name)
             return result
         feed = self.watch.settings.feed
         folders = (feed[self.watch.backwards % len(feed)],) if self.watch.settings.apart else feed
         paths = [Path(folder) / file for folder in folders]
         parts = [torch.load(path) for path in paths if path.exists()]
-        found = _fitting(parts, result)
+        found = _permuted(parts, result) if name == "randperm" else _fitting(parts, result)
         if found is None:
-            self._note("own draw", name, location())
+            self._note("own draw", name)
             return result
         if found is parts[0] and any(not torch.equal(part, found) for part in parts):
-            self._note("rank 0's draw", name, location())
+            self._note("rank 0's draw", name)
         if name.endswith("_"):
             with torch.no_grad():
                 return result.copy_(found)
@@ -103,49 +108,36 @@ class Functions(TorchFunctionMode):
         self._at += 1
         return f"draw-{window[0]}-{micro_batch}-{self._at}.pt"
 
-    def _note(self, kind: str, name: str, where: str) -> None:
-        if f"{kind} {name} {where}" not in self._noted:
-            self._noted.add(f"{kind} {name} {where}")
-            self.watch.journal.note(kind, name=name, where=where, step=self.watch.steps)
+    def _note(self, kind: str, name: str) -> None:
+        self.watch.journal.note_once(kind, name=name, where=location())
 
     # -- dropout
 
-    def _without_dropout(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _without_dropout(self, func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
         training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
         probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         if training and probability:
-            self._note("dropout", "dropout", location())
+            self._note("dropout", "dropout")
         return args[0]
 
-    def _without_attention_dropout(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if len(args) > 4 and args[4]:
-            self._note("dropout", "attention", location())
-            return (*args[:4], 0.0, *args[5:]), kwargs
-        if kwargs.get("dropout_p"):
-            self._note("dropout", "attention", location())
-            return args, {**kwargs, "dropout_p": 0.0}
-        return args, kwargs
-
-    def _without_weight_dropout(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        at = 10  # of dropout_p among the arguments
-        if len(args) > at and args[at]:
-            self._note("dropout", "attention", location())
+    def _without_argument(self, at: int, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
+        """Arguments with a probability of dropout of 0, whose place is ``at``."""
+        if (args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)) == 0.0:
+            return args, kwargs
+        self._note("dropout", "attention")
+        if len(args) > at:
             return (*args[:at], 0.0, *args[at + 1 :]), kwargs
-        return args, kwargs
+        return args, {**kwargs, "dropout_p": 0.0}
 
     # -- batch normalization
 
-    def _batch_norm(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _batch_norm(self, func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
         names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         batch, total = given.pop("input"), sum(self.watch.chunks)
         if not given.get("training") or len(batch) % total:
             return func(*args, **kwargs)
-        self._note("batch norm", "batch_norm", location())
+        self._note("batch norm", "batch_norm")
         rows = [chunk * (len(batch) // total) for chunk in self.watch.chunks]
         mean, var = given.pop("running_mean", None), given.pop("running_var", None)
         parts = []
@@ -157,7 +149,7 @@ class Functions(TorchFunctionMode):
         return torch.cat(parts)
 
 
-def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _plainly(function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
     return function(*args, **kwargs)
 
 
@@ -171,3 +163,11 @@ def _fitting(parts: list[Tensor], own: Tensor) -> Tensor | None:
     if one_row and sum(len(part) for part in parts) == len(own):
         return torch.cat(parts)
     return None
+
+
+def _permuted(parts: list[Tensor], own: Tensor) -> Tensor | None:
+    """The permutations of ranks as one: each of its own samples."""
+    if sum(map(len, parts)) != len(own):
+        return _fitting(parts, own)
+    firsts = itertools.accumulate(map(len, parts), initial=0)
+    return torch.cat([part + first for part, first in zip(parts, firsts, strict=False)])

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep.ground.collectives import COLLECTIVES, RENAMED
 from lockstep.verify import fake_group
-from lockstep.verify.settings import is_users, location, stack
-from lockstep.verify.watch import Watch, put
+from lockstep.verify.settings import is_users, location
+from lockstep.verify.watch import Watch, note_collective, put
 
 PATIENCE = timedelta(seconds=60)
 """How long a rank waits for another in a collective."""
@@ -103,28 +102,13 @@ class Groups:
 
         @functools.wraps(function)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            where = "" if self._inside else location()
             if self._inside:
                 return function(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
-            tensor = given.get(payload)
             group = given.get("group")
-            size = dist.get_world_size(group)
+            whole = group is None or dist.get_world_size(group) == self.watch.settings.world
             self._number += 1
-            self.watch.journal.note(
-                "collective",
-                name=name,
-                number=self._number,
-                whole=group is None or size == self.watch.settings.world,
-                shape=list(tensor.shape) if isinstance(tensor, Tensor) else None,
-                operation=str(given["op"]).rpartition(".")[2] if "op" in given else None,
-                update=self.watch.updates,
-                backwards=self.watch.backwards,
-                training=self.watch.is_training and torch.is_grad_enabled(),
-                in_module=self.watch.depth > 0,
-                where=where,
-                stack=stack(),
-            )
+            note_collective(self.watch, name, given.get(payload), self._number, whole)
             self._inside = True
             try:
                 result = function(*args, **kwargs)

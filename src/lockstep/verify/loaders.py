@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import json
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.verify.float64 import widened_tree
 from lockstep.verify.nudge import NUDGED, moved_batch
-from lockstep.verify.settings import location
+from lockstep.verify.settings import location, stack
 from lockstep.verify.watch import Stop, Watch, put
 
 _SHOWN_AFTER = 8
@@ -55,6 +56,23 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
         update(pickle.dumps(value))
 
 
+@dataclass
+class Made:
+    """A loader that was made.
+
+    Attributes:
+        loader: itself, so that no other one gets its id.
+        place: among all that were made.
+        lines: of the script that made it.
+        iterated_at: how many were made when it was iterated last.
+    """
+
+    loader: DataLoader[Any]
+    place: int
+    lines: tuple[str, ...]
+    iterated_at: int = 0
+
+
 class Loaders:
     """Stands in for the iteration of every loader.
 
@@ -64,79 +82,94 @@ class Loaders:
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self._iterated: dict[int, int] = {}  # id of a loader -> its number, in the order of first iterations
-        self._iterations: dict[int, int] = {}
-        self._made: dict[int, int] = {}
-        self._kept: list[object] = []  # no other loader gets the id of one that is gone
-        self._lengths = _recorded_lengths(watch) if watch.settings.is_replay else {}
+        self._made: dict[int, Made] = {}  # by the id of a loader
+        self._numbered: list[Made] = []  # by number, the newest of the loaders that have it
+        self._iterations: Counter[int] = Counter()  # by number, those that have begun
         self._training: set[int] = set()
+        # of the ranks, whose samples one process is fed
+        self._lengths = {event["loader"]: event["length"] for event in watch.of_rank_0("length")}
+        self._begun = {(event["loader"], event["iteration"]) for event in watch.of_rank_0("batch", "iterated")}
 
     def install(self) -> None:
         """Put it in the place of torch's methods."""
-        made, length = DataLoader.__init__, DataLoader.__len__
+        init, length = DataLoader.__init__, DataLoader.__len__
 
-        @functools.wraps(made)  # Lightning reads its signature
-        def init(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-            self._made.setdefault(id(loader), len(self._made))
-            self._kept.append(loader)
-            made(loader, *args, **kwargs)
+        @functools.wraps(init)  # Lightning reads its signature
+        def made(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+            self._made.setdefault(id(loader), Made(loader, len(self._made), tuple(stack())))
+            init(loader, *args, **kwargs)
 
         def len_(loader: DataLoader[Any]) -> int:
-            number = self._made.get(id(loader), -1)
-            if number in self._lengths:
+            made = self._made.get(id(loader))
+            if made is not None and made.place in self._lengths:
                 apart = len(self.watch.settings.feed) if self.watch.settings.apart else 1
-                return self._lengths[number] * apart
+                return self._lengths[made.place] * apart
             found = length(loader)
-            if not self.watch.settings.is_replay:
-                self.watch.journal.note("length", loader=number, length=found)
+            if made is not None and not self.watch.settings.is_replay:
+                self.watch.journal.note("length", loader=made.place, length=found)
             return found
 
-        def iter_(loader: DataLoader[Any]) -> Iterator[Any]:
-            return self._iterate(loader)
-
-        put(DataLoader, "__init__", init)
+        put(DataLoader, "__init__", made)
         put(DataLoader, "__len__", len_)
-        put(DataLoader, "__iter__", iter_)
+        put(DataLoader, "__iter__", lambda loader: self._iterate(loader))
+
+    def _number(self, loader: DataLoader[Any]) -> int:
+        """A loader's number, in the order of first iterations; one that is made anew for each epoch has one number."""
+        made = self._made.get(id(loader)) or Made(loader, len(self._made), (f"a copy {id(loader)}",))
+        self._made[id(loader)] = made
+        for number, other in enumerate(self._numbered):
+            if other is made or (other.lines == made.lines and other.iterated_at <= made.place):
+                self._numbered[number] = made
+                break
+        else:
+            number = len(self._numbered)
+            self._numbered.append(made)
+        made.iterated_at = len(self._made)
+        return number
 
     def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        number = self._iterated.setdefault(id(loader), len(self._iterated))
-        made = self._iterations.get(number, -1) + 1
-        ends = self.watch.is_done or 0 < self.watch.settings.epochs <= made
+        number = self._number(loader)
+        iteration = self._iterations[number]
+        if self._is_beyond(number, iteration):
+            raise Stop
+        ends = self.watch.is_done or 0 < self.watch.settings.epochs <= iteration
         if ends and number in self._training:
             with self.watch.inside_loader():
                 self._note_order(loader, number)
             raise Stop
-        iteration = self._iterations[number] = self._iterations.get(number, -1) + 1
+        self._iterations[number] += 1
         if self.watch.settings.is_replay:
             return self._tracked(number, self._replayed(loader, number, iteration))
         self._describe(loader, number, iteration)
         return self._tracked(number, self._recorded(loader, number, iteration))
 
-    def _tracked(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _is_beyond(self, number: int, iteration: int) -> bool:
+        """Whether one process goes on to an epoch that ranks have not begun."""
+        return self.watch.settings.is_replay and iteration > 0 and (number, iteration) not in self._begun
+
+    def _tracked(self, number: int, batches: Generator[Any]) -> Iterator[Any]:
         """The batches; an epoch of training ends when the steps are made."""
-        before, at = self.watch.steps, 0
-        while True:
+        settings = self.watch.settings
+        before, iteration = self.watch.steps, self._iterations[number] - 1
+        for at in itertools.count():
             if self.watch.steps > before:
                 self._training.add(number)
-                cut = self.watch.settings.cut
-                if self.watch.is_done or (cut and self.watch.steps - before >= cut):
-                    batches.close()  # type: ignore[attr-defined]
+                if self.watch.is_done or 0 < settings.cut <= self.watch.steps - before:
+                    batches.close()
                     return
-            with self.watch.inside_loader():
-                try:
+            try:
+                with self.watch.inside_loader():
                     batch = next(batches)
-                except StopIteration:
-                    return
+            except StopIteration:
+                return
             self.watch.begin_training()
-            self._share_randomness(number, at)
-            at += 1
-            if NUDGED in self.watch.settings.overrides:
+            self._share_randomness(f"random-{number}-{iteration}-{at}.pkl", at)
+            if NUDGED in settings.overrides:
                 batch = moved_batch(batch)
-            yield widened_tree(batch) if self.watch.settings.float64 else batch
+            yield widened_tree(batch) if settings.float64 else batch
 
-    def _share_randomness(self, number: int, at: int) -> None:
+    def _share_randomness(self, name: str, at: int) -> None:
         """Python's and NumPy's random numbers of a step: rank 0's are those of one process, too."""
-        name = f"random-{number}-{self._iterations[number]}-{at}.pkl"
         if "randomness" in self.watch.settings.overrides:
             random.seed(at)
             np.random.seed(at)
@@ -193,30 +226,23 @@ class Loaders:
             torch.set_rng_state(states[0])
             random.setstate(states[1])
 
-    def _recorded(self, loader: DataLoader[Any], number: int, iteration: int) -> Iterator[Any]:
+    def _recorded(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Any]:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch's iterators do
         source = _stream(loader) if isinstance(loader.dataset, IterableDataset) else _indexed(loader)
-        at = 0
-        pending: Iterator[Any] = source
-        while True:
+        for at in itertools.count():
             if at == _SHOWN_AFTER and self.watch.is_done and not isinstance(loader.dataset, IterableDataset):
-                pending = iter(list(pending)[-_SHOWN_AFTER:])
-            found = next(pending, None)
-            if found is None:
-                self.watch.journal.note("iterated", loader=number, iteration=iteration, batches=at)
-                return
-            indices, fetch = found
-            samples = fetch()
-            if samples is None:
+                source = iter(list(source)[-_SHOWN_AFTER:])
+            found = next(source, None)
+            samples = None if found is None else found[1]()
+            if found is None or samples is None:
                 self.watch.journal.note("iterated", loader=number, iteration=iteration, batches=at)
                 return
             whole = loader.batch_sampler is None and loader.batch_size is None
-            self._write(samples, number, iteration, at, indices, whole)
-            at += 1
+            self._write(samples, number, iteration, at, found[0], whole)
             try:
                 yield loader.collate_fn(samples[0] if whole else samples)
             except GeneratorExit:
-                self._note_rest(pending, number, iteration)
+                self._note_rest(source, number, iteration)
                 raise
 
     def _write(
@@ -253,7 +279,7 @@ class Loaders:
         """The order of the epoch that would have come next."""
         if self.watch.settings.is_replay or isinstance(loader.dataset, IterableDataset):
             return
-        iteration = self._iterations[number] + 1
+        iteration = self._iterations[number]
         self._describe(loader, number, iteration)
         order = itertools.islice(_indexed(loader), _ORDER)
         indices = [index for found, _ in order for index in found or ()][:_ORDER]
@@ -261,7 +287,7 @@ class Loaders:
 
     # -- replay
 
-    def _replayed(self, loader: DataLoader[Any], number: int, iteration: int) -> Iterator[Any]:
+    def _replayed(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Any]:
         seen: set[str] = set()
         for at in itertools.count():
             parts = self._parts(number, iteration, at)
@@ -332,36 +358,17 @@ def _length(thing: Any) -> int | None:
         return None
 
 
-def _recorded_lengths(watch: Watch) -> dict[int, int]:
-    """What `len` gave for the loaders of the run on ranks, by the order in which they were made."""
-    lengths: dict[int, int] = {}
-    with (watch.settings.folder_of_ranks / "rank-0" / "events.jsonl").open() as events:
-        for line in events:
-            if '"length"' in line:
-                event = json.loads(line)
-                if event["kind"] == "length" and event["loader"] >= 0:
-                    lengths[event["loader"]] = event["length"]
-    return lengths
-
-
 Fetch = Callable[[], list[Any] | None]
 
 
 def _indexed(loader: DataLoader[Any]) -> Iterator[tuple[list[int] | None, Fetch]]:
     """The batches of a data set with indices: each with them, and a function that fetches the samples."""
     dataset: Any = loader.dataset
-    if loader.batch_sampler is None and loader.batch_size is None:
-        for index in loader.sampler:
-            yield _plain([index], dataset), lambda index=index: [dataset[index]]  # type: ignore[misc]
-        return
-    for indices in loader.batch_sampler:  # type: ignore[union-attr]
-        yield _plain(indices, dataset), lambda indices=indices: _fetched(dataset, indices)  # type: ignore[misc]
-
-
-def _fetched(dataset: Any, indices: list[Any]) -> list[Any]:
-    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
-        return list(dataset.__getitems__(indices))
-    return [dataset[index] for index in indices]
+    batches: Iterable[list[Any]] | None = loader.batch_sampler
+    several = batches is not None and bool(getattr(dataset, "__getitems__", None))
+    fetch = dataset.__getitems__ if several else lambda indices: [dataset[index] for index in indices]
+    for indices in batches if batches is not None else ([index] for index in loader.sampler):
+        yield _plain(indices, dataset), functools.partial(fetch, indices)
 
 
 def _plain(indices: Any, dataset: object) -> list[int] | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.verify.settings import Settings
 
@@ -38,6 +38,22 @@ class Ending:
     message: str = ""
     where: str = ""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended otherwise than it should."""
+        return self.status in ("failed", "killed")
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether it ended as it should."""
+        return self.status in ("done", "ended")
+
+    @property
+    def short(self) -> str:
+        """The beginning of the message."""
+        lines = self.message.strip().splitlines()
+        return lines[0][:200] if lines else "without a message"
+
 
 @dataclass(frozen=True)
 class Patience:
@@ -52,14 +68,19 @@ class Patience:
     whole: float = 900.0
 
 
-class Child(Protocol):
-    """A process of a run, as it is waited for."""
+class ServerDied(RuntimeError):
+    """The process is gone of which those of runs are forked.
 
-    def poll(self) -> int | None:
-        """Its exit code; None as long as it runs."""
+    Args:
+        code: its exit code.
+    """
 
-    def kill(self) -> None:
-        """End it, and all that it started."""
+    def __init__(self, code: int) -> None:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        super().__init__(
+            f"the process that starts the script's ranks {how}, perhaps for want of memory: see what it printed above, "
+            "and give a smaller model, or fewer --devices"
+        )
 
 
 class Server:
@@ -79,17 +100,28 @@ class Server:
     def __exit__(self, *error: object) -> None:
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
         self._process.wait()
 
-    def start(self, settings: Settings) -> Child:
+    def start(self, settings: Settings) -> Forked:
         """Start a process with these settings."""
         order = {"settings": settings.write(), "folder": str(settings.own_folder), "environ": _environ(settings)}
+        answer = self._ask(json.dumps(order))
+        if not answer:
+            raise ServerDied(self._process.wait())
+        return Forked(int(answer), settings.own_folder / "exit", self._process)
+
+    def _ask(self, order: str) -> str:
+        """The server's answer to a line; "" where it is gone."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return Forked(int(self._process.stdout.readline()), settings.own_folder / "exit")
+        try:
+            self._process.stdin.write(order + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self._process.stdout.readline()
 
 
 @dataclass(frozen=True)
@@ -99,14 +131,23 @@ class Forked:
     Attributes:
         number: of the process.
         path: of the file into which the server writes its exit code.
+        server: that does so; what it has forked ends with it.
     """
 
     number: int
     path: Path
+    server: subprocess.Popen[str]
 
     def poll(self) -> int | None:
-        """Its exit code; None as long as it runs."""
+        """Its exit code; None as long as it runs.
+
+        Raises:
+            ServerDied: nobody writes it down any more.
+        """
         text = _read(self.path)
+        code = None if text else self.server.poll()
+        if code is not None:
+            raise ServerDied(code)
         return int(text) if text else None
 
     def kill(self) -> None:
@@ -128,10 +169,8 @@ def run(server: Server, settings: Settings, patience: Patience, together: int = 
     """
     ranks = [replace(settings, rank=rank) for rank in range(settings.world)]
     together = together or settings.world
-    endings: list[Ending] = []
-    for first in range(0, len(ranks), together):
-        endings += _run(server, ranks[first : first + together], patience)
-    return endings
+    groups = [ranks[first : first + together] for first in range(0, len(ranks), together)]
+    return [ending for group in groups for ending in _run(server, group, patience)]
 
 
 def _run(server: Server, ranks: Sequence[Settings], patience: Patience) -> list[Ending]:
@@ -160,7 +199,7 @@ def _environ(settings: Settings) -> dict[str, str]:
     }
 
 
-def _wait(processes: Sequence[Child], folders: Sequence[Path], patience: Patience) -> bool:
+def _wait(processes: Sequence[Forked], folders: Sequence[Path], patience: Patience) -> bool:
     """Wait for processes; True where they have to be ended, since nothing moves any more."""
     begun = moved = time.monotonic()
     sizes: list[int] = []
@@ -178,7 +217,7 @@ def _wait(processes: Sequence[Child], folders: Sequence[Path], patience: Patienc
     return False
 
 
-def _is_deadlock(processes: Sequence[Child], folders: Sequence[Path]) -> bool:
+def _is_deadlock(processes: Sequence[Forked], folders: Sequence[Path]) -> bool:
     """Whether ranks wait for others in collectives that do not fit together, or that have ended."""
     waits = [_waits(folder) for folder in folders]
     names = {name for name in waits if name}
@@ -188,8 +227,8 @@ def _is_deadlock(processes: Sequence[Child], folders: Sequence[Path]) -> bool:
 
 def _waits(folder: Path) -> str:
     """The collective in which a rank is; "" for none."""
-    lines = [line for line in _read(folder / "events.jsonl").splitlines()[-1:] if line]
-    event: dict[str, Any] = json.loads(lines[0]) if lines else {}
+    lines = _read(folder / "events.jsonl").splitlines()
+    event: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     return f"{event['name']} {event['number']}" if event.get("kind") == "collective" else ""
 
 

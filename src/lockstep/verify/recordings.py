@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,6 +15,25 @@ from torch import Tensor
 from lockstep.verify.processes import Ending
 
 Event = dict[str, Any]
+"""What a process noted, by name; of which types depends on the kind."""
+
+
+class TensorPart(TypedDict):
+    """A rank's part of a tensor, and where that lies in the whole: `offset` and `own`, its shape."""
+
+    part: Tensor
+    offset: tuple[int, ...]
+    own: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+Value = Tensor | TensorPart | None
+"""A tensor of a parameter, as it is written down; None for a gradient that is not there."""
+
+
+def place_of(part: TensorPart) -> tuple[slice, ...]:
+    """The place of a part in the whole."""
+    return tuple(slice(at, at + size) for at, size in zip(part["offset"], part["own"], strict=True))
 
 
 @dataclass(frozen=True)
@@ -32,29 +51,52 @@ class RankRecording:
     @cached_property
     def events(self) -> list[Event]:
         """All that it noted, in order."""
-        path = self.folder / "events.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return [json.loads(line) for line in self._lines("events.jsonl") if line.endswith("}")]
 
-    def of(self, *kinds: str) -> list[Event]:
-        """The events of some kinds."""
-        return [event for event in self.events if event["kind"] in kinds]
+    def of(self, *kinds: str, **wanted: object) -> list[Event]:
+        """The events of some kinds, or those of them that have these values."""
+        found = [event for event in self.events if event["kind"] in kinds]
+        for name, value in wanted.items():
+            found = [event for event in found if event[name] == value]
+        return found
+
+    def where(self, kind: str, **wanted: object) -> str:
+        """The line of the first such event; "" for none."""
+        found = self.of(kind, **wanted)
+        return str(found[0]["where"]) if found else ""
 
     @cached_property
     def steps(self) -> list[Event]:
         """Its optimizer steps that were finished."""
         return [event for event in self.of("step") if (self.folder / f"parameters-{event['update']}.pt").exists()]
 
-    def load(self, what: str, update: int) -> dict[str, Any]:
+    def load(self, what: str, update: int) -> dict[str, Value]:
         """Tensors of an update, by parameter; empty where there are none."""
         path = self.folder / f"{what}-{update}.pt"
         return dict(torch.load(path, mmap=True)) if path.exists() else {}
 
+    def sums(self, update: int) -> dict[str, dict[int, Tensor]]:
+        """By parameter and backward, what that gave on this rank, as sums over stretches of elements."""
+        path = self.folder / f"sums-{update}.pt"
+        return dict(torch.load(path, mmap=True)) if path.exists() else {}
+
+    def of_step(self, update: int) -> dict[str, Value]:
+        """The gradients of an update, before they are clipped."""
+        return self.load("unclipped", update) or self.load("gradients", update)
+
     @cached_property
     def printed(self) -> list[str]:
         """The lines that it printed."""
-        path = self.folder / "stdout"
-        return path.read_text(errors="replace").splitlines() if path.exists() else []
+        return self._lines("stdout")
+
+    @cached_property
+    def complaints(self) -> list[str]:
+        """The lines that it printed as errors, down to the last that says something."""
+        return self._lines("stderr")
+
+    def _lines(self, name: str) -> list[str]:
+        path = self.folder / name
+        return path.read_text(errors="replace").strip().splitlines() if path.exists() else []
 
 
 @dataclass(frozen=True)
@@ -68,31 +110,35 @@ class Recording:
         """Rank 0's."""
         return self.ranks[0]
 
-    def of(self, *kinds: str) -> Iterator[tuple[int, Event]]:
+    def of(self, *kinds: str, **wanted: object) -> Iterator[tuple[int, Event]]:
         """The events of some kinds of all ranks, each with its rank."""
         for number, rank in enumerate(self.ranks):
-            for event in rank.of(*kinds):
+            for event in rank.of(*kinds, **wanted):
                 yield number, event
 
     def has(self, kind: str) -> bool:
         """Whether any rank noted such an event."""
-        return any(True for _ in self.of(kind))
+        return next(self.of(kind), None) is not None
+
+    @property
+    def fewest_steps(self) -> int:
+        """The optimizer steps of the rank that made fewest."""
+        return min(len(rank.steps) for rank in self.ranks)
 
     def whole(self, what: str, update: int) -> list[dict[str, Tensor | None]]:
         """Tensors of an update by rank, those that are sharded put together from all ranks."""
         found = [rank.load(what, update) for rank in self.ranks]
         return [{key: self._whole(found, own, key) for key in own} for own in found]
 
-    def _whole(self, ranks: Sequence[dict[str, Any]], own: dict[str, Any], key: str) -> Tensor | None:
+    def _whole(self, ranks: Sequence[dict[str, Value]], own: dict[str, Value], key: str) -> Tensor | None:
         value = own[key]
-        if not isinstance(value, dict):
-            return None if value is None else value
-        parts = [rank[key] for rank in ranks if isinstance(rank.get(key), dict)]
+        if value is None or isinstance(value, Tensor):
+            return value
         whole = torch.zeros(value["shape"], dtype=value["part"].dtype)
-        for part in parts:
-            place = tuple(slice(at, at + size) for at, size in zip(part["offset"], part["own"], strict=True))
-            if part["part"].numel():
-                whole[place] = part["part"]
+        for rank in ranks:
+            part = rank.get(key)
+            if isinstance(part, dict) and part["part"].numel():
+                whole[place_of(part)] = part["part"]
         return whole
 
     @cached_property

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 from itertools import zip_longest
 
-from lockstep.verify.causes import Reason
-from lockstep.verify.compare import COLLECTIVES, GRADIENTS, Difference
-from lockstep.verify.processes import Ending
+from lockstep.verify.compare import COLLECTIVES, GRADIENTS, Difference, Reason, told_by_rank, uneven
 from lockstep.verify.recordings import Event, RankRecording, Recording
 
 _TYPES = re.compile(r"dtype|expected (scalar|m1|mat)|must have the same|ouble|same type|float64", re.IGNORECASE)
@@ -23,14 +23,12 @@ def is_of_types(ranks: Recording) -> bool:
 
 def of_ranks(ranks: Recording, steps: int) -> str:
     """Why the run on ranks tells nothing, and what helps; "" where it does."""
-    for number, rank in enumerate(ranks.ranks):
-        if rank.ending.status in ("failed", "killed") and not _OTHERS.search(rank.ending.message):
-            return _of_failure(f"rank {number}", rank)
-    for number, rank in enumerate(ranks.ranks):
-        if rank.ending.status in ("failed", "killed"):
-            return _of_failure(f"rank {number}", rank)
-        if rank.ending.status == "stuck":
-            return _of_silence(f"rank {number}", rank)
+    named = [(f"rank {number}", rank) for number, rank in enumerate(ranks.ranks)]
+    first = [(name, rank) for name, rank in named if rank.ending.has_failed and not _follows(rank)]
+    for name, rank in first + named:
+        reason = _of_ending(name, rank)
+        if reason:
+            return reason
     if not any(rank.steps for rank in ranks.ranks):
         if ranks.has("backward"):
             return (
@@ -59,23 +57,31 @@ NO_LOADER = (
 def of_one(whole: Recording) -> str:
     """Why the run of one process tells nothing, and what helps; "" where it does."""
     rank = whole.first
-    if rank.ending.status in ("failed", "killed"):
-        return _of_failure("one process that is fed the samples of all ranks", rank)
-    if rank.ending.status == "stuck":
-        return _of_silence("one process", rank)
-    if not rank.steps:
+    reason = _of_ending("one process that is fed the samples of all ranks", rank)
+    if not reason and not rank.steps:
         return "as one process (WORLD_SIZE=1) the script makes no optimizer step: let it train there, too"
-    return ""
+    return reason
+
+
+def _follows(rank: RankRecording) -> bool:
+    """Whether a rank failed since another one did."""
+    return _OTHERS.search(rank.ending.message) is not None
+
+
+def _of_ending(who: str, rank: RankRecording) -> str:
+    """What a process failed of, or that it goes on without end; "" where it did neither."""
+    if rank.ending.has_failed:
+        return _of_failure(who, rank)
+    return _of_silence(who, rank) if rank.ending.status == "stuck" else ""
 
 
 def _of_failure(who: str, rank: RankRecording) -> str:
-    ending = rank.ending
-    errors = rank.folder / "stderr"
-    text = errors.read_text(errors="replace") if errors.exists() else ""
+    ending, told = rank.ending, rank.complaints
     where = f" at {ending.where}" if ending.where else ""
-    if "usage:" in text and "exit code 2" in ending.message:
-        told = text.strip().splitlines()[-1]
-        return f"the script needs arguments ({told}): give them behind --: lockstep verify script.py -- --name value"
+    if "exit code 2" in ending.message and any("usage:" in line for line in told):
+        return (
+            f"the script needs arguments ({told[-1]}): give them behind --: lockstep verify script.py -- --name value"
+        )
     if ending.status == "killed" or _MEMORY.search(ending.message):
         return (
             f"{who} was ended by the system or ran out of memory ({ending.message}): all ranks run on this machine at "
@@ -83,13 +89,12 @@ def _of_failure(who: str, rank: RankRecording) -> str:
         )
     if _GPU.search(ending.message):
         return (
-            f"the script needs a GPU{where} ({_short(ending)}), and is verified on the CPU: let it take the CPU where "
+            f"the script needs a GPU{where} ({ending.short}), and is verified on the CPU: let it take the CPU where "
             "torch.cuda.is_available() is False"
         )
     if ending.message.startswith("exit code"):
-        last = text.strip().splitlines()[-1:] or ["nothing was said"]
-        return f"{who} ended with {ending.message}: {last[0]}"
-    return f"{who} failed{where}: {_short(ending)}"
+        return f"{who} ended with {ending.message}: {told[-1] if told else 'nothing was said'}"
+    return f"{who} failed{where}: {ending.short}"
 
 
 def _of_silence(who: str, rank: RankRecording) -> str:
@@ -101,33 +106,21 @@ def _of_silence(who: str, rank: RankRecording) -> str:
     )
 
 
-def _short(ending: Ending) -> str:
-    line = ending.message.strip().splitlines()[0] if ending.message.strip() else "without a message"
-    return line[:200]
-
-
 # -- runs that came to no end ------------------------------------------------------------------------------
 
 
 def deadlock(ranks: Recording) -> tuple[Difference, Reason] | None:
     """Where ranks make collectives that do not fit together, or wait for one that makes none any more."""
-    endings = [rank.ending for rank in ranks.ranks]
-    for ending in endings:
-        if ending.status == "failed" and not _OTHERS.search(ending.message):
-            return None  # that is the failure from which others follow
-    if all(ending.status in ("done", "ended") for ending in endings):
-        return _other_order(ranks)
-    uneven = _uneven(ranks)
-    if uneven is not None:
-        return uneven
-    return _other_order(ranks)
+    if any(rank.ending.status == "failed" and not _follows(rank) for rank in ranks.ranks):
+        return None  # that is the failure from which others follow
+    finished = all(rank.ending.has_finished for rank in ranks.ranks)
+    found = None if finished else _out_of_batches(ranks)
+    return found or _other_order(ranks, finished)
 
 
-def _other_order(ranks: Recording) -> tuple[Difference, Reason] | None:
+def _other_order(ranks: Recording, finished: bool) -> tuple[Difference, Reason] | None:
     """The first place where ranks make other collectives."""
-    calls = [[event for event in rank.of("collective") if event["whole"]] for rank in ranks.ranks]
-    finished = all(rank.ending.status in ("done", "ended") for rank in ranks.ranks)
-    for events in zip_longest(*calls):
+    for events in zip_longest(*(rank.of("collective", whole=True) for rank in ranks.ranks)):
         there = [event for event in events if event is not None]
         if len(there) < len(events) and finished:
             return None
@@ -148,25 +141,24 @@ def _told(ranks: Recording, events: tuple[Event | None, ...]) -> tuple[Differenc
         for rank, event in enumerate(events)
     ]
     there = [event for event in events if event is not None]
-    step = min(len(rank.steps) for rank in ranks.ranks)
+    step = ranks.fewest_steps
     difference = Difference(COLLECTIVES, step, step, "", tuple(range(len(events))), text="; ".join(texts))
     text = "ranks make other collectives: a call that only some ranks make, or in another order, makes the others wait"
     return difference, Reason(text, there[0]["where"])
 
 
-def _uneven(ranks: Recording) -> tuple[Difference, Reason] | None:
+def _out_of_batches(ranks: Recording) -> tuple[Difference, Reason] | None:
     """Ranks that have no more batches while others wait for them."""
-    counts = [len(rank.of("batch")) for rank in ranks.ranks]
-    if len(set(counts)) == 1 or not any(rank.of("iterated") for rank in ranks.ranks):
-        return None
-    least = min(counts)
-    few = tuple(rank for rank, count in enumerate(counts) if count == least)
-    step = min(len(rank.steps) for rank in ranks.ranks)
-    told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
-    text = f"batches by rank: {told}; the others wait for rank {few[0]}, which has no more"
-    where = next((event["where"] for _, event in ranks.of("iteration")), "")
-    cause = "ranks get several numbers of batches: give all as many (DistributedSampler), or train within Join"
-    return Difference(COLLECTIVES, step, step, "", few, text=text), Reason(cause, where)
+    for few, event in ranks.of("iterated"):
+        loader, iteration = event["loader"], event["iteration"]
+        counts = [len(rank.of("batch", loader=loader, iteration=iteration)) for rank in ranks.ranks]
+        if max(counts) > counts[few]:
+            step = ranks.fewest_steps
+            told = told_by_rank(enumerate(counts))
+            text = f"batches by rank: {told}; the others wait for rank {few}, which has no more"
+            where = ranks.ranks[few].where("iteration", loader=loader)
+            return Difference(COLLECTIVES, step, step, "", (few,), text=text), uneven(where)
+    return None
 
 
 # -- windows -------------------------------------------------------------------------------------------------
@@ -174,28 +166,19 @@ def _uneven(ranks: Recording) -> tuple[Difference, Reason] | None:
 
 def short_window(ranks: Recording) -> tuple[Difference, Reason] | None:
     """A window of fewer micro-batches whose loss is divided by the number of a full one."""
-    rank = ranks.first
-    backwards: dict[int, list[Event]] = {}
-    for event in rank.of("backward"):
-        backwards.setdefault(event["update"], []).append(event)
-    full = {len(events) for events in backwards.values() if _is_full(events)}
-    for step in rank.steps:
-        events = backwards.get(step["update"], [])
-        divisors = {event["divisor"] for event in events}
-        if len(divisors) != 1 or len(events) < 1:
+    backwards: dict[int, list[Event]] = defaultdict(list)
+    for event in ranks.first.of("backward"):
+        backwards[event["update"]].append(event)
+    full = {len(events) for events in backwards.values() if _divisor(events) == len(events)}
+    for step in ranks.first.steps:
+        events = backwards[step["update"]]
+        divisor = _divisor(events)
+        if divisor is None or divisor not in full or len(events) >= divisor:
             continue
-        divisor = divisors.pop()
-        if divisor in full and len(events) < divisor:
-            name = next(iter(step["names"].values()), "")
-            text = (
-                f"the gradient of {name} is {len(events)} of {divisor:g} parts of the mean over its window: that has "
-                f"{len(events)} micro-batch{'es' * (len(events) > 1)}"
-            )
-            cause = f"the last accumulation window of an epoch has {len(events)} micro-batches, and its loss is "
-            return (
-                Difference(GRADIENTS, step["number"], step["update"], name, tuple(range(len(ranks.ranks))), text=text),
-                Reason(cause + f"divided by the full number {divisor:g}", events[-1]["where"]),
-            )
+        batches = f"{len(events)} micro-batch{'es' * (len(events) > 1)}"
+        text = f"is {len(events)} of {divisor:g} parts of the mean over its window: that has {batches}"
+        cause = f"the last accumulation window of an epoch has {batches}, and its loss is divided by the full number"
+        return _of_windows(ranks, step, text), Reason(f"{cause} {divisor:g}", events[-1]["where"])
     return None
 
 
@@ -203,24 +186,31 @@ def left_out(ranks: Recording) -> tuple[Difference, Reason] | None:
     """A step of sharded parameters before which the last backward was not synchronized: its gradients are left out."""
     if not ranks.has("sharded data parallel"):
         return None
-    backwards = ranks.first.of("backward")
     for step in ranks.first.steps:
-        own = [event for event in backwards if event["update"] == step["update"]]
+        own = ranks.first.of("backward", update=step["update"])
         if not own or own[-1]["synchronizes"]:
             continue
-        name = next(iter(step["names"].values()), "")
-        text = f"the gradient of {name} lacks the last of {len(own)} backward(s), which is not synchronized"
         cause = Reason(
             "fully_shard leaves gradients in the unsharded parameters: set_requires_gradient_sync(True) is to stand "
             "before the last backward of a window",
             own[-1]["where"],
             "backwards that are synchronized: " + ", ".join("yes" if event["synchronizes"] else "no" for event in own),
         )
-        everywhere = tuple(range(len(ranks.ranks)))
-        return Difference(GRADIENTS, step["number"], step["update"], name, everywhere, text=text), cause
+        text = f"lacks the last of {len(own)} backward(s), which is not synchronized"
+        return _of_windows(ranks, step, text), cause
     return None
 
 
-def _is_full(events: list[Event]) -> bool:
+def _of_windows(ranks: Recording, step: Event, text: str) -> Difference:
+    """A difference of all ranks' gradients at a step."""
+    name = next(iter(step["names"].values()), "")
+    everywhere = tuple(range(len(ranks.ranks)))
+    text = f"the gradient of {name} {text}"
+    return Difference(GRADIENTS, step["number"], step["update"], name, everywhere, text=text)
+
+
+def _divisor(events: Sequence[Event]) -> float | None:
+    """The number by which all losses of a window are divided, from 2; None for none."""
     divisors = {event["divisor"] for event in events}
-    return len(divisors) == 1 and len(events) > 1 and divisors == {float(len(events))}
+    divisor = divisors.pop() if len(divisors) == 1 else None
+    return divisor if divisor is not None and divisor > 1 else None

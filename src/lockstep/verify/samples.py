@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lockstep.verify.compare import EVALUATION, SAMPLES, Difference
+from lockstep.verify.compare import SAMPLES, Difference, Reason, told_by_rank, uneven
 from lockstep.verify.recordings import Event, Recording
 
 _FEW = 8
 """Samples from which on two equal orders are no chance."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """A sample that comes on several ranks in an evaluation.
+
+    Attributes:
+        loader: its number.
+        where: the line that iterates over it.
+        sample: the index.
+    """
+
+    loader: int
+    where: str
+    sample: int
+
+    def __str__(self) -> str:
+        return f"in evaluation sample {self.sample} comes on several ranks"
 
 
 @dataclass
@@ -24,15 +42,16 @@ class SampleFindings:
         compared: how many batches were looked at.
         trains: numbers of the loaders whose samples were trained on.
         shares_inputs: whether all ranks calculated with the same inputs.
+        padded: of each loader of an evaluation a sample that comes on several ranks.
     """
 
-    differences: list[tuple[Difference, str]] = field(default_factory=list)
+    differences: list[tuple[Difference, Reason]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     vacuous: list[str] = field(default_factory=list)
     compared: int = 0
     trains: set[int] = field(default_factory=set)
     shares_inputs: bool = False
-    padded: list[tuple[int, str, int]] = field(default_factory=list)
+    padded: list[Padding] = field(default_factory=list)
 
 
 class Samples:
@@ -61,7 +80,17 @@ class Samples:
 
     def _events(self, number: int, *kinds: str) -> list[list[Event]]:
         """What each rank has noted of a loader."""
-        return [[event for event in rank.of(*kinds) if event["loader"] == number] for rank in self.ranks.ranks]
+        return [rank.of(*kinds, loader=number) for rank in self.ranks.ranks]
+
+    def _add(self, difference: Difference, cause: str, first: Event) -> None:
+        """Add a difference.
+
+        Args:
+            difference: what is to be added.
+            cause: why.
+            first: what is known of the loader.
+        """
+        self.found.differences.append((difference, Reason(cause, first["where"])))
 
     def _look_at(self, number: int) -> None:
         batches, described = self._events(number, "batch"), self._events(number, "iteration", "order")
@@ -96,15 +125,10 @@ class Samples:
         if not self.found.shares_inputs:
             self.found.notes.append("every rank reads each batch whole, and calculates with its part")
             return
-        event = batches[0][0]
-        ranks = tuple(range(len(batches)))
-        text = f"sample {_sample(event, 0)} and all others are given to every rank"
-        self.found.differences.append(
-            (
-                Difference(SAMPLES, 0, 0, _sample(event, 0), ranks, text=text),
-                f"all ranks read the same data: {self._sharing(first)}",
-            )
-        )
+        sample = _sample(batches[0][0], 0)
+        text = f"sample {sample} and all others are given to every rank"
+        difference = Difference(SAMPLES, 0, 0, sample, tuple(range(len(batches))), text=text)
+        self._add(difference, f"all ranks read the same data: {self._sharing(first)}", first)
 
     def _sharing(self, first: Event, overlaps: bool = False) -> str:
         """Why ranks get the same samples from a loader, and what helps.
@@ -113,34 +137,37 @@ class Samples:
             first: what is known of the loader.
             overlaps: whether ranks get some of the same samples, and not all.
         """
-        at, ranks = f"({first['where']})", len(self.ranks.ranks)
         if first["size"] is None:
             return (
-                f"the IterableDataset {first['dataset']} gives each of {ranks} ranks the same samples {at}: let each "
-                "take its share, by itertools.islice(samples, rank, None, world_size)"
+                f"the IterableDataset {first['dataset']} gives each of {len(self.ranks.ranks)} ranks the same samples: "
+                "let each take its share, by itertools.islice(samples, rank, None, world_size)"
             )
         if first["shared_out"]:
-            return f"{_sampler(first)} {self._sampler_fault(first, at)}"
+            return f"{first['sampler']} {self._sampler_fault(first)}"
         if first["cut"] and overlaps:
             return (
-                f"their Subsets of the data overlap {at}: cut the same order of indices on all ranks, as "
+                "their Subsets of the data overlap: cut the same order of indices on all ranks, as "
                 "indices[rank::world_size], or use a DistributedSampler"
             )
-        return f"{_sampler(first)} does not share it out over the ranks {at}: give the loader a DistributedSampler"
+        return f"{first['sampler']} does not share it out over the ranks: give the loader a DistributedSampler"
 
-    def _sampler_fault(self, first: Event, at: str) -> str:
+    def _sampler_fault(self, first: Event) -> str:
         """What is wrong with the DistributedSamplers of ranks that get the same samples."""
-        events = [rank.of("iteration", "order") for rank in self.ranks.ranks]
-        own = [next(event for event in each if event["loader"] == first["loader"]) for each in events]
+        own = [events[0] for events in self._events(first["loader"], "iteration", "order")]
         numbers, replicas, seeds = zip(*(event["share"] for event in own), strict=True)
         epochs = [event["epoch"] for event in own]
         if len(set(numbers)) < len(own):
-            return f"is made with rank={_listed(numbers)} on the ranks {at}: give it rank=dist.get_rank()"
+            return f"is made with rank={_listed(numbers)} on the ranks: give it rank=dist.get_rank()"
         if len(set(seeds)) > 1:
-            return f"is made with seed={_listed(seeds)} on the ranks {at}: give all ranks the same"
+            return f"is made with seed={_listed(seeds)} on the ranks: give all ranks the same"
         if len(set(epochs)) > 1:
-            return f"is told the epochs {_listed(epochs)} on the ranks {at}: give all ranks the same to set_epoch()"
-        return f"shares the data out over {replicas[0]} replicas {at}: give it num_replicas=dist.get_world_size()"
+            return f"is told the epochs {_listed(epochs)} on the ranks: give all ranks the same to set_epoch()"
+        if first["cut"] and set(replicas) == {len(own)}:
+            return (
+                "shares out a Subset that is another one on each rank: cut the data by the same random numbers "
+                "everywhere, as by random_split(..., generator=torch.Generator().manual_seed(0))"
+            )
+        return f"shares the data out over {replicas[0]} replicas: give it num_replicas=dist.get_world_size()"
 
     def _shares_inputs(self) -> bool:
         """Whether the models of all ranks got the same inputs, as far as they are known."""
@@ -152,26 +179,21 @@ class Samples:
     def _overlap(self, number: int, batches: Sequence[Sequence[Event]], described: Sequence[Sequence[Event]]) -> None:
         first = described[0][0]
         if first["replacement"]:
-            self.found.notes.append(f"{_sampler(first)} draws with replacement: a sample may come on several ranks")
+            self.found.notes.append(f"{first['sampler']} draws with replacement: a sample may come on several ranks")
             return
         own = {each[0]["probe"] for each in described}
         if first["size"] is None or len(own) > 1 or batches[0][0]["indices"] is None:
             self._overlap_of_prints(batches, first)
             return
         epochs = [self._epoch(number, 0, rank) for rank in range(len(batches))]
-        self._overlap_of_indices(batches, epochs, first)
+        self._overlap_of_indices(epochs, first)
 
     def _epoch(self, number: int, iteration: int, rank: int) -> list[int]:
         """The indices of an epoch on a rank, those that were not reached included."""
-        found: list[int] = []
-        for event in self.ranks.ranks[rank].of("batch", "rest", "order"):
-            if event["loader"] == number and event["iteration"] == iteration:
-                found.extend(event["indices"] or ())
-        return found
+        events = self.ranks.ranks[rank].of("batch", "rest", "order", loader=number, iteration=iteration)
+        return [index for event in events for index in event["indices"] or ()]
 
-    def _overlap_of_indices(
-        self, batches: Sequence[Sequence[Event]], epochs: Sequence[list[int]], first: Event
-    ) -> None:
+    def _overlap_of_indices(self, epochs: Sequence[list[int]], first: Event) -> None:
         ranks = len(epochs)
         owners: dict[int, set[int]] = defaultdict(set)
         for rank, indices in enumerate(epochs):
@@ -179,12 +201,12 @@ class Samples:
                 owners[index].add(rank)
         shared = [index for index, own in owners.items() if len(own) > 1]
         if len(shared) >= max(ranks, _most_that_fill(epochs, first)):
-            index = next((i for event in batches[0] for i in event["indices"] if i in set(shared)), shared[0])
-            self._shared(index, len(shared), owners, first, len({frozenset(each) for each in epochs}) == 1)
+            whole = len({frozenset(each) for each in epochs}) == 1
+            self._shared(shared[0], len(shared), owners, first, whole)  # the first one in the order of rank 0
             return
         if shared:
             self.found.notes.append(
-                f"{_sampler(first)} repeats {len(shared)} sample(s) at the end of an epoch to give all ranks as many"
+                f"{first['sampler']} repeats {len(shared)} sample(s) at the end of an epoch to give all ranks as many"
             )
         self._lost(owners, first, ranks)
 
@@ -204,7 +226,7 @@ class Samples:
         text += f", {never} of {first['size']} come on none)" if never > 0 else ")"
         what = "every rank goes through the whole data set" if whole else "ranks share samples"
         difference = Difference(SAMPLES, 0, 0, str(index), which, text=text)
-        self.found.differences.append((difference, f"{what}: {self._sharing(first, overlaps=not whole)}"))
+        self._add(difference, f"{what}: {self._sharing(first, overlaps=not whole)}", first)
 
     def _lost(self, owners: dict[int, set[int]], first: Event, ranks: int) -> None:
         if not first["shared_out"] or first["size"] is None:
@@ -215,10 +237,10 @@ class Samples:
             text = f"sample {missing} comes on no rank ({lost} of {first['size']} do not)"
             text = f"{lost} of {first['size']} samples come on no rank" if first["cut"] else text
             cause = (
-                f"the sampler shares the data out over more ranks than there are ({first['where']}): give it "
+                "the sampler shares the data out over more ranks than there are: give it "
                 "num_replicas=dist.get_world_size()"
             )
-            self.found.differences.append((Difference(SAMPLES, 0, 0, str(missing), text=text), cause))
+            self._add(Difference(SAMPLES, 0, 0, str(missing), text=text), cause, first)
         elif lost > 0:
             self.found.notes.append(f"{lost} sample(s) of {first['size']} are left out at the end of an epoch")
 
@@ -232,10 +254,10 @@ class Samples:
             if own and drawn >= _FEW and len(shared) > drawn / 2:
                 text = f"{len(shared)} of {drawn} samples come on ranks 0 and {rank}"
                 cause = (
-                    f"the data set {first['dataset']} gives every rank the same samples ({first['where']}): let each "
-                    "rank take every N-th, from its own on"
+                    f"the data set {first['dataset']} gives every rank the same samples: let each rank take every "
+                    "N-th, from its own on"
                 )
-                self.found.differences.append((Difference(SAMPLES, 0, 0, "", (0, rank), text=text), cause))
+                self._add(Difference(SAMPLES, 0, 0, "", (0, rank), text=text), cause, first)
                 return
 
     def _lengths(self, number: int, first: Event) -> None:
@@ -243,19 +265,15 @@ class Samples:
         if self.ranks.has("join"):
             return
         ends: dict[int, dict[int, int]] = defaultdict(dict)
-        for rank, event in self.ranks.of("iterated"):
-            if event["loader"] == number:
-                ends[event["iteration"]][rank] = event["batches"]
+        for rank, event in self.ranks.of("iterated", loader=number):
+            ends[event["iteration"]][rank] = event["batches"]
         for iteration, counts in sorted(ends.items()):
             if len(counts) == len(self.ranks.ranks) and len(set(counts.values())) > 1:
-                told = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(counts.items()))
+                told = told_by_rank(sorted(counts.items()))
                 text = f"epoch {iteration} has other numbers of batches on other ranks ({told})"
-                cause = (
-                    f"ranks get several numbers of batches ({first['where']}): give all as many (DistributedSampler), "
-                    "or train within Join"
-                )
                 at = min(counts.values())
-                self.found.differences.append((Difference(SAMPLES, at, at, "", tuple(counts), text=text), cause))
+                difference = Difference(SAMPLES, at, at, "", tuple(counts), text=text)
+                self.found.differences.append((difference, uneven(first["where"])))
                 return
 
     # -- the order of epochs
@@ -266,13 +284,13 @@ class Samples:
         length = min(len(each) for each in epochs)
         if not first["shuffles"] or length < _FEW or epochs[0][:length] != epochs[1][:length]:
             return
-        at = sum(1 for event in self.ranks.first.of("batch") if event["loader"] == number and not event["iteration"])
+        at = len(self.ranks.first.of("batch", loader=number, iteration=0))
         text = "epoch 1 comes in the same order as epoch 0"
-        cause = f"{_sampler(first)} is not told the epoch: call sampler.set_epoch(epoch) before each ({first['where']})"
+        cause = f"{first['sampler']} is not told the epoch: call sampler.set_epoch(epoch) before each"
         if not first["shared_out"]:
-            cause = f"{_sampler(first)} draws each epoch's order from the same seed ({first['where']})"
+            cause = f"{first['sampler']} draws each epoch's order from the same seed"
         step = self.ranks.first.of("batch")[-1]["step"]
-        self.found.differences.append((Difference(SAMPLES, step, max(at, step), "", text=text), cause))
+        self._add(Difference(SAMPLES, step, max(at, step), "", text=text), cause, first)
 
     # -- evaluation
 
@@ -286,18 +304,7 @@ class Samples:
         counts = Counter(index for indices in epochs for index in indices)
         again = [index for index, count in counts.items() if count > 1]
         if again:
-            self.found.padded.append((number, first["where"], again[0]))
-
-    def padding(self) -> Iterator[tuple[Difference, str]]:
-        """Samples that are counted twice in an evaluation."""
-        for _, where, index in self.found.padded:
-            text = f"in evaluation sample {index} comes on several ranks"
-            cause = (
-                f"DistributedSampler repeats samples to give all ranks as many, and they are counted twice in the "
-                f"metrics ({where}): leave them out, or evaluate on each rank samples[rank::world_size]"
-            )
-            step = len(self.ranks.first.steps)
-            yield Difference(EVALUATION, step, step, str(index), text=text), cause
+            self.found.padded.append(Padding(number, first["where"], again[0]))
 
 
 def _training_loaders(ranks: Recording) -> set[int]:
@@ -333,7 +340,3 @@ def _most_that_fill(epochs: Sequence[Sequence[int]], first: Event) -> int:
 
 def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))
-
-
-def _sampler(described: Event) -> str:
-    return str(described["sampler"])

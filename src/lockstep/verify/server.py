@@ -66,9 +66,9 @@ def _become_rank(order: dict[str, Any], server: int) -> NoReturn:
         end_with(server)
         os.environ.update(order["environ"])
         folder = Path(order["folder"])
-        for stream, name in ((0, os.devnull), (1, folder / "stdout"), (2, folder / "stderr")):
-            file = os.open(name, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(file, stream)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), stream)
         run(Settings.read(order["settings"]))
         code = 0
     except BaseException:

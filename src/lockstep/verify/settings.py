@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -89,26 +90,33 @@ class Settings:
     def read(cls, path: str) -> Settings:
         """The settings that `write` left."""
         found: dict[str, Any] = json.loads(Path(path).read_text())
-        values: dict[str, Any] = {}
-        for name, value in found.items():
-            values[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**values)
+        lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+        return cls(**{**found, **lists})
 
 
-@dataclass
 class Journal:
-    """The events of a rank, a line each, written at once: the process may be killed at any moment."""
+    """The events of a rank, a line each, written at once: the process may be killed at any moment.
 
-    folder: Path
-    _events: Any = field(init=False)
+    Args:
+        folder: of the rank.
+    """
 
-    def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._events = open(self.folder / "events.jsonl", "w", buffering=1)  # noqa: SIM115
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events = open(folder / "events.jsonl", "w", buffering=1)  # noqa: SIM115
+        self._noted: set[str] = set()
 
     def note(self, kind: str, **what: object) -> None:
         """Write an event."""
         self._events.write(json.dumps({"kind": kind, **what}) + "\n")
+
+    def note_once(self, kind: str, **what: object) -> None:
+        """Write an event, unless the same one was written so before."""
+        key = f"{kind} {what}"
+        if key not in self._noted:
+            self._noted.add(key)
+            self.note(kind, **what)
 
     def end(self, status: str, **what: object) -> None:
         """Write how the process ended; nothing is noted after it."""
@@ -118,23 +126,19 @@ class Journal:
 
 def location(frame: FrameType | None = None) -> str:
     """``file:line`` of the user's code that is being run: the innermost frame outside of packages; "" for none."""
-    frame = sys._getframe(1) if frame is None else frame
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    return next(_lines(frame or sys._getframe(1)), "")
 
 
 def stack() -> list[str]:
     """The lines of the user's code that are being run, the innermost first."""
-    found: list[str] = []
-    frame: FrameType | None = sys._getframe(1)
+    return list(_lines(sys._getframe(1)))
+
+
+def _lines(frame: FrameType | None) -> Iterator[str]:
     while frame is not None:
         if is_users(frame.f_code.co_filename):
-            found.append(f"{short(frame.f_code.co_filename)}:{frame.f_lineno}")
+            yield f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
-    return found
 
 
 def short(file: str) -> str:

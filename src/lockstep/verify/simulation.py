@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 from lockstep.verify import refusals
-from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate, Row
+from lockstep.verify.certificate import Certificate, Row
+from lockstep.verify.compare import COLLECTIVES, Difference, Reason, uneven
+from lockstep.verify.compare import STEPS as OPTIMIZER_STEPS
 from lockstep.verify.recordings import Event, Recording
-from lockstep.verify.verification import Request, Verification
+from lockstep.verify.runs import Request, Runs
 
 STEPS = 2
 """Optimizer steps of each rank."""
 _SHOWN = 4
+_COMPARED = "simulated ranks"
 
 
 class Simulation:
@@ -22,60 +24,44 @@ class Simulation:
 
     Args:
         request: what is asked for; its devices are the ranks that are simulated.
-        verification: makes the runs.
+        runs: makes the runs.
     """
 
-    def __init__(self, request: Request, verification: Verification) -> None:
+    def __init__(self, request: Request, runs: Runs) -> None:
         self.request = request
-        self.verification = verification
+        self.runs = runs
 
     def certify(self) -> Certificate:
         """The certificate."""
-        ranks = self.verification.on_simulated(self.request.devices, STEPS)
+        ranks = self.runs.on_simulated(self.request.devices, STEPS)
         if refusals.is_of_types(ranks):
-            self.verification.float64 = False
-            ranks = self.verification.on_simulated(self.request.devices, STEPS)
-        failed = [number for number, rank in enumerate(ranks.ranks) if rank.ending.status in ("failed", "killed")]
+            self.runs.float64 = False
+            ranks = self.runs.on_simulated(self.request.devices, STEPS)
+        failed = [number for number, rank in enumerate(ranks.ranks) if rank.ending.has_failed]
         if failed:
             return self._of_failure(ranks, failed)
         reason = refusals.of_ranks(ranks, STEPS) or self._without_collectives(ranks)
         if reason:
-            return self._certificate(UNKNOWN, reasons=(reason,))
-        different = self._of_collectives(ranks)
-        if different is None:
-            different = self._of_steps(ranks)
-        return self._alike(ranks) if different is None else different
+            return self._unknown(reason)
+        found = self._of_collectives(ranks) or self._of_steps(ranks)
+        return self._alike(ranks) if found is None else self._different(*found)
 
-    def _certificate(
-        self, verdict: str, first: str = "", cause: str = "", proof: str = "", reasons: tuple[str, ...] = ()
-    ) -> Certificate:
-        return Certificate(
-            " ".join(self.request.words),
-            self.request.devices,
-            0 if reasons else STEPS,
-            verdict,
-            "float64" if self.verification.float64 else "own",
-            first=first,
-            cause=cause,
-            proof=proof,
-            reasons=reasons,
-            simulated=True,
-        )
+    def _different(self, difference: Difference, reason: Reason) -> Certificate:
+        return self.runs.certificate(STEPS, found=(difference, reason), compared=_COMPARED)
+
+    def _unknown(self, reason: str) -> Certificate:
+        return self.runs.certificate(reasons=[reason], compared=_COMPARED)
 
     def _of_failure(self, ranks: Recording, failed: Sequence[int]) -> Certificate:
         """Some ranks failed: so do sizes that do not work out, unless one rank fails as well."""
-        alone = self.verification.on_simulated(1, STEPS)
-        if alone.first.ending.status in ("failed", "killed"):
-            return self._certificate(UNKNOWN, reasons=(refusals.of_ranks(ranks, STEPS),))
+        alone = self.runs.on_simulated(1, STEPS)
+        if alone.first.ending.has_failed:
+            return self._unknown(refusals.of_ranks(ranks, STEPS))
         ending = ranks.ranks[failed[0]].ending
-        message = ending.message.strip().splitlines()[0][:200]
-        where = f" ({ending.where})" if ending.where else ""
-        return self._certificate(
-            DIFFERENT,
-            f"rank{_several(failed)} of {self.request.devices} failed: {message}",
-            f"the script does not work out on {self.request.devices} ranks{where}",
-            "one rank alone makes its steps",
-        )
+        text = f"rank{_several(failed)} of {self.request.devices} failed: {ending.short}"
+        cause = f"the script does not work out on {self.request.devices} ranks"
+        difference = Difference(COLLECTIVES, -1, 0, "", tuple(failed), text=text)
+        return self._different(difference, Reason(cause, ending.where, "one rank alone makes its steps"))
 
     def _without_collectives(self, ranks: Recording) -> str:
         if not ranks.has("group"):
@@ -84,41 +70,45 @@ class Simulation:
             return "no rank makes a collective: wrap the model in DistributedDataParallel, or shard it"
         return ""
 
-    def _of_collectives(self, ranks: Recording) -> Certificate | None:
+    def _of_collectives(self, ranks: Recording) -> tuple[Difference, Reason] | None:
         """The first place where ranks make other collectives."""
-        calls = [[event for event in rank.of("collective") if event["whole"]] for rank in ranks.ranks]
+        calls = [rank.of("collective", whole=True) for rank in ranks.ranks]
         for number, events in enumerate(zip_longest(*calls)):
             told = _by_call(events)
             if len(told) > 1:
-                text = "; ".join(f"rank{_several(who)}: {call}" for call, who in told.items())
+                by_call = "; ".join(f"rank{_several(who)}: {call}" for call, who in told.items())
                 cause = (
                     "ranks make other collectives: a call that only some ranks make, in another order, or with another "
                     "shape, makes the others wait, or mixes up what is sent"
                 )
-                where = next((event["where"] for event in events if event is not None and event["where"]), "")
-                return self._certificate(DIFFERENT, f"collective {number}: {text}", f"{cause} ({where})")
+                where = next((event["where"] for event in events if event is not None), "")
+                text = f"collective {number}: {by_call}"
+                return Difference(COLLECTIVES, -1, number, "", text=text), Reason(cause, where)
         return None
 
-    def _of_steps(self, ranks: Recording) -> Certificate | None:
+    def _of_steps(self, ranks: Recording) -> tuple[Difference, Reason] | None:
         counts = defaultdict(list)
         for number, rank in enumerate(ranks.ranks):
             counts[len(rank.steps)].append(number)
         if len(counts) == 1:
             return None
         text = "; ".join(f"rank{_several(who)}: {count} optimizer steps" for count, who in sorted(counts.items()))
-        cause = "ranks get several numbers of batches: give all as many (DistributedSampler), or train within Join"
-        return self._certificate(DIFFERENT, text, cause)
+        least = min(counts)
+        return Difference(OPTIMIZER_STEPS, -1, least, "", text=text), uneven(ranks.first.where("iteration"))
 
     def _alike(self, ranks: Recording) -> Certificate:
-        steps = min(len(rank.steps) for rank in ranks.ranks)
+        steps = ranks.fewest_steps
         if steps < STEPS:
-            reason = f"each rank makes {steps} of {STEPS} optimizer steps: give it more data, or fewer ranks"
-            return self._certificate(UNKNOWN, reasons=(reason,))
-        calls = sum(1 for event in ranks.first.of("collective") if event["whole"])
-        groups = sum(1 for event in ranks.first.of("collective") if not event["whole"])
+            return self._unknown(
+                f"each rank makes {steps} of {STEPS} optimizer steps: give it more data, or fewer ranks"
+            )
+        calls = len(ranks.first.of("collective", whole=True))
+        groups = len(ranks.first.of("collective", whole=False))
         rows = [Row("collectives of all ranks", str(calls), "the same on all ranks")]
-        rows += [Row("collectives of groups", str(groups), "made, and not compared")] if groups else []
-        return replace(self._certificate(ALIKE), rows=(*rows, Row("optimizer steps", str(steps), "on all ranks")))
+        if groups:
+            rows.append(Row("collectives of groups", str(groups), "made, and not compared"))
+        rows.append(Row("optimizer steps", str(steps), "on all ranks"))
+        return self.runs.certificate(STEPS, rows, compared=_COMPARED)
 
 
 def _by_call(events: Iterable[Event | None]) -> dict[str, list[int]]:

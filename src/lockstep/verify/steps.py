@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
+import inspect
+import math
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lockstep.verify.compare import aligned
 from lockstep.verify.float64 import widen_in_place
 from lockstep.verify.forwards import Forwards, plain
+from lockstep.verify.recordings import TensorPart, Value
 from lockstep.verify.settings import location, stack
 from lockstep.verify.watch import Stop, Watch, put
 
@@ -45,7 +46,7 @@ class Steps:
         self._parameters: list[Tensor] = []
         self._depth = 0
         self._backwards = 0  # that were counted before the newest update
-        self._rates = [] if not watch.settings.is_replay else _recorded_rates(watch)
+        self._rates: list[list[float]] = [event["rates"] for event in watch.of_rank_0("step")]
         self._own_rates: list[float] = []  # of the step that is being made
 
     def install(self) -> None:
@@ -79,7 +80,7 @@ class Steps:
             position += 1
             self._own[id(parameter)] = {}
             self._parameters.append(parameter)
-            if parameter.requires_grad and parameter.is_leaf and not hasattr(parameter, "placements"):
+            if parameter.requires_grad and parameter.is_leaf and not _is_sharded(parameter):
                 parameter.register_hook(functools.partial(self._accumulate, parameter))
 
     def _accumulate(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -105,27 +106,31 @@ class Steps:
 
     def _see_clipping(self) -> None:
         home = nn.utils.clip_grad
-        off = "clipping" in self.watch.settings.overrides
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            clip: Callable[..., Any] = getattr(home, name)
-
-            @functools.wraps(clip)
-            def clipped(
-                parameters: Any, bound: float, *args: Any, clip: Callable[..., Any] = clip, **kwargs: Any
-            ) -> Any:
-                parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-                if off:
-                    bound = float("inf")
-                self._save("unclipped", self._gradients(parameters))
-                norm = clip(parameters, bound, *args, **kwargs)
-                told = float(_local(norm)) if isinstance(norm, Tensor) else None
-                self.watch.journal.note(
-                    "clipped", update=self.watch.updates, bound=float(bound), norm=told, where=location()
-                )
-                return norm
-
+        for name, bound in (("clip_grad_norm_", "max_norm"), ("clip_grad_value_", "clip_value")):
+            clipped = self._clipped(getattr(home, name), bound)
             put(home, name, clipped)
             put(nn.utils, name, clipped)
+
+    def _clipped(self, clip: Callable[..., object], bound: str) -> Callable[..., object]:
+        """A function of torch's that clips gradients; they are written down before it."""
+        signature = inspect.signature(clip)
+        off = "clipping" in self.watch.settings.overrides
+
+        @functools.wraps(clip)
+        def clipped(*args: Any, **kwargs: Any) -> object:
+            given = signature.bind(*args, **kwargs).arguments
+            parameters = given["parameters"]
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            if off:
+                given[bound] = math.inf
+            self._save("unclipped", self._gradients(parameters))
+            norm = clip(**{**given, "parameters": parameters})
+            self.watch.journal.note(
+                "clipped", update=self.watch.updates, bound=float(given[bound]), norm=_norm(norm), where=location()
+            )
+            return norm
+
+        return clipped
 
     def _see_schedulers(self) -> None:
         from torch.optim import lr_scheduler
@@ -136,7 +141,7 @@ class Steps:
                 continue
 
             @functools.wraps(step)
-            def stepped(scheduler: Any, *args: Any, step: Callable[..., Any] = step, **kwargs: Any) -> Any:
+            def stepped(scheduler: object, *args: Any, step: Callable[..., Any] = step, **kwargs: Any) -> Any:
                 lines = stack()
                 if self.watch.is_training and lines:
                     self.watch.journal.note("scheduled", update=self.watch.updates, where=lines[0], stack=lines)
@@ -156,8 +161,8 @@ class Steps:
         self.watch.begin_training()
         parameters = list(_parameters(optimizer))
         if self._made[number] == 0:
-            self._save("first", {self._keys[id(p)]: _described(p.detach()) for p in parameters}, number)
-        self._own_rates = [_number(group.get("lr", 0.0)) for group in optimizer.param_groups]
+            self._save("first", self._values(parameters), number)
+        self._own_rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         self._force_rates(optimizer, self._own_rates)
         if not _has_closure(args, kwargs):
             self._note(optimizer, parameters, closure=False)
@@ -165,8 +170,6 @@ class Steps:
     def _note(self, optimizer: Optimizer, parameters: list[Tensor], closure: bool) -> None:
         """Note a step, what it trains, and by which gradients: those of a closure are known behind its last call."""
         number, names = self._numbers[id(optimizer)], self.forwards.names()
-        if self.watch.updates == 0 and any(_is_sharded_data_parallel(root) for root in self.forwards.roots):
-            self.watch.journal.note("sharded data parallel")
         self._save("gradients", self._gradients(parameters))
         self._save("sums", {self._keys[id(p)]: self._own[id(p)] for p in parameters})
         self.watch.journal.note(
@@ -202,7 +205,7 @@ class Steps:
         self._made[number] += 1
         if self._depth:
             return
-        self._save("parameters", {self._keys[id(p)]: _described(p.detach()) for p in parameters})
+        self._save("parameters", self._values(parameters))
         self._save("buffers", self._buffers())
         for parameter in parameters:
             self._own[id(parameter)].clear()
@@ -219,7 +222,8 @@ class Steps:
     def _start_alike(self) -> None:
         """Have one process begin with the parameters with which rank 0 began."""
         for number in self._made:
-            self._take_over(f"first-{number}", (p for p, key in self._of(number)))
+            own = [p for p in self._parameters if self._keys[id(p)].startswith(f"{number}.")]
+            self._take_over(f"first-{number}", own)
 
     def _share_out(self) -> None:
         """Have each rank begin with its share of parameters that are to be counted once."""
@@ -228,19 +232,18 @@ class Steps:
                 if override == f"once {self._keys[id(parameter)]}":
                     parameter.data.div_(self.watch.settings.world)
 
-    def _of(self, number: int) -> list[tuple[Tensor, str]]:
-        return [(p, self._keys[id(p)]) for p in self._parameters if self._keys[id(p)].startswith(f"{number}.")]
-
     def _take_over(self, what: str, parameters: Iterable[Tensor]) -> None:
-        """Copy what rank 0 has written down into parameters of the same shapes."""
-        path = Path(self.watch.settings.folder_of_ranks) / "rank-0" / f"{what}.pt"
-        found = torch.load(path) if path.exists() else {}
-        with torch.no_grad():
-            for parameter in parameters:
-                key = self._keys[id(parameter)]
-                value = None if f"once {key}" in self.watch.settings.overrides else found.get(key)
-                if isinstance(value, Tensor) and type(parameter.data) is Tensor and value.shape == parameter.shape:
-                    parameter.data.copy_(value)
+        """Copy what ranks have written down into parameters: rank 0's values, or all ranks' parts put together."""
+        ranks = sorted(self.watch.settings.folder_of_ranks.glob(f"rank-*/{what}.pt"))
+        found: list[dict[str, Value]] = [torch.load(path, mmap=True) for path in ranks]
+        for parameter in parameters:
+            key = self._keys[id(parameter)]
+            parts = [value for value in (values.get(key) for values in found) if isinstance(value, Tensor)]
+            if not parts or type(parameter.data) is not Tensor or f"once {key}" in self.watch.settings.overrides:
+                continue
+            value = aligned(parts, parameter.detach())[0]
+            if value is not None and value.shape == parameter.shape:
+                parameter.data.copy_(value)
 
     def _steps(self) -> int:
         """The steps of the busiest optimizer; as long as another has made none, not all of them."""
@@ -250,12 +253,11 @@ class Steps:
 
     # -- what is written down
 
-    def _gradients(self, parameters: Iterable[Tensor]) -> dict[str, Any]:
-        return {
-            self._keys[id(p)]: None if p.grad is None else _described(p.grad.detach())
-            for p in parameters
-            if id(p) in self._keys
-        }
+    def _values(self, parameters: Iterable[Tensor]) -> dict[str, Value]:
+        return {self._keys[id(p)]: _described(p.detach()) for p in parameters}
+
+    def _gradients(self, parameters: Iterable[Tensor]) -> dict[str, Value]:
+        return {self._keys[id(p)]: _gradient(p) for p in parameters if id(p) in self._keys}
 
     def _buffers(self) -> dict[str, Tensor]:
         several = len(self.forwards.roots) > 1
@@ -263,66 +265,64 @@ class Steps:
         for number, root in enumerate(self.forwards.roots):
             prefix = f"{type(root).__name__}-{number}." if several else ""
             for name, buffer in root.named_buffers():
-                if not hasattr(buffer, "placements"):
+                if not _is_sharded(buffer):
                     found[prefix + plain(name)] = buffer.detach()
         return found
 
-    def _save(self, what: str, tensors: dict[str, Any], number: int | None = None) -> None:
+    def _save(self, what: str, tensors: Mapping[str, object], number: int | None = None) -> None:
         number = self.watch.updates if number is None else number
-        torch.save(tensors, self.watch.journal.folder / f"{what}-{number}.pt")
+        torch.save(dict(tensors), self.watch.journal.folder / f"{what}-{number}.pt")
 
 
 def strided_sums(gradient: Tensor) -> Tensor:
     """A gradient as a few sums over its elements: linear, so that sums of gradients have the sums of these."""
-    flat = gradient.detach()
-    flat = (flat.to_dense() if flat.layout != torch.strided else flat).reshape(-1).double()
+    flat = dense(gradient.detach()).reshape(-1).double()
     missing = -len(flat) % STRIDE
     return torch.nn.functional.pad(flat, (0, missing)).view(-1, STRIDE).sum(0)
 
 
-def _parameters(owner: Any) -> Iterable[Tensor]:
+def _parameters(owner: nn.Module | Optimizer) -> Iterable[Tensor]:
     if isinstance(owner, nn.Module):
         return owner.parameters()
     return [parameter for group in owner.param_groups for parameter in group["params"]]
-
-
-def _is_sharded_data_parallel(root: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return False
-    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    return any(isinstance(module, kinds) for module in root.modules())
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
 
 
-def _number(value: Any) -> float:
-    return float(value)
+def _gradient(parameter: Tensor) -> Value:
+    """A parameter's gradient; of one that is empty, as this rank's part of a sharded one may be, an empty one."""
+    if not parameter.numel():
+        return _described(parameter.detach())
+    return None if parameter.grad is None else _described(parameter.grad.detach())
 
 
-def _local(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
+def _norm(norm: object) -> float:
+    """What clipping has returned, as a number: by value it returns nothing."""
+    if not isinstance(norm, Tensor):
+        return math.nan
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return float(whole)
 
 
-def _described(tensor: Any) -> Any:
+def _described(tensor: Tensor) -> Value:
     """A tensor, dense; of one that is sharded this rank's part, with the place where that lies in the whole."""
-    if not hasattr(tensor, "placements"):
-        return tensor.to_dense() if tensor.layout != torch.strided else tensor
+    if not _is_sharded(tensor):
+        return dense(tensor)
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    assert isinstance(tensor, DTensor)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return {"part": tensor.to_local(), "offset": tuple(offset), "shape": tuple(tensor.shape), "own": tuple(shape)}
+    return TensorPart(part=tensor.to_local(), offset=tuple(offset), shape=tuple(tensor.shape), own=tuple(shape))
 
 
-def _recorded_rates(watch: Watch) -> list[list[float]]:
-    """The learning rates of the ranks, by update."""
-    rates = []
-    with open(watch.settings.folder_of_ranks / "rank-0" / "events.jsonl") as events:
-        for line in events:
-            event = json.loads(line)
-            if event["kind"] == "step":
-                rates.append(event["rates"])
-    return rates
+def _is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor: that is asked without the import of them."""
+    return hasattr(tensor, "placements")
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A tensor with all of its zeros."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()

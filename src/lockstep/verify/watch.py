@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lockstep.verify.settings import Journal, Settings
+import torch
+from torch import Tensor
+
+from lockstep.verify.processes import Ending
+from lockstep.verify.recordings import Event, RankRecording
+from lockstep.verify.settings import Journal, Settings, stack
 
 
 class Stop(BaseException):
@@ -40,6 +45,13 @@ class Watch:
         self.depth = 0
         self.on_training: Callable[[], None] | None = None
 
+    def of_rank_0(self, *kinds: str) -> list[Event]:
+        """The events of some kinds of rank 0 of the ranks whose samples are fed; none where none are."""
+        settings = self.settings
+        if not settings.is_replay:
+            return []
+        return RankRecording(settings.folder_of_ranks / "rank-0", Ending("done")).of(*kinds)
+
     @property
     def is_done(self) -> bool:
         """Whether as many steps are made as were asked for."""
@@ -66,3 +78,29 @@ class Watch:
 def put(home: object, name: str, value: object) -> None:
     """Put something of lockstep's in the place of an attribute of torch's, to the end of this process."""
     setattr(home, name, value)
+
+
+def note_collective(watch: Watch, name: str, payload: object, number: int = 0, whole: bool = True) -> None:
+    """Note a collective.
+
+    Args:
+        watch: of this process.
+        name: of the function.
+        payload: what is sent.
+        number: among the script's own calls; 0: one of a wrapper's.
+        whole: whether all ranks take part.
+    """
+    lines = stack()
+    watch.journal.note(
+        "collective",
+        name=name,
+        number=number,
+        whole=whole,
+        shape=list(payload.shape) if isinstance(payload, Tensor) else None,
+        update=watch.updates,
+        backwards=watch.backwards,
+        training=watch.is_training and torch.is_grad_enabled(),
+        in_module=watch.depth > 0,
+        where=next(iter(lines), ""),
+        stack=lines,
+    )
