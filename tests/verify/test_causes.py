@@ -13,6 +13,7 @@ from lockstep.verify.runs import Request
 from lockstep.verify.verification import verify
 from tests.verify.small_script import LOSS, MODEL, SET_EPOCH, SHARED_OUT, STEP, Changes, changed, line_of
 
+SCRIPTS = Path(__file__).parent / "scripts/bugs"
 Certify = Callable[[str], Certificate]
 
 
@@ -58,6 +59,24 @@ order = list(range(len(data)))
 random.shuffle(order)
 loader = DataLoader(Subset(data, order[rank::world]), 8)
 """
+SPLIT = """\
+torch.manual_seed(rank)
+own, left = torch.utils.data.random_split(data, [80, 16])
+sampler = DistributedSampler(own)
+loader = DataLoader(own, 8, sampler=sampler)
+"""
+GATHER = """\
+def gather(features):
+    found = [torch.zeros_like(features) for _ in range(world)]
+    dist.all_gather(found, features.detach())
+    found[rank] = features
+    return torch.cat(found)
+
+
+for epoch"""
+CONTRASTIVE = "F.cross_entropy(-torch.cdist(gather(model(x)), gather(y)), torch.arange(world * len(x)))"
+WINDOW = STEP.replace("optimizer.step()", "if i % 2: optimizer.step()")
+CLEAR = "        optimizer.zero_grad()"
 COUNT = "        count = torch.tensor(float(len(x)))\n        dist.all_reduce(count)\n"
 
 SAMPLERS: dict[str, tuple[Changes, str, str]] = {
@@ -84,6 +103,11 @@ SAMPLERS: dict[str, tuple[Changes, str, str]] = {
     "indices that each rank shuffles for itself": (
         ((SHARED_OUT, SHUFFLED), (SET_EPOCH, "")),
         "ranks share samples: their Subsets of the data overlap",
+        "for i, (x, y)",
+    ),
+    "a split that each rank draws by its own seed": (
+        ((SHARED_OUT, SPLIT),),
+        "ranks share samples: DistributedSampler shares out a Subset that is another one on each rank",
         "for i, (x, y)",
     ),
     "an epoch that the sampler is told behind it": (
@@ -128,8 +152,8 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
         (
             (MODEL + "\n", SHARDED),
             ("        loss = ", "        model.set_requires_gradient_sync(i % 2 == 0)\n        loss = "),
-            (STEP, STEP.replace("optimizer", "if i % 2: optimizer")),
-            ("        optimizer.zero_grad()", "        if i % 2 == 0: optimizer.zero_grad()"),
+            (STEP, WINDOW),
+            (CLEAR, "        if i % 2 == 0: optimizer.zero_grad()"),
         ),
         "set_requires_gradient_sync(True) is to stand before the last backward of a window",
         "loss.backward()",
@@ -152,6 +176,19 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
         ),
         "DistributedDataParallel does not know them (of a module that it does not hold",
         MODEL,
+    ),
+    "features of other ranks that are gathered without their gradients": (
+        (("for epoch", GATHER), (LOSS, CONTRASTIVE)),
+        "the loss is made of what all ranks gather, and all_gather gives no gradient back to the others",
+        "dist.all_gather(",
+    ),
+    "synchronization that is switched off, and never on again": (
+        (
+            (CLEAR, "        model.require_backward_grad_sync = False\n        if i % 2 == 0: optimizer.zero_grad()"),
+            (STEP, WINDOW),
+        ),
+        "require_backward_grad_sync is False in the last backward of a window",
+        "loss.backward()",
     ),
     "a penalty that each rank adds to gradients that are summed": (
         (
@@ -214,6 +251,101 @@ def test_samples_that_ranks_share_are_named(name: str, certify: Certify) -> None
 def test_numbers_that_differ_have_a_cause_and_a_line(name: str, certify: Certify) -> None:
     changes, words, line = NUMBERS[name]
     judge(certify(changed(*changes)), changed(*changes), words, line)
+
+
+OLDER_SHARDS = """\
+make_model()
+from torch.distributed.fsdp import FullyShardedDataParallel
+model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+"""
+LOOP = """\
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for i, (x, y) in enumerate(loader):
+"""
+ENDLESS = """\
+def batches():
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+endless = batches()
+for step in range(8):
+    for i in range(4 // world):
+        x, y = next(endless)
+"""
+
+HEALTHY: dict[str, Changes] = {
+    "clipping by keywords": (
+        (STEP, STEP.replace("optimizer.step()", "nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.3)") + STEP),
+    ),
+    "a permutation that mixes samples": ((LOSS, "F.mse_loss(model(0.7 * x + 0.3 * x[torch.randperm(len(x))]), y)"),),
+    "the older wrapper of shards, with a clipping of its own": (
+        (MODEL + "\n", OLDER_SHARDS),
+        (STEP, STEP.replace("optimizer.step()", "model.clip_grad_norm_(1.0)") + STEP),
+    ),
+    "an accumulation that follows the ranks, of batches without end": (
+        (LOOP, ENDLESS),
+        (LOSS, f"{LOSS} / (4 // world)"),
+        (CLEAR, "        if i == 0: optimizer.zero_grad()"),
+        (STEP, STEP.replace("optimizer", "if i + 1 == 4 // world: optimizer")),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_script_is_alike(name: str, certify: Certify) -> None:
+    """They failed, were called different, or went on without end."""
+    certificate = certify(changed(*HEALTHY[name]))
+    assert certificate.verdict == ALIKE, str(certificate)
+
+
+LOCKSTEP = """\
+import lockstep, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(lockstep.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+
+    def training_step(self, batch, i):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+torch.manual_seed(0)
+x = torch.randn(150, 8)
+loader = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 10, shuffle=True)
+flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=2)
+trainer = lockstep.Trainer(
+    accelerator="cpu", devices=2, strategy="fsdp", precision="bf16-mixed", gradient_clip_val=0.5, **flags
+)
+trainer.fit(Net(), loader)
+"""
+
+
+@pytest.mark.slow
+def test_a_module_that_is_called_within_shards_is_alike(certify: Certify) -> None:
+    """Its training_step calls a part of it, which was taken for a model of which ranks hold parts."""
+    certificate = certify(LOCKSTEP)
+    assert certificate.verdict == ALIKE, str(certificate)
+
+
+@pytest.mark.slow
+def test_parts_of_a_model_that_are_drawn_by_the_number_of_ranks_are_put_together(certify: Certify) -> None:
+    text = (SCRIPTS / "bias_twice.py").read_text()
+    certificate = certify(text.replace("manual_seed(5)", "manual_seed(5 + dist.get_world_size())"))
+    assert certificate.verdict == DIFFERENT, str(certificate)
+    assert "down.bias, which every rank holds whole, is counted once for each rank" in certificate.cause
 
 
 LIGHTNING = """\

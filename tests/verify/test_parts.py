@@ -74,6 +74,12 @@ def test_parts_of_a_tensor_are_put_together() -> None:
     assert torch.equal(aligned([whole[:, :1], whole[:, 1:]], whole)[0], whole)
     assert torch.equal(aligned([whole.reshape(-1)[:7], whole.reshape(-1)[7:]], whole)[0], whole)
     assert len(aligned([whole, whole], whole)) == 2
+    assert torch.equal(aligned([torch.empty(0), whole.reshape(-1)], whole)[0], whole)
+
+
+def test_a_gradient_that_a_rank_lacks_is_no_part() -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    assert len(aligned([None, whole], whole)) == 2
 
 
 def backward(update: int, divisor: float) -> dict[str, object]:
@@ -116,6 +122,32 @@ def test_ranks_in_other_collectives_are_named_with_both_lines(tmp_path: Path) ->
 def test_ranks_in_the_same_collectives_are_not(tmp_path: Path) -> None:
     ranks = [rank(tmp_path / str(n), {}, [call("all_reduce", 3)]) for n in range(2)]
     assert deadlock(Recording(tuple(ranks))) is None
+
+
+def batches(loader: int, number: int) -> list[dict[str, object]]:
+    return [{"kind": "batch", "loader": loader, "iteration": 0} for _ in range(number)]
+
+
+def stuck(folder: Path, by_rank: list[list[dict[str, object]]]) -> Recording:
+    ranks = [rank(folder / str(number), {}, events) for number, events in enumerate(by_rank)]
+    return Recording(tuple(RankRecording(each.folder, Ending("stuck")) for each in ranks))
+
+
+def test_a_rank_without_batches_for_which_others_wait_is_named(tmp_path: Path) -> None:
+    iteration = {"kind": "iteration", "loader": 0, "where": "train.py:3"}
+    ended = {"kind": "iterated", "loader": 0, "iteration": 0, "batches": 2}
+    found = deadlock(stuck(tmp_path, [[iteration, *batches(0, 3)], [iteration, *batches(0, 2), ended]]))
+    assert found is not None
+    assert "the others wait for rank 1, which has no more" in str(found[0])
+    assert found[1].where == "train.py:3"
+
+
+def test_a_rank_that_evaluates_alone_has_no_more_batches_than_others(tmp_path: Path) -> None:
+    """Its batches were counted together with those of training."""
+    ended = {"kind": "iterated", "loader": 1, "iteration": 0, "batches": 3}
+    found = deadlock(stuck(tmp_path, [[*batches(0, 2), *batches(1, 3), ended, call("all_reduce", 17)], batches(0, 2)]))
+    assert found is not None
+    assert "rank 0 calls all_reduce [] at train.py:17; rank 1 makes none" in str(found[0])
 
 
 def test_weights_of_a_mean_over_samples_add_up_to_one() -> None:

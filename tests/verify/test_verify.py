@@ -131,6 +131,24 @@ def test_what_a_trainer_cannot_hand_to_a_process_is_refused() -> None:
         Trainer(accelerator="cpu").verify(model, [])
 
 
+KILLS_THE_SERVER = "import os, time; os.kill(os.getppid(), 9); time.sleep(100)"
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_server_that_dies_is_told_in_a_sentence(
+    within: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was "invalid literal for int()" before a run, and no end at all within one."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(KILLS_THE_SERVER)
+    with Server() as dying:
+        if not within:
+            dying.process.kill()
+        certificate = verify(Request(("train.py",), patience=PATIENCE), server=dying)
+    assert certificate.verdict == UNKNOWN
+    assert certificate.reasons[0].startswith("the process that starts the script's ranks was killed by SIGKILL")
+
+
 def test_a_run_works_in_a_copy_of_the_folder(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "data").mkdir(parents=True)

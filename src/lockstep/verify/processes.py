@@ -84,13 +84,17 @@ class ServerDied(RuntimeError):
 
 
 class Server:
-    """A process that has imported torch, of which a run's processes are forked: that spares each the import."""
+    """A process that has imported torch, of which a run's processes are forked: that spares each the import.
+
+    Attributes:
+        process: itself.
+    """
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "lockstep.verify.server"]
         # CUDA is hidden before torch is imported; threads of OpenMP do not survive a fork, so that there are none
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
 
@@ -98,30 +102,30 @@ class Server:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
-        self._process.wait()
+        self.process.wait()
 
     def start(self, settings: Settings) -> Forked:
         """Start a process with these settings."""
         order = {"settings": settings.write(), "folder": str(settings.own_folder), "environ": _environ(settings)}
         answer = self._ask(json.dumps(order))
         if not answer:
-            raise ServerDied(self._process.wait())
-        return Forked(int(answer), settings.own_folder / "exit", self._process)
+            raise ServerDied(self.process.wait())
+        return Forked(int(answer), settings.own_folder / "exit", self.process)
 
     def _ask(self, order: str) -> str:
         """The server's answer to a line; "" where it is gone."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         try:
-            self._process.stdin.write(order + "\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(order + "\n")
+            self.process.stdin.flush()
         except BrokenPipeError:
             return ""
-        return self._process.stdout.readline()
+        return self.process.stdout.readline()
 
 
 @dataclass(frozen=True)
