@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.supervise import monitor, stack
+from lockstep.supervise import hang_monitor, monitor, stack, stack_proof
 from lockstep.supervise.causes import Cause, Divergence, Stand
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
@@ -34,12 +34,16 @@ class Scene:
         self.answers = {0: WORKING, 1: WORKING}
         self.still = {0, 1}
         self.ended: dict[int, float] = {}
-        self.watch = RankMonitor(self.notes, True, self.verdicts.append, lambda: self.ended)
-        monkeypatch.setattr(monitor, "ask", lambda process, answers: self.answers[process])
-        monkeypatch.setattr(monitor, "_runs", lambda process: process not in self.still)
-        monkeypatch.setattr(self.watch, "_is_still", lambda stand, now: stand.rank in self.still)
+        self.watch = RankMonitor(self.notes, self.verdicts.append, lambda: self.ended, 2)
+        for module in (monitor, hang_monitor):
+            monkeypatch.setattr(module, "ask", lambda process, answers: self.answers[process])
+        monkeypatch.setattr(hang_monitor, "_state", lambda process: "sleeps")
+        monkeypatch.setattr(hang_monitor, "_runs", lambda process: process not in self.still)
+        monkeypatch.setattr(hang_monitor, "ANSWER", 0.0)
+        monkeypatch.setattr(self.watch, "_seconds_still", lambda stand, now: 5.0 if stand.rank in self.still else 0.0)
         for name in ("PERIOD", "QUIET", "FAREWELL", "AT_ONCE", "UNHEARD"):
             monkeypatch.setattr(monitor, name, 0.05)
+        monkeypatch.setattr(stack_proof, "AGAIN", 0.05)
 
     def stand(self, rank: int, call: int = 1, inside: bool = True) -> None:
         leave_note(self.notes.address, Stand(rank, time.monotonic(), call, inside, f"fit.py:{call}", rank))

@@ -174,7 +174,7 @@ def test_a_script_holds_the_port_where_its_ranks_will_meet(monkeypatch: pytest.M
 def test_the_stacks_of_ranks_that_went_different_ways_come_before_the_last_line() -> None:
     """Under strategy="ddp" they stood on the screen, and here only the line that says who waits for whom."""
     children, notes = RankProcesses(), Mailbox()
-    watch = RankMonitor(notes, True, print, dict)
+    watch = RankMonitor(notes, print, dict, 2)
     verdict = Verdict(Divergence("rank 1 is stopped", "rank 0:\n    train.py:3 in wait"))
     said = str(_failure("ddp_spawn", children, notes, verdict, watch))
     watch.stop()

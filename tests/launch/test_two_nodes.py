@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from lockstep.supervise import elsewhere, hang_monitor
+from lockstep.supervise import elsewhere, hang_monitor, stack_proof
 from lockstep.supervise.causes import Divergence, Stand
 from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.comparison import NotesOfAll
-from lockstep.supervise.elsewhere import OtherRanks, Proof, soon
+from lockstep.supervise.elsewhere import OtherRanks, soon
 from lockstep.supervise.hang_monitor import HangMonitor
 from lockstep.supervise.snapshot import RUNS, STOPPED, RankSnapshot
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.supervise.stack_proof import StackProof
 from lockstep.supervise.trace_memory import Note
 
 FIT = Frame("/me/fit.py", 7, "<module>")
@@ -80,10 +81,12 @@ class World:
         found = None
         for rank in reversed(range(len(self.ranks))):
             own = [replace(self.ranks[rank], at=self.now)]
-            ask = lambda each, now: replace(each, stack=self.stacks[each.rank])  # noqa: E731
-            everybody = self.others[rank].exchange(own, self.limit, self.now, ask)
-            found = self.others[rank].strayed(everybody, self.now)
+            everybody = self.others[rank].exchange(own, self.limit, self.now, self.ask)
+            found = self.others[rank].strayed(everybody, self.now, self.ask)
         return found
+
+    def ask(self, each: RankSnapshot, now: float, for_proof: bool) -> RankSnapshot:
+        return replace(each, stack=self.stacks[each.rank])
 
     def proves(self, looks: int = 8) -> Divergence | None:
         return next((found for found in (self.look() for _ in range(looks)) if found is not None), None)
@@ -92,6 +95,7 @@ class World:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elsewhere, "PATIENCE", 60.0)  # the worlds' clocks run ahead
+    monkeypatch.setattr(stack_proof, "UNANSWERED", 60.0)
 
 
 def test_ranks_that_wait_at_different_places_on_two_nodes_are_proved_to() -> None:
@@ -160,7 +164,7 @@ def test_nothing_travels_while_nobody_waits_and_little_on_very_many_nodes() -> N
 
 
 def test_answers_to_an_older_question_do_not_count() -> None:
-    proof = Proof()
+    proof = StackProof()
     assert proof.is_due(10.0, {0, 1})
     proof.take(0, {})
     assert not proof.is_answered({0, 1})

@@ -174,7 +174,7 @@ class SpawnLauncher:
             if first is not None and not mailbox.others("first"):
                 mailbox.leave({"first": str(first), "rank": first.rank})
 
-        monitor = RankMonitor(mailbox, world.local_size == world.size, stop, lambda: processes.ended)
+        monitor = RankMonitor(mailbox, stop, lambda: processes.ended, world.size)
         # Each of the files is open in parent and child and has no name: nothing is left if either is killed.
         with tempfile.TemporaryFile(prefix="lockstep-") as result:
             try:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from lockstep.supervise.causes import Divergence, Stand, has_left, strayed
+from lockstep.supervise.causes import Divergence, Stand
 from lockstep.supervise.changes import Changes, taken_in
 from lockstep.supervise.hang import HALTED, stopped
-from lockstep.supervise.snapshot import SLEEPS, STOPPED, RankSnapshot, told
-from lockstep.supervise.stack import Stack
+from lockstep.supervise.snapshot import STOPPED, RankSnapshot, told
+from lockstep.supervise.stack_proof import AGAIN, StackProof, is_idle
 
 PATIENCE = 5.0
 """Seconds for which what was heard from another node counts."""
@@ -28,16 +28,6 @@ SHOWN = 10.0
 """Seconds from one time to the next at which ranks are asked for their stacks since another node wants to know."""
 SUSPECT, CROWD = 2.0, 256
 """Seconds of waiting after which a node tells of its ranks, and ranks for which it lets one second more pass."""
-AGAIN = 0.3
-"""Seconds from the answers to one question for stacks to the next question."""
-LONGEST = 60.0
-"""Seconds from one proof that failed to the next at the most."""
-
-QUIET = 2.0
-"""Seconds without any work of the processor after which a rank is asked where it is."""
-
-QUIET_AT_FIRST = 3.0
-"""The same while ranks connect to one another, which a signal disturbs, and where nobody looks for hangs."""
 
 
 class OtherNodes(Protocol):
@@ -59,8 +49,8 @@ class OtherNodes(Protocol):
         ...
 
 
-Ask = Callable[[RankSnapshot, float], RankSnapshot]
-"""Gives a rank with its stack."""
+Ask = Callable[[RankSnapshot, float, bool], RankSnapshot]
+"""Gives a rank with its stack, at a moment; if it is asked for a proof, only where none of its threads could go on."""
 
 
 def soon(limit: float, size: int) -> float:
@@ -82,14 +72,6 @@ def _answer(own: Sequence[RankSnapshot], asked: int, caught: str) -> dict[str, A
 def _waiting(everybody: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     """The ranks that wait for those that are stopped."""
     return [each for each in everybody if each.state != STOPPED and each.waited >= HALTED / 2]
-
-
-def is_idle(snapshot: RankSnapshot) -> bool:
-    """Whether a rank in a call has done nothing for so long that it may wait for another."""
-    stand = snapshot.stand
-    connects = stand.hang_timeout is None and stand.hang_kill is None
-    quiet = QUIET_AT_FIRST if connects else QUIET
-    return stand.inside and snapshot.state == SLEEPS and snapshot.still >= quiet
 
 
 class OtherRanks:
@@ -119,7 +101,8 @@ class OtherRanks:
         self._urges, self._idle, self._sent_at = 0, set[int](), -PATIENCE  # what node 0 was last sent
         self.looked_at = self._watched_at = -PATIENCE  # on node 0, on another node
         self._round = self._done = 0  # question for stacks: the newest, and the newest that is answered here
-        self._proof = Proof()
+        self._proof = StackProof(size)
+        self._own: set[int] = set()  # ranks of this node that are in a call, or were
         self._exchanged_at = -PATIENCE
         hub.listen("snapshots", self._hear)
         hub.listen("wanted", self._answer)
@@ -133,9 +116,9 @@ class OtherRanks:
         return time.monotonic() - self._watched_at < PATIENCE and 0 in self._hub.nodes
 
     @property
-    def is_alarmed(self) -> bool:
+    def is_proving(self) -> bool:
         """Whether a proof is under way."""
-        return self._proof.is_pending or self._round > self._done
+        return self._proof.is_pending or (self._round > self._done and self._hub.node > 0)
 
     def _shows_again(self, now: float) -> bool:
         """Whether stacks are to be shown, which is not done each second."""
@@ -164,9 +147,8 @@ class OtherRanks:
             wanted = now - self._wanted_at < PATIENCE
             shows = wanted and self._shows_again(now)
             asked = self._round
-        quest = asked > self._done
-        if quest and self._hub.node == 0:
-            self._proof.take(0, {})
+        quest = asked > self._done and self._hub.node > 0
+        self._own = {each.rank for each in own}
         own = [self._with_stack(each, shows, quest, now, ask) for each in own]
         self._done = asked
         if self._hub.node == 0:
@@ -193,12 +175,10 @@ class OtherRanks:
     def _with_stack(self, each: RankSnapshot, shows: bool, quest: bool, now: float, ask: Ask) -> RankSnapshot:
         """With its stack, where that is asked for; on node 0 with the one that it had when it was last asked."""
         if each.stand.inside and each.stack is None and (shows or (quest and is_idle(each))):
-            each = ask(each, now)
+            each = ask(each, now, not shows)
         if self._hub.node == 0 and each.stand.inside:
             if each.stack is not None:
                 self._shown[each.rank] = each
-                if quest:
-                    self._proof.take(0, {each.rank: each})
             elif now - self._wanted_at < PATIENCE and each.rank in self._shown:
                 each = replace(each, stack=self._shown[each.rank].stack)
         return each
@@ -300,92 +280,31 @@ class OtherRanks:
             self._ask_others(now, 1, told(_waiting(everybody)))
         return None
 
-    def strayed(self, everybody: Sequence[RankSnapshot], now: float, caught: str = "") -> Divergence | None:
+    def strayed(self, everybody: Sequence[RankSnapshot], now: float, ask: Ask, caught: str = "") -> Divergence | None:
         """On node 0: whether ranks of any nodes wait for what cannot come.
 
         Args:
             everybody: as `exchange` has told.
             now: the moment.
+            ask: gives one of this node's with its stack.
             caught: what ended a call on this node, and a script has caught.
         """
-        every = [*everybody, *(RankSnapshot(stand.rank, now, stand) for stand in self.ended.values())]
-        if self._hub.node or not self._is_suspect(every):
-            self._proof.give_up()
+        if self._hub.node:
             return None
-        with self._lock:
-            nodes = self._nodes(now)
-            if self._proof.is_due(now, nodes):
+
+        def question() -> dict[int, RankSnapshot]:
+            with self._lock:
                 self._round += 1
                 body = {"looks": now - self.looked_at < PATIENCE, "shows": self._shows, "round": self._round}
                 self._hub.send("wanted", {**body, "waits": ""})
-                return None
-            if not self._proof.is_answered(nodes):
-                return None
-            everyone = len({each.rank for each in every}) >= self._size > 0
-            found = self._proof.conclude(every, everyone, now)
-            words = [said for said in [caught, *self._caught.values()] if said]
-        return Divergence(words[0]) if found is not None and words else found
+            return {each.rank: ask(each, now, True) for each in everybody if each.rank in self._own and is_idle(each)}
 
-    def _is_suspect(self, every: Sequence[RankSnapshot]) -> bool:
-        """Whether all ranks may be waiting, or some for one that has left."""
-        idle = [each.stand.call for each in every if is_idle(each)]
-        if not idle:
-            return False
-        first = min(idle)
-        return len(idle) == len(every) >= self._size > 0 or any(has_left(each.stand, first) for each in every)
-
-
-class Proof:
-    """Two questions for stacks, and what was answered.
-
-    Attributes:
-        is_open: a question has been put, and its answers are not there yet.
-        is_pending: the same, or the next question is to be put.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self._answers: dict[int, dict[int, RankSnapshot]] = {}
-        self._before: dict[int, tuple[int, Stack | None]] | None = None
-        self._next_at = self._began_at = self._wait = 0.0
-
-    @property
-    def is_pending(self) -> bool:
-        return self.is_open or self._before is not None
-
-    def is_due(self, now: float, nodes: set[int]) -> bool:
-        """Whether to put a question; if so, it is put."""
-        if self.is_open and not self.is_answered(nodes) and now - self._began_at < PATIENCE:
-            return False
-        if (self.is_open and self.is_answered(nodes)) or now < self._next_at:
-            return False
-        self.is_open, self._began_at, self._answers = True, now, {}
-        return True
-
-    def take(self, node: int, answers: Mapping[int, RankSnapshot]) -> None:
-        """The ranks of a node that have answered."""
-        self._answers.setdefault(node, {}).update(answers)
-
-    def is_answered(self, nodes: set[int]) -> bool:
-        """Whether all nodes have answered the question of now."""
-        return self.is_open and self._answers.keys() >= nodes
-
-    def give_up(self) -> None:
-        """Somebody works: nothing is to be proved."""
-        self.is_open, self._before, self._wait = False, None, 0.0
-
-    def conclude(self, every: Sequence[RankSnapshot], everyone: bool, now: float) -> Divergence | None:
-        """What two answers prove that are alike; if there was one, the next question is due soon."""
-        answers = {rank: found for node in self._answers.values() for rank, found in node.items()}
-        stands = {each.rank: each.stand for each in every}
-        stacks = {rank: each.stack for rank, each in answers.items() if each.stack is not None}
-        found = strayed(stands, stacks, everyone)
-        seen = {rank: (each.stand.call, each.stack) for rank, each in answers.items()}
-        self.is_open = False
-        if found is not None and self._before == seen:
-            return found
-        self._before = None if found is None else seen
+        every = [*everybody, *(RankSnapshot(stand.rank, now, stand) for stand in self.ended.values())]
+        with self._lock:
+            nodes = self._nodes(now)
+        found = self._proof.seek(every, now, nodes, question)
         if found is None:
-            self._wait = min(LONGEST, 2 * self._wait + 1)
-        self._next_at = now + (self._wait if found is None else AGAIN)
-        return None
+            return None
+        with self._lock:
+            words = [said for said in [caught, *self._caught.values()] if said]
+        return Divergence(words[0]) if words else found

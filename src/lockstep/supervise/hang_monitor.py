@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from lockstep.supervise.hang import (
 )
 from lockstep.supervise.snapshot import GONE, RUNS, SLEEPS, STOPPED, TRACED, RankSnapshot, told
 from lockstep.supervise.stack import ask, ask_stopped, ask_workers, one_line, speak, wipe_line
+from lockstep.supervise.stack_proof import StackProof, is_idle
 from lockstep.supervise.trace_memory import Note, Reading
 
 PERIOD = 1.0
@@ -100,11 +102,17 @@ class HangMonitor:
         self._said: list[tuple[set[str], set[int]]] = []  # of each wait told: where ranks waited, and who was late
         self._reads = threading.RLock()  # a reading takes in words as it goes, and two threads have questions
         self.others = None if hub is None else OtherRanks(hub, size, wake)
+        self._own_proof = StackProof(size)  # of this node alone
 
     @property
-    def is_alarmed(self) -> bool:
-        """Whether a rank is stopped, or a proof under way, so that one should look again soon."""
-        return bool(self._halted) or (self.others is not None and self.others.is_alarmed)
+    def is_proving(self) -> bool:
+        """Whether a proof is under way, so that one should look again at once."""
+        return self._own_proof.is_pending or (self.others is not None and self.others.is_proving)
+
+    @property
+    def has_halted(self) -> bool:
+        """Whether a rank was stopped when it was last seen, so that one should look again soon."""
+        return bool(self._halted)
 
     def is_halted(self, rank: int) -> bool:
         """Whether a rank was stopped when it was last seen."""
@@ -137,6 +145,7 @@ class HangMonitor:
         now: float,
         outside: Sequence[Stand] = (),
         caught: str = "",
+        ending: bool = False,
     ) -> Divergence | None:
         """One look; says why the run has to be ended, if it has.
 
@@ -146,27 +155,34 @@ class HangMonitor:
             now: the moment, on the clock of ``time.monotonic``.
             outside: where the ranks stand that have come out of one.
             caught: what ended a call on this node, and a script has caught.
+            ending: whether a rank has failed or Ctrl-C was pressed: waits are no news then, and only this node's
+                ranks are looked at.
         """
         self.open(inside)
         self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
         limit, kill = _limits(inside.values())
-        looks = min(limit, kill) < math.inf
-        if not looks and self.others is None:
-            return None
+        looks = min(limit, kill) < math.inf and not ending
         with self._reads:
             differing = self._compare_histories() if looks else None
         if differing is not None:
             return self._told(differing)
         own, late = self._snapshots(inside, still, limit, kill, now)
-        if self.others is None:
-            return self._judged(own, late, limit, kill, now)
-        if inside:
-            self.others.looked_at = now
-        everybody = self._exchanged(self.others, own, outside, limit, now, caught)
-        found = self.others.strayed(everybody, now, caught)
+        left = [RankSnapshot(stand.rank, now, stand) for stand in outside]
+        if self.others is None or ending:
+            found = self._own_proof.seek([*own, *left], now, {0}, lambda: self._idle(own, now))
+            everybody = own
+        else:
+            self.others.looked_at = now if inside else self.others.looked_at
+            all_ranks = self.others.exchange([*own, *left], limit, now, self._asked, caught)
+            found = self.others.strayed(all_ranks, now, self._asked, caught)
+            everybody = [each for each in all_ranks if each.stand.inside]
         if found is not None or not looks:
             return found
-        return self._judged([each for each in everybody if each.stand.inside], late, limit, kill, now)
+        return self._judged(everybody, late, limit, kill, now)
+
+    def _idle(self, own: Sequence[RankSnapshot], now: float) -> dict[int, RankSnapshot]:
+        """This node's ranks that do nothing, with their stacks."""
+        return {each.rank: self._asked(each, now, True) for each in own if is_idle(each)}
 
     def _snapshots(
         self, inside: Mapping[int, Stand], still: Mapping[int, float], limit: float, kill: float, now: float
@@ -180,19 +196,6 @@ class HangMonitor:
             for rank, snapshot in snapshots.items():
                 snapshots[rank] = self._asked(snapshot, now)
         return list(snapshots.values()), late
-
-    def _exchanged(
-        self,
-        others: OtherRanks,
-        own: Sequence[RankSnapshot],
-        outside: Sequence[Stand],
-        limit: float,
-        now: float,
-        caught: str,
-    ) -> list[RankSnapshot]:
-        """The ranks of all nodes that are known; the others are told of this node's, those in no call too."""
-        own = [*own, *(RankSnapshot(stand.rank, now, stand) for stand in outside)]
-        return others.exchange(own, limit, now, self._asked, caught)
 
     def _judged(
         self, everybody: list[RankSnapshot], late: list[RankSnapshot], limit: float, kill: float, now: float
@@ -342,9 +345,9 @@ class HangMonitor:
         since = self._waits.get(snapshot.rank)
         return snapshot if since is None else replace(snapshot, held=max(0.0, snapshot.at - since))
 
-    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
-        """With its stack."""
-        if snapshot.state not in (RUNS, SLEEPS):
+    def _asked(self, snapshot: RankSnapshot, now: float, for_proof: bool = False) -> RankSnapshot:
+        """With its stack; for a proof only where none of its threads could go on."""
+        if snapshot.state not in (RUNS, SLEEPS) or (for_proof and _runs(snapshot.stand.process)):
             return snapshot
         stack = ask(snapshot.stand.process, snapshot.stand.answers)
         snapshot = self._spoken(snapshot)
@@ -452,6 +455,18 @@ def _state(process: int) -> str:
         return STATES.get(stat_of(process)[0], SLEEPS)
     except OSError:
         return GONE
+
+
+def _runs(process: int) -> bool:
+    """Whether a thread of a process could go on, if only the processor or a disk had time for it."""
+    try:
+        threads = [int(name) for name in os.listdir(f"/proc/{process}/task")]
+        for thread in threads:
+            if stat_of(f"{process}/task/{thread}")[0] != "S" and thread != threading.get_native_id():
+                return True
+    except OSError:
+        return True
+    return False
 
 
 def _lacks_some(snapshots: list[RankSnapshot], waiting: list[RankSnapshot]) -> bool:

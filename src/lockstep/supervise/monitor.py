@@ -16,11 +16,12 @@ from typing import Any
 from lockstep.launch.processes import FAREWELL as LONGEST
 from lockstep.launch.processes import stat_of
 from lockstep.supervise import signals
-from lockstep.supervise.causes import Cause, Divergence, Stand, located, named, strayed, was_caught
-from lockstep.supervise.elsewhere import QUIET, QUIET_AT_FIRST, OtherNodes
+from lockstep.supervise.causes import Cause, Divergence, Stand, located, named, was_caught
+from lockstep.supervise.elsewhere import OtherNodes
 from lockstep.supervise.hang_monitor import PERIOD, HangMonitor
 from lockstep.supervise.signals import SignalPipe
 from lockstep.supervise.stack import Stack, ask, is_there, wipe_line
+from lockstep.supervise.stack_proof import QUIET
 from lockstep.supervise.status import Mailbox
 
 BUSY = 0.05
@@ -60,11 +61,10 @@ class RankMonitor:
 
     Args:
         mailbox: of the ranks.
-        everyone: whether the ranks of this node are all there are.
         on_verdict: called in the thread when the ranks have to be ended.
         ended: ranks whose processes came to their end and did not fail, with the time.
+        size: ranks of all nodes.
         hub: to the monitors of other nodes; None: there are none, or no way to them.
-        size: ranks of all nodes; 0: nobody knows.
         host: the name of this machine, where it has to be told from others.
 
     Attributes:
@@ -74,18 +74,17 @@ class RankMonitor:
     def __init__(
         self,
         mailbox: Mailbox,
-        everyone: bool,
         on_verdict: Callable[[Verdict], None],
         ended: Callable[[], dict[int, float]],
+        size: int,
         hub: OtherNodes | None = None,
-        size: int = 0,
         host: str = "",
     ) -> None:
         self.host = host
         self.signal_pipe = SignalPipe()
         self.interrupted_at: float | None = None
         self._mailbox = mailbox
-        self._everyone = everyone
+        self._size = size
         self._on_verdict = on_verdict
         self._ended = ended
         self._presses = 0
@@ -96,7 +95,6 @@ class RankMonitor:
         self._seconds: dict[int, float] = {}  # for which each rank has not worked
         self._looked_at = 0.0
         self.hangs = HangMonitor(hub, size, self.signal_pipe.wake)
-        self._asked_at, self._wait = 0.0, 0.0
         self._opens_until = math.inf
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
 
@@ -126,16 +124,18 @@ class RankMonitor:
     def last(self) -> dict[str, Any] | None:
         """What is to be said of this node's ranks in its farewell."""
         others, own = self.hangs.others, self.own_stands()
-        return None if others is None else others.last(own.values(), self._caught(own))
+        return None if others is None else others.last(own.values(), self._told(self._caught(own)))
 
     @property
     def caught_elsewhere(self) -> str:
         """What ended a call on a node that has said farewell, and was no failure there; ""."""
         return "" if self.hangs.others is None else self.hangs.others.caught_at_end
 
-    def _caught(self, stands: Mapping[int, Stand]) -> str:
+    def _caught(self, stands: Mapping[int, Stand]) -> Cause | None:
         """What ended a call on this node, and a script has caught."""
-        caught = next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
+        return next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
+
+    def _told(self, caught: Cause | None) -> str:
         return "" if caught is None else located(caught, self.host)
 
     def own_stands(self) -> dict[int, Stand]:
@@ -158,7 +158,7 @@ class RankMonitor:
     def _await_period(self) -> None:
         """Sleep until the next look, or a signal. Traces are opened as soon as ranks say where they lie: a rank that
         dies in its first second takes an unopened one with it."""
-        until = time.monotonic() + (PERIOD / 4 if self._is_alarmed else PERIOD)
+        until = time.monotonic() + self._seconds_to_next()
         while (left := until - time.monotonic()) > 0:
             if time.monotonic() < self._opens_until:
                 stands = self._mailbox.stands()
@@ -169,11 +169,12 @@ class RankMonitor:
             if select.select([self.signal_pipe], [], [], left)[0]:
                 return
 
-    @property
-    def _is_alarmed(self) -> bool:
-        """Whether to look again soon; on several nodes also when a rank begins to wait, since more has to be asked."""
+    def _seconds_to_next(self) -> float:
+        """Seconds to the next look: fewer while a proof is under way, a rank is stopped, or one begins to wait."""
+        if self.hangs.is_proving:
+            return PERIOD / 10
         begins = any(PERIOD <= still < 2 * QUIET for still in self._seconds.values())
-        return self.hangs.is_alarmed or (begins and self.hangs.others is not None)
+        return PERIOD / 4 if begins or self.hangs.has_halted else PERIOD
 
     def _look(self) -> Verdict | None:
         stands, now = self.stands(), time.monotonic()
@@ -192,24 +193,26 @@ class RankMonitor:
         ):  # this process was stopped, or starved: what it knows of time is worth nothing
             self._stillness.clear()
             self.hangs.forget()
-        still = {rank for rank, stand in inside.items() if self._is_still(stand, now)}
-        return self._failed(inside, now) or self._diverged(stands, inside, still, now) or self._hung(inside, now)
+        self._seconds = {rank: self._seconds_still(stand, now) for rank, stand in inside.items()}
+        return self._failed(inside, now) or self._hung(inside, now) or self._cannot_be_stopped(inside, now)
 
     def _hung(self, inside: dict[int, Stand], now: float) -> Verdict | None:
         """Ranks that wait for what their traces say cannot come, or for too long."""
-        notes, others = self._mailbox.read(), self.hangs.others
-        if self._presses or any(cause.rank in inside for cause in notes if cause.call):
-            return None  # it is ending
-        own = self.own_stands()
+        others, own = self.hangs.others, self.own_stands()
         if not inside and (others is None or not own):
             return None
+        failed = any(cause.rank in inside for cause in self._mailbox.read() if cause.call)
+        ending = bool(self._presses) or failed
         outside = [stand for stand in own.values() if not stand.inside]
-        found = self.hangs.look(inside, self._seconds, now, outside, self._caught(own) if outside else "")
-        return None if found is None else Verdict(found)
+        caught = self._caught(own) if outside else None
+        found = self.hangs.look(inside, self._seconds, now, outside, self._told(caught), ending)
+        if found is None:
+            return None
+        return Verdict(caught if caught is not None and others is None else found, self.interrupted_at is not None)
 
     def _pass_on(self, inside: dict[int, Stand], now: float) -> Verdict | None:
         if self.interrupted_at is None:
-            self.interrupted_at, self._wait = now, 0.0
+            self.interrupted_at = now
         for stand in inside.values():
             if stand.process != os.getpid() and is_there(stand.answers):
                 signals.pass_on(stand.process)
@@ -245,42 +248,15 @@ class RankMonitor:
                 return Verdict(None if cause.lost else cause)
         return None
 
-    def _diverged(
-        self, stands: dict[int, Stand], inside: dict[int, Stand], still: set[int], now: float
-    ) -> Verdict | None:
-        """Ranks that wait for what cannot come."""
-        if not still:
-            self._wait = 0.0
-            return None
-        if not self._is_time_to_ask(stands, inside, still, now):
-            return None
-        stacks = _alike(_ask(inside, still), inside, still)
-        self._asked_at, self._wait = now, min(60.0, 2 * self._wait + 1)
-        found = strayed(stands, stacks, self._everyone)
-        if found is not None:
-            own = [cause for cause in self._mailbox.read() if was_caught(cause, stands)]
-            return Verdict(own[0] if own else found, self.interrupted_at is not None)
-        return self._cannot_be_stopped(stacks, inside, now)
-
-    def _is_time_to_ask(
-        self, stands: Mapping[int, Stand], inside: Mapping[int, Stand], still: set[int], now: float
-    ) -> bool:
-        """Whether ranks may wait for what cannot come, and were not asked a moment ago."""
-        someone_left = any(stand.ended or not stand.inside for stand in stands.values())
-        if not someone_left and still != inside.keys() and len({stand.call for stand in inside.values()}) == 1:
-            return False
-        if now - self._asked_at < (self._wait if self.interrupted_at is None else PERIOD):
-            return False
-        return not any(_runs(inside[rank].process) for rank in still)
-
-    def _cannot_be_stopped(
-        self, stacks: Mapping[int, Stack], inside: Mapping[int, Stand], now: float
-    ) -> Verdict | None:
+    def _cannot_be_stopped(self, inside: Mapping[int, Stand], now: float) -> Verdict | None:
         """After Ctrl-C: all ranks wait, so that none comes to where it would stop."""
-        waiting = {rank: stack for rank, stack in stacks.items() if stack.waits}
-        patience = QUIET if self._everyone else LONGEST  # ranks elsewhere may have more to do
-        asked_to_end = self.interrupted_at is not None and now - self.interrupted_at >= patience
-        if not asked_to_end or waiting.keys() != inside.keys():
+        patience = QUIET if len(inside) >= self._size else LONGEST  # ranks elsewhere may have more to do
+        if self.interrupted_at is None or now - self.interrupted_at < patience or self.hangs.is_proving:
+            return None
+        if any(self._seconds[rank] < QUIET for rank in inside):
+            return None
+        waiting = _waiting(inside)
+        if waiting.keys() != inside.keys():
             return None
         rank, stack = next(iter(waiting.items()))
         where = stack.described(inside[rank].location)
@@ -288,26 +264,15 @@ class RankMonitor:
             Divergence(f"{named(sorted(waiting))} waited in {where} and could not be stopped in order"), True
         )
 
-    def _is_still(self, stand: Stand, now: float) -> bool:
-        """Whether a rank has not worked for a while."""
-        stillness = self._stillness.setdefault(stand.rank, _Stillness())
-        seconds = self._seconds[stand.rank] = stillness.seconds(stand.process, now)
-        connects = stand.hang_timeout is None and stand.hang_kill is None
-        return seconds >= (QUIET_AT_FIRST if connects else QUIET)
+    def _seconds_still(self, stand: Stand, now: float) -> float:
+        """Seconds for which a rank has not worked."""
+        return self._stillness.setdefault(stand.rank, _Stillness()).seconds(stand.process, now)
 
 
-def _ask(inside: dict[int, Stand], ranks: set[int]) -> dict[int, Stack]:
-    answers = {rank: ask(inside[rank].process, inside[rank].answers) for rank in sorted(ranks)}
-    return {rank: stack for rank, stack in answers.items() if stack is not None}
-
-
-def _alike(stacks: dict[int, Stack], inside: dict[int, Stand], ranks: set[int]) -> dict[int, Stack]:
-    """Those that answer the same a moment later."""
-    if not any(stack.waits for stack in stacks.values()):
-        return stacks
-    time.sleep(0.2)
-    again = _ask(inside, ranks)
-    return {rank: stack for rank, stack in stacks.items() if again.get(rank) == stack}
+def _waiting(inside: Mapping[int, Stand]) -> dict[int, Stack]:
+    """The ranks that wait for others, with their stacks."""
+    answers = {rank: ask(stand.process, stand.answers) for rank, stand in inside.items()}
+    return {rank: stack for rank, stack in answers.items() if stack is not None and stack.waits}
 
 
 class _Stillness:
@@ -324,18 +289,6 @@ class _Stillness:
             self._since = now
         self._used, self._at = used, now
         return now - self._since
-
-
-def _runs(process: int) -> bool:
-    """Whether a thread of a process could go on, if only the processor or a disk had time for it."""
-    try:
-        threads = [int(name) for name in os.listdir(f"/proc/{process}/task")]
-        for thread in threads:
-            if stat_of(f"{process}/task/{thread}")[0] != "S" and thread != threading.get_native_id():
-                return True
-    except OSError:
-        return True
-    return False
 
 
 def _processor_time(process: int) -> tuple[float, bool]:

@@ -93,15 +93,13 @@ class Supervisor:
             lambda rank: self._monitor.hangs.waits_since(rank),
         )
         self._processes.hurries = self._starts
-        everyone = order["local_size"] == order["size"]
         self._nodes = Nodes(self._node, order["nodes"], self._put, self._follow, order["scheduled"])
         self._monitor = RankMonitor(
             mailbox,
-            everyone,
             lambda found: self._put("verdict", found),
             lambda: self._processes.ended,
-            self._nodes.hub,
             order["size"],
+            self._nodes.hub,
             self._nodes.host,
         )
         if self._nodes.hub is not None:
