@@ -167,18 +167,38 @@ class HangMonitor:
         if differing is not None:
             return self._told(differing)
         own, late = self._snapshots(inside, still, limit, kill, now)
+        if inside and self.others is not None and not ending:
+            self.others.looked_at = now
         left = [RankSnapshot(stand.rank, now, stand) for stand in outside]
-        if self.others is None or ending:
-            found = self._own_proof.seek([*own, *left], now, {0}, lambda: self._idle(own, now))
-            everybody = own
-        else:
-            self.others.looked_at = now if inside else self.others.looked_at
-            all_ranks = self.others.exchange([*own, *left], limit, now, self._asked, caught)
-            found = self.others.strayed(all_ranks, now, self._asked, caught)
-            everybody = [each for each in all_ranks if each.stand.inside]
+        everybody, found = self._strayed(own, left, limit, now, None if ending else self.others, caught)
         if found is not None or not looks:
             return found
-        return self._judged(everybody, late, limit, kill, now)
+        return self._judged([each for each in everybody if each.stand.inside], late, limit, kill, now)
+
+    def _strayed(
+        self,
+        own: Sequence[RankSnapshot],
+        left: Sequence[RankSnapshot],
+        limit: float,
+        now: float,
+        others: OtherRanks | None,
+        caught: str,
+    ) -> tuple[Sequence[RankSnapshot], Divergence | None]:
+        """The ranks of all nodes that are asked, and what their stacks prove.
+
+        Args:
+            own: this node's ranks in a call.
+            left: those that have come out of one.
+            limit: seconds after which a wait is told to the user.
+            now: the moment.
+            others: to be asked, too.
+            caught: as of `look`.
+        """
+        if others is None:
+            everybody: Sequence[RankSnapshot] = [*own, *left]
+            return everybody, self._own_proof.seek(everybody, now, {0}, lambda: self._idle(own, now))
+        everybody = others.exchange([*own, *left], limit, now, self._asked, caught)
+        return everybody, others.strayed(everybody, now, self._asked, caught)
 
     def _idle(self, own: Sequence[RankSnapshot], now: float) -> dict[int, RankSnapshot]:
         """This node's ranks that do nothing, with their stacks."""
