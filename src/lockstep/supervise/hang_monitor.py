@@ -159,7 +159,6 @@ class HangMonitor:
                 ranks are looked at.
         """
         self.open(inside)
-        self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
         limit, kill = _limits(inside.values())
         looks = min(limit, kill) < math.inf and not ending
         with self._reads:
@@ -167,8 +166,6 @@ class HangMonitor:
         if differing is not None:
             return self._told(differing)
         own, late = self._snapshots(inside, still, limit, kill, now)
-        if inside and self.others is not None and not ending:
-            self.others.looked_at = now
         left = [RankSnapshot(stand.rank, now, stand) for stand in outside]
         everybody, found = self._strayed(own, left, limit, now, None if ending else self.others, caught)
         if found is not None or not looks:
@@ -197,6 +194,8 @@ class HangMonitor:
         if others is None:
             everybody: Sequence[RankSnapshot] = [*own, *left]
             return everybody, self._own_proof.seek(everybody, now, {0}, lambda: self._idle(own, now))
+        if own:
+            others.looked_at = now
         everybody = others.exchange([*own, *left], limit, now, self._asked, caught)
         return everybody, others.strayed(everybody, now, self._asked, caught)
 
@@ -208,6 +207,7 @@ class HangMonitor:
         self, inside: Mapping[int, Stand], still: Mapping[int, float], limit: float, kill: float, now: float
     ) -> tuple[list[RankSnapshot], list[RankSnapshot]]:
         """This node's ranks in a call, with their stacks where it is time for that; and those that are stopped."""
+        self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
         snapshots = {rank: self._snapshot(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()}
         if limit < math.inf:
             snapshots = {each.rank: each for each in outrun(list(snapshots.values()), limit)}
