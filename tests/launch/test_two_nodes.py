@@ -139,6 +139,16 @@ def test_a_rank_that_works_or_does_not_answer_proves_nothing() -> None:
     assert world.proves(20) is not None
 
 
+def test_a_rank_that_cannot_answer_for_a_moment_is_asked_again_soon() -> None:
+    """Each such moment doubled the time to the next question: on a busy machine nothing was proved for ten seconds."""
+    world = World()
+    world.wait(0, IN_BARRIER)
+    world.wait(1, None)
+    assert world.proves(8) is None
+    world.wait(1, REDUCING)
+    assert world.proves(6) is not None  # three seconds
+
+
 def test_a_rank_that_has_left_its_call_on_another_node_is_named() -> None:
     world = World(3)
     world.wait(1, REDUCING)

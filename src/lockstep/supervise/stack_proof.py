@@ -18,6 +18,9 @@ QUIET_AT_FIRST = 3.0
 AGAIN = 0.3
 """Seconds from the answers to one question to the next question."""
 
+SOON = 1.0
+"""Seconds to the next question at the least where a rank that does nothing could not answer."""
+
 UNANSWERED = 5.0
 """Seconds after which a question that some node has not answered is put anew."""
 
@@ -116,7 +119,8 @@ class StackProof:
         seen = {rank: (each.stand.call, each.stack) for rank, each in answers.items()}
         self._is_open = False
         if found is None:
-            self._before, self._wait = None, min(LONGEST, 2 * self._wait + 1)
+            is_whole = all(each.rank in stacks for each in every if is_idle(each))  # else one was busy for a moment
+            self._before, self._wait = None, min(LONGEST, 2 * self._wait + 1) if is_whole else max(self._wait, SOON)
             self._next_at = now + self._wait
             return None
         if self._before == seen:
