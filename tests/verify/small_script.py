@@ -38,6 +38,7 @@ for epoch in range(3):
 dist.destroy_process_group()
 """
 
+LOOP = SCRIPT[SCRIPT.index("for epoch") : SCRIPT.index("dist.destroy")]
 MODEL = "DistributedDataParallel(make_model())"
 LOSS = "F.mse_loss(model(x), y)"
 SHARED_OUT = """\

@@ -11,7 +11,7 @@ from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
 from lockstep.verify.processes import Patience, Server
 from lockstep.verify.runs import Request
 from lockstep.verify.verification import verify
-from tests.verify.small_script import LOSS, MODEL, SET_EPOCH, SHARED_OUT, STEP, Changes, changed, line_of
+from tests.verify.small_script import LOOP, LOSS, MODEL, SET_EPOCH, SHARED_OUT, STEP, Changes, changed, line_of
 
 SCRIPTS = Path(__file__).parent / "scripts/bugs"
 Certify = Callable[[str], Certificate]
@@ -258,11 +258,7 @@ make_model()
 from torch.distributed.fsdp import FullyShardedDataParallel
 model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
 """
-LOOP = """\
-for epoch in range(3):
-    sampler.set_epoch(epoch)
-    for i, (x, y) in enumerate(loader):
-"""
+LOOP_HEAD = LOOP[: LOOP.index("        loss")]
 ENDLESS = """\
 def batches():
     epoch = 0
@@ -288,7 +284,7 @@ HEALTHY: dict[str, Changes] = {
         (STEP, STEP.replace("optimizer.step()", "model.clip_grad_norm_(1.0)") + STEP),
     ),
     "an accumulation that follows the ranks, of batches without end": (
-        (LOOP, ENDLESS),
+        (LOOP_HEAD, ENDLESS),
         (LOSS, f"{LOSS} / (4 // world)"),
         (CLEAR, "        if i == 0: optimizer.zero_grad()"),
         (STEP, STEP.replace("optimizer", "if i + 1 == 4 // world: optimizer")),

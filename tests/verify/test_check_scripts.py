@@ -189,13 +189,12 @@ def test_metric_counts_samples_twice(tmp_path: Path, record: Recorder) -> None:
 @pytest.mark.slow
 def test_resume_repeats_the_first_order(tmp_path: Path, record: Recorder) -> None:
     path = SCRIPTS / "bugs" / "resume_first_order.py"
-    whole = record(tmp_path / "whole", path, 2, 12, "--checkpoint", "whole.pt")
-    expected = reference(path, "resume_first_order", 2, whole, 12)
-    assert max(distances(whole, expected)) < 1e-10, "undisturbed, it is right"
-    record(tmp_path / "first", path, 2, 7, "--checkpoint", "stopped.pt")  # stopped in the third epoch of three steps
+    first = record(tmp_path / "first", path, 2, 7, "--checkpoint", "stopped.pt")  # stopped in the third epoch of three
+    expected = reference(path, "resume_first_order", 2, first, 12)
+    assert max(distances(first, expected[:7])) < 1e-10, "undisturbed, it is right"
     second = record(tmp_path / "second", path, 2, 6, "--checkpoint", "stopped.pt")
     assert distances(second, expected[6:])[0] > 1e-4
-    again = [torch.equal(a, b) for a, b in zip(second.inputs[0], whole.inputs[0], strict=False)]
+    again = [torch.equal(a, b) for a, b in zip(second.inputs[0], first.inputs[0], strict=False)]
     assert all(again[:6]), "it reads the batches of the first epochs again"
 
 

@@ -6,8 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import wrap
 
 ALIKE, DIFFERENT, UNKNOWN = "alike", "different", "could not tell"
+_WIDTH = 140
+"""Letters in a line of the picture."""
 EXIT_CODES = {ALIKE: 0, DIFFERENT: 1, UNKNOWN: 2}
 
 
@@ -112,22 +115,26 @@ def write(certificates: Sequence[Certificate], folder: Path) -> list[Path]:
 
 
 def _picture(certificates: Sequence[Certificate], path: Path) -> Path | None:
-    """The differences of gradients over steps; None where nothing differs or matplotlib is not installed."""
+    """What differs, in words and over steps; None where nothing does or matplotlib is not installed."""
     told = [each for each in certificates if each.verdict == DIFFERENT and any(each.course)]
     if not told:
         return None
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         return None
-    figure = Figure(figsize=(6, 3.2), layout="constrained")
-    axes = figure.add_subplot()
+    lines = [part for line in str(told[0]).splitlines() for part in wrap(line, _WIDTH, subsequent_indent="    ")]
+    height = 0.16 * len(lines) + 2.8  # inches: a line of words, and the axes
+    figure = Figure(figsize=(10, height))
+    figure.text(0.02, 1 - 0.15 / height, "\n".join(lines), family="monospace", fontsize=8, va="top", linespacing=1.3)
+    axes = figure.add_axes((0.11, 0.5 / height, 0.86, 2.0 / height))
     for each in told:
         axes.plot([max(size, 1e-17) for size in each.course], "o-", label=f"{each.devices} ranks")
     axes.set_yscale("log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("difference of gradients\n(part of the largest)")
-    axes.set_title(told[0].first[:80], fontsize=9)
     axes.legend()
     figure.savefig(path, dpi=120)
     return path

@@ -20,7 +20,7 @@ from lockstep.verify.functions import Functions
 from lockstep.verify.groups import Groups
 from lockstep.verify.imports import Imports
 from lockstep.verify.loaders import Loaders
-from lockstep.verify.settings import HOME, Settings, is_users, short
+from lockstep.verify.settings import HOME, Settings, is_users, location, short
 from lockstep.verify.steps import Steps
 from lockstep.verify.watch import Stop, Watch, put
 
@@ -43,6 +43,7 @@ def run(settings: Settings) -> None:
     for each in (Loaders(watch), forwards, Steps(watch, forwards), Groups(watch), imports):
         each.install()
     put(torch, "compile", _as_it_is)
+    sys.addaudithook(partial(_see_process, watch))
     try:
         with Functions(watch):
             _start(list(settings.words))
@@ -66,6 +67,12 @@ def _see_sharded(watch: Watch, forwards: Forwards, module: ModuleType) -> None:
     """Change torch's module of sharded wrappers when it is imported."""
     mixed_precision.leave_out(watch, module)
     forwards.see_sharded(module)
+
+
+def _see_process(watch: Watch, event: str, args: tuple[object, ...]) -> None:
+    """Note that the script starts another process of Python."""
+    if event == "subprocess.Popen" and "python" in os.path.basename(str(args[0])):
+        watch.journal.note_once("process", where=location())
 
 
 def _as_it_is(model: object = None, *args: object, **kwargs: object) -> object:

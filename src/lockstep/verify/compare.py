@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -305,50 +306,45 @@ class Numbers:
 
     def _look_for_nothing(self) -> None:
         """Runs that agree because nothing happens in them."""
-        sizes: dict[str, float] = {}
+        sizes: dict[str, list[float]] = defaultdict(list)  # by parameter, those of the gradients that are there
         elements: dict[str, int] = {}
-        reached: set[str] = set()
+        last: dict[int, Tensors] = {}  # by optimizer, its parameters
         moved = False
         for event in self.ranks.first.steps:
             gradients = self.ranks.whole("gradients", event["update"])[0]
             after = self.ranks.whole("parameters", event["update"])[0]
-            before = self._before(event)
+            number = event["optimizer"]
+            before = last.get(number) or self.ranks.whole("first", number)[0]
+            last[number] = after
             for key in event["trainable"]:
-                name, value = event["names"][key], gradients.get(key)
-                sizes[name] = _larger(sizes.get(name, 0.0), _largest(value))
+                own, value = sizes[event["names"][key]], gradients.get(key)
                 if value is not None:
-                    reached.add(name)
-                elements[name] = _number_of(after.get(key))
+                    own.append(_largest(value))
+                elements[event["names"][key]] = _number_of(after.get(key))
                 moved = moved or _is_moved(before.get(key), after.get(key))
-        zero = [name for name, size in sizes.items() if size == 0.0]
-        self.result.untouched = [name for name in zero if name not in reached]
-        self.result.zero = [name for name in zero if name in reached]
+        zero = [name for name, own in sizes.items() if not any(own)]
+        self.result.untouched = [name for name in zero if not sizes[name]]
+        self.result.zero = [name for name in zero if sizes[name]]
         self.result.zero_share = sum(elements[name] for name in zero) / max(sum(elements.values()), 1)
-        self._say_vacuous(sizes, moved)
+        self._say_vacuous([size for own in sizes.values() for size in own], moved)
 
-    def _say_vacuous(self, sizes: dict[str, float], moved: bool) -> None:
+    def _say_vacuous(self, sizes: Sequence[float], moved: bool) -> None:
         """Say why an agreement means nothing.
 
         Args:
-            sizes: of each parameter's gradients.
+            sizes: of all gradients.
             moved: whether a step has changed a parameter.
         """
         events = self.ranks.first.steps
-        if any(not math.isfinite(size) for size in sizes.values()):
+        losses = {event["loss"] for event in self.ranks.first.of("backward")} - {None}
+        if not all(map(math.isfinite, sizes)):
             self.result.vacuous.append("gradients are not finite")
-        elif sizes and not any(sizes.values()):
+        elif self.result.untouched + self.result.zero and not any(sizes):
             self.result.vacuous.append(_why_nothing(events, self.result.untouched))
         elif events and not moved:
             self.result.vacuous.append("no parameter is changed by a step (is the learning rate 0?)")
-        losses = {event["loss"] for event in self.ranks.first.of("backward") if event["loss"] is not None}
-        if len(events) > 1 and len(losses) == 1 and not self.result.vacuous:
-            self.result.vacuous.append(f"the loss is {next(iter(losses)):g} at every step")
-
-    def _before(self, event: Event) -> Tensors:
-        if event["number"] == 0:
-            return self.ranks.whole("first", event["optimizer"])[0]
-        earlier = [each for each in self.ranks.first.steps if each["optimizer"] == event["optimizer"]]
-        return self.ranks.whole("parameters", earlier[event["number"] - 1]["update"])[0]
+        elif len(events) > 1 and len(losses) == 1:
+            self.result.vacuous.append(f"the loss is {losses.pop():g} at every step")
 
     def _found(self, difference: Difference) -> None:
         self.result.differences.append(difference)
@@ -429,11 +425,6 @@ def _number_of(value: Tensor | None) -> int:
 
 def _is_moved(before: Tensor | None, after: Tensor | None) -> bool:
     return before is not None and after is not None and not torch.equal(before, after)
-
-
-def _larger(size: float, other: float) -> float:
-    """The larger of two sizes; NaN where one is."""
-    return other if math.isnan(other) or other > size else size
 
 
 def _largest(value: Tensor | None) -> float:

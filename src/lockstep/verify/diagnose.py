@@ -56,7 +56,7 @@ class Shares:
 
     def rounded(self) -> list[float]:
         """The weights of all ranks' micro-batches."""
-        return [round(weight, 3) for weight in self.weights.reshape(-1).tolist()]
+        return [round(weight, 3) + 0.0 for weight in self.weights.reshape(-1).tolist()]
 
 
 class Parts:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -171,7 +172,8 @@ def run(server: Server, settings: Settings, patience: Patience, together: int = 
         patience: how long that may take.
         together: how many run at a time; 0: all.
     """
-    ranks = [replace(settings, rank=rank) for rank in range(settings.world)]
+    port = _free_port()
+    ranks = [replace(settings, rank=rank, port=port) for rank in range(settings.world)]
     together = together or settings.world
     groups = [ranks[first : first + together] for first in range(0, len(ranks), together)]
     return [ending for group in groups for ending in _run(server, group, patience)]
@@ -189,6 +191,14 @@ def _run(server: Server, ranks: Sequence[Settings], patience: Patience) -> list[
     return [_ending(folder, process.poll(), stuck) for folder, process in zip(folders, processes, strict=True)]
 
 
+def _free_port() -> int:
+    """A port at which nobody listens: the ranks meet at a file, and scripts may look whether it is free."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def _environ(settings: Settings) -> dict[str, str]:
     """The variables of a rank, as torchrun sets them."""
     return {
@@ -198,7 +208,7 @@ def _environ(settings: Settings) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(settings.world),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",  # nobody listens: the ranks meet at a file
+        "MASTER_PORT": str(settings.port),
         "TORCHELASTIC_RUN_ID": "verify",
     }
 

@@ -30,6 +30,9 @@ def of_ranks(ranks: Recording, steps: int) -> str:
         if reason:
             return reason
     if not any(rank.steps for rank in ranks.ranks):
+        started = ranks.first.where("process")
+        if started:
+            return f"the script trains in processes that it starts ({started}), and no other is watched: {_PROCESSES}"
         if ranks.has("backward"):
             return (
                 "the script calls backward and never the step() of a torch.optim.Optimizer: nothing can be compared; "
@@ -48,6 +51,7 @@ def of_ranks(ranks: Recording, steps: int) -> str:
     return ""
 
 
+_PROCESSES = "verify the script that they run, with their arguments"
 NO_LOADER = (
     "the data come from no torch DataLoader, so that one process cannot be fed what the ranks got, and by its own "
     "choice it trains something else: put them behind a DataLoader"
@@ -91,6 +95,11 @@ def _of_failure(who: str, rank: RankRecording) -> str:
         return (
             f"the script needs a GPU{where} ({ending.short}), and is verified on the CPU: let it take the CPU where "
             "torch.cuda.is_available() is False"
+        )
+    started = rank.where("process")
+    if started:
+        return (
+            f"{who} failed{where}: {ending.short}: it starts processes ({started}), and does so as a rank: {_PROCESSES}"
         )
     if ending.message.startswith("exit code"):
         return f"{who} ended with {ending.message}: {told[-1] if told else 'nothing was said'}"

@@ -37,6 +37,7 @@ class Settings:
         overrides: what is switched off or told otherwise: "clipping", "rank in modules", "randomness", "world size".
         once: loaders of which a sample that comes on several ranks is fed once.
         home: the folder in which the user is; the script runs in a copy of it.
+        port: where the script is told that ranks meet.
         threads: how many threads torch takes.
         simulated: whether the other ranks are not there, and collectives send nothing.
     """
@@ -56,6 +57,7 @@ class Settings:
     overrides: tuple[str, ...] = ()
     once: tuple[int, ...] = ()
     home: str = ""
+    port: int = 0
     threads: int = 1
     simulated: bool = False
 

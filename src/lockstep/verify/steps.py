@@ -239,9 +239,11 @@ class Steps:
         for parameter in parameters:
             key = self._keys[id(parameter)]
             parts = [value for value in (values.get(key) for values in found) if isinstance(value, Tensor)]
-            if not parts or type(parameter.data) is not Tensor or f"once {key}" in self.watch.settings.overrides:
+            if not parts or type(parameter.data) is not Tensor:
                 continue
             value = aligned(parts, parameter.detach())[0]
+            if f"once {key}" in self.watch.settings.overrides:
+                value = torch.stack(parts).sum(0)  # of which each rank has a share
             if value is not None and value.shape == parameter.shape:
                 parameter.data.copy_(value)
 
