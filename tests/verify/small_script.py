@@ -48,6 +48,35 @@ loader = DataLoader(data, 8, sampler=sampler)
 SET_EPOCH = "    sampler.set_epoch(epoch)\n"
 STEP = "        optimizer.step()\n"
 
+LOCKSTEP = """\
+import lockstep, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(lockstep.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+
+    def training_step(self, batch, i):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+torch.manual_seed(0)
+x = torch.randn(150, 8)
+loader = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 10, shuffle=True)
+flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=2)
+trainer = lockstep.Trainer(
+    accelerator="cpu", devices=2, strategy="fsdp", precision="bf16-mixed", gradient_clip_val=0.5, **flags
+)
+trainer.fit(Net(), loader)
+"""
+"""Another script, of lockstep's Trainer with sharded parameters."""
+
 Changes = tuple[tuple[str, str], ...]
 
 

@@ -11,7 +11,18 @@ from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
 from lockstep.verify.processes import Patience, Server
 from lockstep.verify.runs import Request
 from lockstep.verify.verification import verify
-from tests.verify.small_script import LOOP, LOSS, MODEL, SET_EPOCH, SHARED_OUT, STEP, Changes, changed, line_of
+from tests.verify.small_script import (
+    LOCKSTEP,
+    LOOP,
+    LOSS,
+    MODEL,
+    SET_EPOCH,
+    SHARED_OUT,
+    STEP,
+    Changes,
+    changed,
+    line_of,
+)
 
 SCRIPTS = Path(__file__).parent / "scripts/bugs"
 Certify = Callable[[str], Certificate]
@@ -298,35 +309,6 @@ def test_a_healthy_script_is_alike(name: str, certify: Certify) -> None:
     """They failed, were called different, or went on without end."""
     certificate = certify(changed(*HEALTHY[name]))
     assert certificate.verdict == ALIKE, str(certificate)
-
-
-LOCKSTEP = """\
-import lockstep, torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-
-class Net(lockstep.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
-
-    def training_step(self, batch, i):
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-torch.manual_seed(0)
-x = torch.randn(150, 8)
-loader = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 10, shuffle=True)
-flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=2)
-trainer = lockstep.Trainer(
-    accelerator="cpu", devices=2, strategy="fsdp", precision="bf16-mixed", gradient_clip_val=0.5, **flags
-)
-trainer.fit(Net(), loader)
-"""
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from lockstep.verify.recordings import RankRecording, Recording
 from lockstep.verify.runs import Request, Runs
 from lockstep.verify.simulation import Simulation
 from lockstep.verify.verification import verify
-from tests.verify.small_script import LOSS, MODEL, STEP, changed
+from tests.verify.small_script import LOCKSTEP, LOSS, MODEL, STEP, changed
 
 Events = list[dict[str, object]]
 GROUP: dict[str, object] = {"kind": "group", "where": "train.py:1"}
@@ -139,3 +139,13 @@ def test_six_ranks_are_simulated(
     certificate = verify(request, Simulation, server)
     assert certificate.verdict == verdict, str(certificate)
     assert words in str(certificate)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_of_a_trainer_are_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    """They read what rank 0 has broadcast: ranks that ran beside it found nothing."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(LOCKSTEP)
+    certificate = verify(Request(("train.py",), 4, patience=Patience(60.0, 300.0)), Simulation, server)
+    assert certificate.verdict == ALIKE, str(certificate)

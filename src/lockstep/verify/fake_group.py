@@ -25,21 +25,22 @@ def store() -> dist.Store:
 
 
 def install(watch: Watch) -> None:
-    """Let ranks read what rank 0, which has run before them, has broadcast: they would go on with what is in memory."""
-    broadcasts = _Broadcasts(watch)
-    put(dist, "broadcast", broadcasts.of_tensors(dist.broadcast))
-    put(dist, "broadcast_object_list", broadcasts.of_objects(dist.broadcast_object_list))
+    """Let ranks read what rank 0, which has run before them, has sent: they would go on with what is in memory."""
+    sent = _Sent(watch)
+    put(dist, "broadcast", sent.of_tensors(dist.broadcast))
+    put(dist, "broadcast_object_list", sent.of_objects(dist.broadcast_object_list))
+    put(dist, "scatter_object_list", sent.scattered(dist.scatter_object_list))
 
 
-class _Broadcasts:
-    """What rank 0 broadcasts, in order: written down by it, and read by the others.
+class _Sent:
+    """What rank 0 broadcasts and scatters, in order: written down by it, and read by the others.
 
     Args:
         watch: of this process.
     """
 
     def __init__(self, watch: Watch) -> None:
-        self._own = watch.settings.rank == 0
+        self._rank = watch.settings.rank
         self._folder = Path(watch.settings.folder) / "broadcasts"
         self._folder.mkdir(exist_ok=True)
         self._number = 0
@@ -68,10 +69,21 @@ class _Broadcasts:
 
         return broadcast
 
+    def scattered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`scatter_object_list`, which gives a rank its part of rank 0's objects."""
+
+        @functools.wraps(function)
+        def scatter(scatter_object_output_list: list[Any], scatter_object_input_list: Any, *_: Any, **__: Any) -> None:
+            found = self._exchange(scatter_object_input_list)
+            if isinstance(found, list):
+                scatter_object_output_list[0] = found[min(self._rank, len(found) - 1)]
+
+        return scatter
+
     def _exchange(self, value: object) -> object:
         self._number += 1
         path = self._folder / f"{self._number}.pt"
-        if self._own:
+        if self._rank == 0:
             torch.save(value, path, pickle_module=pickle)
         return torch.load(path, weights_only=False) if path.exists() else None
 

@@ -170,12 +170,13 @@ def run(server: Server, settings: Settings, patience: Patience, together: int = 
         server: starts processes.
         settings: of all of them.
         patience: how long that may take.
-        together: how many run at a time; 0: all.
+        together: how many run at a time, behind rank 0 alone; 0: all.
     """
     port = _free_port()
     ranks = [replace(settings, rank=rank, port=port) for rank in range(settings.world)]
-    together = together or settings.world
-    groups = [ranks[first : first + together] for first in range(0, len(ranks), together)]
+    groups = [ranks]
+    if together:
+        groups = [ranks[:1], *(ranks[first : first + together] for first in range(1, len(ranks), together))]
     return [ending for group in groups for ending in _run(server, group, patience)]
 
 
