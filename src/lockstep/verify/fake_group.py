@@ -26,13 +26,13 @@ def store() -> dist.Store:
 
 def install(watch: Watch) -> None:
     """Let ranks read what rank 0, which has run before them, has sent: they would go on with what is in memory."""
-    sent = _Sent(watch)
-    put(dist, "broadcast", sent.of_tensors(dist.broadcast))
-    put(dist, "broadcast_object_list", sent.of_objects(dist.broadcast_object_list))
-    put(dist, "scatter_object_list", sent.scattered(dist.scatter_object_list))
+    of_rank_0 = _OfRankZero(watch)
+    put(dist, "broadcast", of_rank_0.of_tensors(dist.broadcast))
+    put(dist, "broadcast_object_list", of_rank_0.of_objects(dist.broadcast_object_list))
+    put(dist, "scatter_object_list", of_rank_0.scattered(dist.scatter_object_list))
 
 
-class _Sent:
+class _OfRankZero:
     """What rank 0 broadcasts and scatters, in order: written down by it, and read by the others.
 
     Args:
