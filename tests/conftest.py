@@ -16,6 +16,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # So does pytest itself: without what it has kept, each of its workers rewrites the asserts of 320 files anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Whether there are GPUs is asked without touching CUDA: copies of a process that has touched it could not use it.
+BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+had_by_nvml = BY_NVML in os.environ
+os.environ.setdefault(BY_NVML, "1")
 gc.disable()  # until torch is imported: it would go through all that is there dozens of times
 
 # scripts/test --device made-up: each process that imports torch, and each that those start, has the device.
@@ -26,8 +30,8 @@ if DEVICE == "madeup":
     sys.path[:0] = _folders
     os.environ["PYTHONPATH"] = os.pathsep.join([*_folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from collections import OrderedDict  # noqa: E402
 from collections.abc import Generator, Iterator  # noqa: E402
+from contextlib import nullcontext  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -41,21 +45,22 @@ from lockstep.ground.rank import forget_warnings  # noqa: E402
 from lockstep.testing import leaks  # noqa: E402
 from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 from tests.accelerator.left_out import why_not  # noqa: E402
+from tests.copies import NURSERY, Copies, Files, by_file  # noqa: E402
 
 gc.enable()
 SECONDS_SLOW = 900
 """The time limit of a test marked slow that sets none; pyproject has that of the others, and some files theirs."""
 
-PRELOAD = (
+PRELOAD = [
     "lockstep.trainer",
     "lockstep.engines.ddp.strategy",
-    "lockstep.engines.sharded.fsdp",
     "lockstep.engines.pipeline.strategy",
-    "torch.distributed.fsdp",
+    "lockstep.engines.sharded.fsdp",
+    "pytest",
     "torch.distributed.pipelining",
-    "torchmetrics",
-)
-"""What most ranks import in their lives, 1.5 s of a processor in each of them."""
+    *(["torchmetrics"] if find_spec("torchmetrics") else []),
+]
+"""What the nursery of ranks imports beside torch; that of copies also what some tests need (tests/preloaded.py)."""
 
 LONG = (
     "tests/launch/test_notebook.py",
@@ -74,12 +79,16 @@ LONG = (
 )
 """Files of few tests that take long. They come early: the last file of a run has to be a short one."""
 
-seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+has_device = DEVICE != "cpu" or torch.cuda.is_available()
+seed_torch = torch.manual_seed if has_device else torch.default_generator.manual_seed
 """Without a device, the former notes the whole stack three times, for the seeds of devices to come."""
 
 # A drawn example may take as long as the machine lets it: a test that fails once in a hundred runs tells nothing.
 settings.register_profile("patient", parent=settings(), deadline=None)
 settings.load_profile("patient")
+
+POOL = pytest.StashKey[RankPool]()
+"""Of the process that shares out the tests: copies of its nursery fork the ranks."""
 
 _failed = pytest.StashKey[bool]()
 
@@ -97,17 +106,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """What is made now stays: no collection of garbage needs to walk torch, pytest and 7,000 tests, now or later."""
     gc.disable()
     try:
         found = yield
-        if "PYTEST_XDIST_WORKER" in os.environ:
+        if session.config.option.copies:
             torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)  # imports torch's compiler
         return found
     finally:
         gc.freeze()
         gc.enable()
+        if not had_by_nvml:
+            os.environ.pop(BY_NVML, None)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -135,38 +146,51 @@ def pytest_runtest_makereport(
     return report
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """By file, as ``--dist loadfile`` does; tests/slurm on one worker: a machine has one such cluster."""
-    from xdist.scheduler import LoadFileScheduling
+def cost(tests: list[pytest.Item]) -> float:
+    """About how long a file takes: a test on ranks takes ten times as long as another."""
+    return sum(1.0 if "ranks" in getattr(test, "fixturenames", ()) else 0.1 for test in tests)
 
-    class LongFirst(OrderedDict[str, dict[str, bool]]):
-        """The files that wait for a worker; the scheduler takes the first, and has put in those of most tests first.
 
-        Every second one is long: all at once they would start more processes than there are processors.
-        """
+def in_order(files: Files) -> Files:
+    """The files in the order in which they begin: the dearest first, as the last ones have to be short.
 
-        def popitem(self, last: bool = True) -> tuple[str, dict[str, bool]]:
-            first = next((file for file in LONG if file in self), None) if len(self) % 2 else None
-            return super().popitem(last) if first is None else (first, self.pop(first))
+    Every second one is of `LONG`: all at once they would start more processes than there are processors.
+    """
+    first = {tests[0].nodeid.partition("::")[0]: tests for tests in files}
+    long = [first[path] for path in LONG if path in first]
+    others = sorted((tests for tests in files if tests not in long), key=cost, reverse=True)
+    pairs = [both for pair in zip(long, others, strict=False) for both in pair]
+    return pairs + long[len(others) :] + others[len(long) :]
 
-    class ByFile(LoadFileScheduling):  # type: ignore[misc]
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            self.workqueue = LongFirst()
 
-        def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return "tests/slurm" if file.startswith("tests/slurm/") else file
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--copies", type=int, default=0, metavar="N", help="run the tests on N copies of this process")
 
-    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Where copies will need ranks, their nursery imports while the other tests are collected."""
+    option, stash = item.config.option, item.config.stash
+    if option.copies and not option.collectonly and POOL not in stash and "ranks" in getattr(item, "fixturenames", ()):
+        value = os.environ.pop(BY_NVML)
+        stash[POOL] = RankPool(0, [*PRELOAD, "tests.preloaded"])
+        os.environ[BY_NVML] = value
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    number = session.config.option.copies
+    if not number or session.testsfailed or session.config.option.collectonly:
+        return None
+    pool = session.config.stash.get(POOL, None)
+    with nullcontext() if pool is None else pool:
+        Copies(session, number, in_order(by_file(session.items)), pool).run()
+    return True
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """The session's rank pool: ``ranks(2).run(fn, *args)`` gives ``[fn(*args) on rank 0, ... on rank 1]``."""
-    preload = [name for name in PRELOAD if find_spec(name.partition(".")[0])]
-    with RankPool(2, preload) as pool:
+    nursery = request.config.stash.get(NURSERY, None)
+    with RankPool(2, () if nursery else PRELOAD, nursery) as pool:
         yield pool
 
 

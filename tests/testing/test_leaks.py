@@ -164,14 +164,27 @@ def test_fails_for_a_reason_of_its_own():
 """
 
 
+ENDS = """
+import os
+
+def test_ends_its_process():
+    os._exit(3)
+
+def test_runs_in_another():
+    pass
+"""
+
+
 def test_the_suites_guard_fails_the_test_that_leaks(tmp_path: Path) -> None:
-    """Runs a small suite under the conftest of this one."""
+    """Runs a small suite under the conftest of this one, on copies: one of them ends within a test."""
     shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
     (tmp_path / "test_leaky.py").write_text(LEAKY)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    (tmp_path / "test_ends.py").write_text(ENDS)
+    command = [sys.executable, "-m", "pytest", "-q", "--copies=2", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # that conftest imports from tests/
     result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path, env=environ)
-    assert "1 failed, 2 passed, 1 error" in result.stdout, result.stdout + result.stderr
+    assert "2 failed, 3 passed, 1 error" in result.stdout, result.stdout + result.stderr
+    assert "test_ends.py::test_ends_its_process ended with exit status 3 in the test" in result.stdout
     assert "the test left something behind:" in result.stdout
     assert "still runs: sleep 600" in result.stdout
     assert "environment variable LEFT_BEHIND was None and is '1'" in result.stdout

@@ -275,7 +275,7 @@ def test_a_killed_owner_leaves_no_process_and_no_file(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-2, ValueError)])
+@pytest.mark.parametrize(("size", "error"), [(-1, ValueError), (-2, ValueError)])
 def test_impossible_sizes_are_refused(ranks: RankPool, size: int, error: type[Exception]) -> None:
     with pytest.raises(error, match=str(size)):
         RankPool(size)

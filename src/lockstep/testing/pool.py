@@ -93,9 +93,12 @@ class RankPool:
     """A pool of rank processes on this machine.
 
     Args:
-        size: how many ranks to start with; a call on a larger world adds what is missing.
+        size: how many ranks to start with; a call on a larger world adds what is missing. With 0 nothing waits here
+            until the nursery has imported everything.
         preload: modules that the nursery imports beside torch: no rank imports them then, nor one that takes the
             place of a rank that failed.
+        nursery: what `nursery` of another pool has given, perhaps in a process of which this one is a copy: ranks are
+            forked from copies of that pool's nursery, which has imported everything.
 
     Each rank runs with one OpenMP thread. Between calls the ranks' environment, working directory, default
     dtype and torch flags are put back, and the process group is destroyed; every call starts from the same
@@ -104,16 +107,19 @@ class RankPool:
     Needs ``fork``: Linux, macOS.
     """
 
-    def __init__(self, size: int, preload: Sequence[str] = ()) -> None:
-        if size < 1:
-            raise ValueError(f"RankPool(size={size!r}): a pool has at least one rank")
+    def __init__(self, size: int, preload: Sequence[str] = (), nursery: socket.socket | None = None) -> None:
+        if size < 0:
+            raise ValueError(f"RankPool(size={size!r}): give a number of ranks, or 0 to have calls add what they need")
         if not hasattr(os, "fork"):
             raise RuntimeError(f"RankPool needs os.fork, which {sys.platform} does not have")
         self._workers: list[_Worker] = []
         self._folder = tempfile.mkdtemp(prefix="lockstep-pool-")
         self._calls = 0
         self._owner = os.getpid()
-        self._control, self._nursery = _start_nursery(self._folder, preload)
+        self._control: socket.socket | None = nursery
+        self._nursery: subprocess.Popen[bytes] | None = None
+        if nursery is None:
+            self._control, self._nursery = _start_nursery(self._folder, preload)
         _open_pools.add(self)
         self._grow(size)
 
@@ -202,11 +208,8 @@ class RankPool:
             worker.pipe.close()
             worker.stacks.close()
         self._workers.clear()
-        try:
-            self._nursery.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self._nursery.kill()
-            self._nursery.wait()
+        if self._nursery is not None:
+            _end(self._nursery)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> RankPool:
@@ -295,13 +298,25 @@ class RankPool:
     def _fork(self) -> _Worker:
         mine, its = socket.socketpair()
         stacks = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  # lives as long as the rank
-        assert self._control is not None
-        socket.send_fds(self._control, [b"fork"], [its.fileno(), stacks.fileno()])
+        pid = self._ask_nursery(b"rank", [its.fileno(), stacks.fileno(), 1, 2])
         its.close()
+        return _Worker(pid, Connection(mine.detach()), stacks)
+
+    def nursery(self) -> socket.socket:
+        """The one end of a copy of this pool's nursery, by which another process may make a pool."""
+        mine, its = socket.socketpair()
+        self._ask_nursery(b"nursery", [its.fileno()])
+        its.close()
+        return mine
+
+    def _ask_nursery(self, word: bytes, descriptors: list[int]) -> int:
+        """The process that it forks."""
+        assert self._control is not None
+        socket.send_fds(self._control, [word], descriptors)
         while True:
             message = self._read_nursery()
             if message[0] == "born":
-                return _Worker(message[1], Connection(mine.detach()), stacks)
+                return int(message[1])
             self._note_gone(message)
 
     def _hear_nursery(self) -> None:
@@ -313,7 +328,7 @@ class RankPool:
             length = int.from_bytes(_receive(self._control, 4), "big")
             return tuple(pickle.loads(_receive(self._control, length)))
         except OSError as error:
-            status = self._nursery.poll()
+            status = "unknown" if self._nursery is None else self._nursery.poll()
             self.close()
             raise RuntimeError(f"the pool's nursery process has ended (exit status {status})") from error
 
@@ -354,7 +369,7 @@ def launcher_environment(rank: int, world: int, port: int, run_id: str) -> dict[
 
 def pool_processes() -> frozenset[int]:
     """Process ids that belong to the open pools of this process: no leaks, whoever looks."""
-    return frozenset(pool._nursery.pid for pool in _open_pools)
+    return frozenset(pool._nursery.pid for pool in _open_pools if pool._nursery is not None)
 
 
 _open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
@@ -388,6 +403,15 @@ def _start_nursery(folder: str, preload: Sequence[str]) -> tuple[socket.socket |
     )
     its.close()
     return mine, nursery
+
+
+def _end(nursery: subprocess.Popen[bytes]) -> None:
+    """Wait until it has seen that its socket is closed."""
+    try:
+        nursery.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        nursery.kill()
+        nursery.wait()
 
 
 def _receive(source: socket.socket, length: int) -> bytes:

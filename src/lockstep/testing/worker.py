@@ -3,8 +3,9 @@
 A rank takes calls from its pipe, runs each in a fresh group, and puts everything back. The nursery is started by
 `RankPool` and talks to it over one socket:
 
-    pool -> nursery   "fork"                 two descriptors come along: a rank's pipe, a file for stacks
-    nursery -> pool   ("born", pid)          the rank that was just forked
+    pool -> nursery   "rank"                 descriptors come along: its pipe, a file for stacks, where it writes
+    pool -> nursery   "nursery"              for the pool of another process, whose end of a socket comes along
+    nursery -> pool   ("born", pid)          the rank, or nursery, that was just forked
     nursery -> pool   ("gone", pid, status)  a rank ended, however it did, and its whole process group with it
 
 When the pool's end closes, for whatever reason, every rank is killed and the nursery ends: nothing outlives
@@ -30,7 +31,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -213,8 +214,15 @@ def main(descriptor: int, folder: str, preload: Sequence[str] = ()) -> None:
         folder: the pool's scratch folder, removed at the end.
         preload: modules to import beside torch.
     """
-    control = socket.socket(fileno=descriptor)
     warm_up(preload)
+    try:
+        attend(socket.socket(fileno=descriptor))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def attend(control: socket.socket) -> None:
+    """Fork what a pool asks for, ranks or further nurseries, until it goes away."""
     ears, mouth = socket.socketpair()
     for end in (ears, mouth):
         end.setblocking(False)
@@ -234,10 +242,10 @@ def main(descriptor: int, folder: str, preload: Sequence[str] = ()) -> None:
                 for gone in reap(living):
                     send(control, gone)
             if control in ready:
-                word, descriptors, _, _ = socket.recv_fds(control, 16, 2)
+                word, descriptors, _, _ = socket.recv_fds(control, 16, 4)
                 if not word:
                     break
-                pid = fork(descriptors, (control, ears, mouth))
+                pid = fork(CHILDREN[word], descriptors, (control, ears, mouth))
                 living.add(pid)
                 send(control, ("born", pid))
     except (BrokenPipeError, ConnectionResetError):
@@ -246,7 +254,23 @@ def main(descriptor: int, folder: str, preload: Sequence[str] = ()) -> None:
         signal.set_wakeup_fd(-1)
         for pid in living:
             kill_group(pid)
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def serve_as(pipe: int, stacks: int, out: int, err: int) -> None:
+    """A rank: it writes where the pool's process writes."""
+    for descriptor, standard in ((out, 1), (err, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    serve(pipe, stacks)
+
+
+def attend_as(descriptor: int) -> None:
+    """A further nursery, for the pool of another process."""
+    _die_with_parent()
+    attend(socket.socket(fileno=descriptor))
+
+
+CHILDREN: dict[bytes, Callable[..., None]] = {b"rank": serve_as, b"nursery": attend_as}
 
 
 def warm_up(preload: Sequence[str] = ()) -> None:
@@ -260,8 +284,8 @@ def warm_up(preload: Sequence[str] = ()) -> None:
     gc.enable()
 
 
-def fork(descriptors: list[int], not_the_childs: tuple[socket.socket, ...]) -> int:
-    """Forks one rank that serves the pool on its own pipe and never returns from here."""
+def fork(child: Callable[..., None], descriptors: list[int], not_the_childs: tuple[socket.socket, ...]) -> int:
+    """Forks a process that calls ``child`` with its descriptors, and never returns from here."""
     pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):  # also in the child: whoever comes first
@@ -276,7 +300,7 @@ def fork(descriptors: list[int], not_the_childs: tuple[socket.socket, ...]) -> i
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in not_the_childs:
             end.close()
-        serve(*descriptors)
+        child(*descriptors)
         status = 0
     finally:
         sys.stdout.flush()

@@ -1,0 +1,33 @@
+"""What some tests need on ranks, seconds in each: the nursery that forks all ranks of a run imports it once."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from lockstep.engines.deepspeed import package
+
+NAMES = (
+    "lockstep.engines.deepspeed.strategy",
+    "lockstep.engines.sharded.model_parallel",
+    "lockstep.testing.equivalence",
+    "lockstep.tuner",
+    "hypothesis",
+    "peft",
+    "tests.equivalence.models",
+    "tests.loop.pieces",
+    "torch._inductor.compile_fx",
+    "torch._subclasses.schema_check_mode",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+    "torch.utils.flop_counter",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
+
+for name in NAMES:
+    if find_spec(name.partition(".")[0]):
+        import_module(name)
+if package.is_installed():
+    package.bring_in()
