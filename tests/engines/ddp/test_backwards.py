@@ -1,4 +1,4 @@
-"""The reducer under all kinds of backward: shared layers, checkpoints, several backwards, thawing, dtypes."""
+"""The reducer under backwards that a container does not show: nested ones, another plan in a window, dtypes."""
 
 from __future__ import annotations
 
@@ -115,112 +115,6 @@ def test_backwards_that_nest_only_later_are_refused_not_wrong(ranks: RankPool) -
     for said in ranks(2).run(_late_nesting):
         assert "'block.0.weight'" in said
         assert "use_reentrant=False" in said
-
-
-def _interrupted() -> list[Any]:
-    """A backward raises on both ranks before any bucket left (out of memory, say); the loop tries again."""
-    net = _loop(None)
-    reducer = Reducer(net.named_parameters())
-    for zero_weight in (False, True):
-        reducer.zero_weight = zero_weight
-        reducer.prepare()
-        x = net.first(_batch(0, 0))
-        x.register_hook(lambda grad: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            net.last(x).sum().backward()
-        reducer.zero_weight = False
-    return _train(net, _square, 2, [dist.get_rank()], reducer)
-
-
-def test_a_failed_backward_can_be_repeated(ranks: RankPool) -> None:
-    expected = _train(_loop(None), _square, 2, [0, 1], None)
-    for found in ranks(2).run(_interrupted):
-        _assert_close(found, expected)
-
-
-def _penalty(net: nn.Module, step: int, rank: int) -> Tensor:
-    x = _batch(step, rank).requires_grad_()
-    (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
-    return slope.square().mean()
-
-
-def _create_graph() -> tuple[list[Any], list[bool]]:
-    """backward(create_graph=True) puts a new tensor into .grad instead of adding to the view."""
-    net = _loop(None)
-    reducer = Reducer(net.named_parameters())
-    return _train(net, _penalty, 3, [dist.get_rank()], reducer), _twice_differentiable(reducer, net)
-
-
-def _twice_differentiable(reducer: Reducer, net: nn.Module) -> list[bool]:
-    net.zero_grad()
-    reducer.prepare()
-    _square(net, 0, dist.get_rank()).backward(create_graph=True)
-    reducer.finish()
-    grads = [p.grad for p in net.parameters()]
-    expected = _loop(None)
-    expected.load_state_dict(net.state_dict())
-    for rank in range(2):
-        (_square(expected, 0, rank) / 2).backward()
-    return [
-        bool(torch.allclose(grad, p.grad, rtol=1e-12, atol=1e-15))  # type: ignore[arg-type]
-        for grad, p in zip(grads, expected.parameters(), strict=True)
-    ]
-
-
-def test_gradients_of_gradients(ranks: RankPool) -> None:
-    expected = _train(_loop(None), _penalty, 3, [0, 1], None)
-    for found, alike in ranks(2).run(_create_graph):
-        _assert_close(found, expected)
-        assert all(alike)
-
-
-def _adversaries(use_reducer: bool) -> list[Any]:
-    """Two networks, two backwards in a step, as a GAN does it; each network's gradients reach the other's."""
-    generator, critic = _loop(None), _loop(None)
-    both = nn.ModuleList([generator, critic])
-    reducer = Reducer(both.named_parameters()) if use_reducer else None
-    ranks = [dist.get_rank()] if use_reducer else [0, 1]
-    steps = [torch.optim.SGD(net.parameters(), 0.1) for net in (generator, critic)]
-    for step in range(3):
-        for optimizer, sign in zip(steps, (1, -1), strict=True):
-            both.zero_grad()
-            for rank in ranks:
-                fake = generator(_batch(step, rank))
-                loss = sign * critic(fake if sign > 0 else fake.detach()).square().mean() / len(ranks)
-                if reducer is not None:
-                    reducer.prepare()
-                loss.backward()
-                if reducer is not None:
-                    reducer.finish()
-            optimizer.step()
-    return [p.detach().clone() for p in both.parameters()]
-
-
-def test_several_backwards_a_step(ranks: RankPool) -> None:
-    expected = _adversaries(False)
-    for found in ranks(2).run(_adversaries, True):
-        for parameter, right in zip(found, expected, strict=True):
-            assert torch.allclose(parameter, right, rtol=1e-12, atol=1e-15)
-
-
-def _thawed(alone: bool) -> tuple[list[Any], list[list[str]]]:
-    net = _loop(None)
-    net.block.requires_grad_(False)
-    reducer = None if alone else Reducer(net.named_parameters())
-    ranks = [0, 1] if alone else [dist.get_rank()]
-    found = _train(net, _square, 2, ranks, reducer)
-    net.block.requires_grad_(True)
-    found += _train(net, _square, 2, ranks, reducer)
-    net.first.requires_grad_(False)
-    found += _train(net, _square, 2, ranks, reducer)
-    return found, reducer.plan() if reducer else []
-
-
-def test_parameters_that_thaw_and_freeze(ranks: RankPool) -> None:
-    expected, _ = _thawed(True)
-    for found, plan in ranks(2).run(_thawed, False):
-        _assert_close(found, expected)
-        assert "block.0.weight" in plan[0]  # in its own bucket at first, with the others from the next round on
 
 
 def _replanned() -> tuple[list[list[str]], list[Any]]:
