@@ -94,6 +94,7 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow_cases(items)
     for item in items:
         own = {mark.name for mark in item.own_markers}
         limited = item.get_closest_marker("timeout") if "slow" not in own else "timeout" in own
@@ -103,6 +104,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if reason := why_not(item.nodeid, getattr(item, "fixturenames", []), DEVICE):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def mark_slow_cases(items: list[pytest.Item]) -> None:
+    """Marks as slow all cases of a test but those that ``everyday(count)`` lets run every day, spread over the list."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("everyday") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for alike in cases.values():
+        (count,) = alike[0].get_closest_marker("everyday").args
+        chosen = {round(number * (len(alike) - 1) / max(1, count - 1)) for number in range(count)}
+        for place, item in enumerate(alike):
+            if place not in chosen:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

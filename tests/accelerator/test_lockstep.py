@@ -96,6 +96,7 @@ STEADY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("flags", STEADY.values(), ids=STEADY)
 def test_a_steady_step_waits_for_nothing(madeup: RankPool, flags: dict[str, Any]) -> None:
     assert madeup(1).run(_steady, flags, group=False) == [[]]
@@ -119,6 +120,7 @@ RANKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("flags", RANKS.values(), ids=RANKS)
 def test_a_steady_step_of_two_ranks_waits_for_nothing(madeup: RankPool, flags: dict[str, Any]) -> None:
     assert madeup(2).run(_steady, {"devices": 2, **flags}, group=False) == [[], []]
@@ -170,6 +172,7 @@ EQUAL: dict[str, tuple[type[Small], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(("kind", "flags"), EQUAL.values(), ids=EQUAL)
 def test_two_ranks_are_one_process_of_the_cpu(madeup: RankPool, kind: type[Small], flags: dict[str, Any]) -> None:
     assert madeup(2).run(_equal, kind, flags, group=False) == ["", ""]

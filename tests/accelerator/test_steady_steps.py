@@ -122,6 +122,7 @@ def test_parameters_for_which_a_rank_waits_in_each_step_are_named_once(madeup: R
         assert all("never.weight, never.bias" in each or "never.bias, never.weight" in each for each in said)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(
     "what", ["plain", "clip", "iterable", "weight", "sync_dist", "fsdp", "validation", "fsdp validation"]
 )

@@ -118,6 +118,7 @@ class ByName(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.backbone[1:], optimizer, train_bn=False)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("callback", [lambda: BackboneFinetuning(1), ByName])
 @pytest.mark.parametrize("stop_at", [1, 6, 10, 15])
 def test_a_resume_is_bitwise_the_run_that_went_on(callback: Any, stop_at: int, tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def write_on_ranks(kind: str, count: int, calls: int) -> list[Any]:
 EVERYDAY = ("in order", "one by one", "workers")
 
 
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize(
     ("kind", "world", "count"),
     [

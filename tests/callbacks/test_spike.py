@@ -67,6 +67,7 @@ CASES: list[tuple[list[float], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize(("values", "settings"), CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_spike_is_where_lightning_finds_one(

@@ -70,6 +70,7 @@ def run(part: str, factor: float, steps: range, start: Any, patience: int = 3) -
     return {"scores": monitor.scores, "named": named, "kept": monitor.named, "logged": logged}
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_slow_rank_is_named_with_the_part_of_its_step(ranks: RankPool, part: str) -> None:
     first, second = ranks(2).run(run, part, 5.0, range(1000), on_ranks)

@@ -97,7 +97,8 @@ def all_loaded(folder: str, world: int) -> dict[str, list[str]]:
     return {name: loaded(name, folder, "llama") for name in names}
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.everyday(1)
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_strategy_begins_with_the_bits_of_from_pretrained(ranks: RankPool, tmp_path: Path, world: int) -> None:
     folder = str(write_folder(tmp_path, "llama"))
     for found in ranks(world).run(all_loaded, folder, world, timeout=110):

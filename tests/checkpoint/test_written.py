@@ -47,6 +47,7 @@ def is_hardest(run: str, moment: str) -> bool:
     return moment in (WINDOW, RESUMED) or (moment == BOUNDARY and RUNS[run].single)
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize(
     ("run", "moment"), [case(*saved, everyday=is_hardest(*saved) and RUNS[saved[0]].ranks == 2) for saved in SAVED]
 )

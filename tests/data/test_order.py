@@ -62,6 +62,7 @@ def test_short_orders_reach_every_permutation_about_equally_often(n: int) -> Non
     assert abs(deviation(counts, torch.full_like(counts, 1 / counts.numel()), counts.numel() - 1)) < 5
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(
     ("kind", "n"), [(table, 7), (table, 100), (table, 4097), (Feistel, 100), (Feistel, 4097), (Feistel, 70_001)]
 )

@@ -25,6 +25,7 @@ def augmented(kind: type[Augmented] = Augmented, batch_size: int | None = 4, **a
     return DataLoader(kind(22), batch_size=batch_size, shuffle=True, **arguments)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", [Augmented, AugmentedBatches])
 @pytest.mark.parametrize("batch_size", [4, None])

@@ -63,6 +63,7 @@ def test_one_collective_a_window() -> None:
     assert meeting.calls - before == 4
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("workers", "size"), [(0, 1), (1, 2), (2, 1), (2, 2), (2, 3)])
@@ -135,6 +136,7 @@ def test_persistent_workers_that_shard_shuffle_alike_and_as_fresh_ones() -> None
         assert played(feed_of(DataLoader(Shuffled(11), 2, num_workers=2)), number) == samples
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("start", [0, 2, 3, 4, 5])

@@ -74,6 +74,7 @@ ROUNDED: dict[str, tuple[bool | None, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("case", [*BITWISE, *ROUNDED])
 def test_two_ranks_have_the_bits_of_one_process_that_accumulates(ranks: RankPool, case: str) -> None:

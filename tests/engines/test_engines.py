@@ -47,6 +47,7 @@ def equivalence(case: str) -> EquivalenceReport:
 
 
 # On three ranks every day where they have something that two do not: shares that are empty, and unlike ones.
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize(
     ("world", "case"),
     [
@@ -513,6 +514,7 @@ def fully_sharded(case: str) -> EquivalenceReport:
     return check_equivalence(module, rows(length), strategy=FullySharded(), devices=dist.get_world_size(), **given)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("case", ["even", "uneven last batch", "empty shares", "accumulation 3, clipped"])
 def test_torchs_own_shards_train_as_one_process(ranks: RankPool, case: str) -> None:
     for report in ranks(2).run(fully_sharded, case, timeout=60):

@@ -316,6 +316,7 @@ class FreezesInItsWindow(Grows):
         return torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], 0.1, 0.9, weight_decay=0.1)
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith("local")])
 def test_what_is_frozen_within_a_window_is_stepped_once(ranks: RankPool, engine: str) -> None:
     """A static graph took the gradient that the window held for one that each later backward gives."""

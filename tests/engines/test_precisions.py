@@ -26,6 +26,7 @@ def alone(precision: str) -> Tensor:
 EVERYDAY = ("one device", "`ddp`", "`fsdp`")
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [pytest.param(*pair, marks=() if pair[0] in EVERYDAY else pytest.mark.slow) for pair in PAIRS],
@@ -81,6 +82,7 @@ def overflow(strategy: str) -> Any:
     return module.seen, module.scales
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "`dp`"])
 def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks: RankPool, strategy: str) -> None:
     world = STRATEGIES[strategy][1]

@@ -37,6 +37,7 @@ def in_ranks(ranks: RankPool, world: int, make: type[LightningModule], length: i
     return reports[0]
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("clip", CLIPPING)
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -55,6 +56,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize(
     ("world", "accumulate", "clip", "length"),
     [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in ALL],
@@ -88,6 +90,7 @@ def test_ddp_spawn(world: int, accumulate: int, clip: str, length: int) -> None:
 ONE_RANK = pytest.param(1, marks=pytest.mark.slow)
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("world", [ONE_RANK, 2, pytest.param(3, marks=pytest.mark.slow)])

@@ -106,6 +106,7 @@ def ranks_weigh_the_same() -> AbstractContextManager[Any]:
     return patch.object(feed, "weigh", shares)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("length", "world", "accumulate", "step"),
     [(23, 2, 1, 2), (13, 3, 1, 1), (23, 2, 3, 0), (23, 1, 3, 1)],

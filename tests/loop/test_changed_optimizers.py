@@ -83,6 +83,7 @@ def changed(way: str, when: str, manual: bool, grows: bool = False) -> list[torc
     return [parameter.detach() for parameter in module.parameters()]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("manual", [False, True])
 @pytest.mark.parametrize("when", WHEN)
 def test_optimizers_that_were_replaced_within_a_fit_never_stepped(ranks: RankPool, when: str, manual: bool) -> None:

@@ -122,6 +122,7 @@ def fitted(module: type[Net] = Net, **flags: Any) -> Net:
     return made
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("module", [Net, Flat])
 @pytest.mark.parametrize("blocks", [None, True, False, [Block], "Block"])
 def test_a_fit_has_the_numbers_of_one_that_compiles_nothing(module: type[Net], blocks: Any) -> None:
@@ -194,6 +195,7 @@ def _equal(engine: str, make: type[Blocks] = Blocks, **flags: Any) -> Equivalenc
     return check_equivalence(make, sums(23), strategy=ENGINES[engine](), devices=2, **flags)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_compiled_run_is_one_process(engine: str, ranks: RankPool) -> None:
@@ -211,6 +213,7 @@ class ByHand(Blocks):
         self.net[2].compile(backend="eager")
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "2-D"])
 def test_layers_that_the_user_has_compiled_train_under_every_strategy(engine: str, ranks: RankPool) -> None:

@@ -114,6 +114,7 @@ def fit(kind: str, callbacks: list[Any], trainer: Callable[..., Any] = quiet, **
     return result, module.epochs, (module.w.item(), repr(states), rates, made.global_step)
 
 
+@pytest.mark.everyday(11)
 @pytest.mark.parametrize("saved_by", SAVING)
 @pytest.mark.parametrize("kind", WATCHING)
 def test_an_interrupted_epoch_is_saved_and_resumes_with_the_same_metrics(
@@ -158,6 +159,7 @@ MOMENTS = [("training", 1, 0), ("training", 3, 1), ("validation", 1, 1)]
 
 
 # Every day each callback at each moment, by SIGINT and by SIGTERM in turn.
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize(
     ("kind", "number", "where", "nth", "epochs"),
     [

@@ -459,6 +459,7 @@ def on_engine(strategy: str, raw: bool) -> tuple[torch.Tensor, int, float]:
     return whole, result.global_step, trainer.scaler.get_scale()
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "sharded", "fsdp"])
 def test_ranks_are_one_process(ranks: RankPool, strategy: str, raw: bool) -> None:

@@ -120,6 +120,7 @@ ON_RANKS = [
 ]
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(("strategy", "recomputed"), ON_RANKS)
 def test_the_total_is_what_is_allocated_on_each_rank(ranks: RankPool, strategy: str, recomputed: str) -> None:
     for live, used in ranks(2).run(counted, strategy, "32-true", RECOMPUTED[recomputed]):

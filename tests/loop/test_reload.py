@@ -67,6 +67,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("source", ["module", "datamodule"])
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_loaders_are_asked_for_when_lightning_asks(lightning: Any, flags: dict[str, Any], source: str) -> None:

@@ -208,7 +208,7 @@ def moved(
 
 
 PAIRS = [(wrote, reader) for wrote, reader in product(ENGINES, ENGINES) if wrote != reader]
-DRAWN = random.Random(0).sample(PAIRS, 6)
+DRAWN = random.Random(0).sample(PAIRS, 4)
 
 
 @pytest.mark.parametrize(("wrote", "reader", "place"), [(*pair, 4 * (n % 2)) for n, pair in enumerate(DRAWN)])
@@ -358,6 +358,7 @@ def test_buffers_of_a_window_that_other_ranks_play_again_count_once(
     assert found[0]["norm.num_batches_tracked"] == 16
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("place", [0, 4])
 @pytest.mark.parametrize("module", [Table, ByHand, Weighs])
 def test_gradients_go_on_other_ranks_whatever_they_are(
@@ -373,6 +374,7 @@ def test_gradients_go_on_other_ranks_whatever_they_are(
     alike(ranks(2).run(fit, module, two, paths[1], timeout=60)[0], expected)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("place", [0, 4, 5])
 def test_a_stream_goes_on_other_ranks_from_within_a_window(ranks: RankPool, tmp_path: Path, place: int) -> None:
     paths = [tmp_path / "one.ckpt", tmp_path / "two.ckpt"]

@@ -84,6 +84,7 @@ def stop_one(rank: int, flags: dict[str, Any]) -> tuple[int, int, str, list[int]
     return len(module.batches), result.global_step, result.stopped, module.validated
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("flags", "batches"),

@@ -307,6 +307,7 @@ BY_WRAPPER = ("ddp, sharded optimizer", "fsdp, whole")
 """Every day each strategy with one of the two ways, and one process with both: these with torch's wrapper."""
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("precision", ["64-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "strategy", [pytest.param(each, marks=pytest.mark.slow if each in BY_WRAPPER else ()) for each in STRATEGIES]

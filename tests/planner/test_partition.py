@@ -177,6 +177,7 @@ def large(kinds: int, count: int, seed: int = 0) -> list[Block]:
     return [made[at % kinds] for at in range(count)]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("kinds", "memory"), [(1, math.inf), (3, 70.0), (1000, math.inf), (100, 70.0)])
 def test_a_thousand_blocks_on_64_devices_take_no_time(kinds: int, memory: float) -> None:
     blocks = large(kinds, 1000)

@@ -173,17 +173,28 @@ def test_ends_its_process():
 def test_runs_in_another():
     pass
 """
+DRAWN = """
+import pytest
+
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize("number", range(5))
+def test_drawn(number):
+    assert number in (0, 4)
+"""
 
 
 def test_the_suites_guard_fails_the_test_that_leaks(tmp_path: Path) -> None:
-    """Runs a small suite under the conftest of this one, on copies: one of them ends within a test."""
+    """Runs a small suite under the conftest of this one, on copies: one ends within a test; of five cases two run."""
     shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
     (tmp_path / "test_leaky.py").write_text(LEAKY)
     (tmp_path / "test_ends.py").write_text(ENDS)
-    command = [sys.executable, "-m", "pytest", "-q", "--copies=2", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    (tmp_path / "test_drawn.py").write_text(DRAWN)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+    command += ["--copies=2", "--rootdir", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # that conftest imports from tests/
     result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path, env=environ)
-    assert "2 failed, 3 passed, 1 error" in result.stdout, result.stdout + result.stderr
+    assert "2 failed, 5 passed, 3 deselected" in result.stdout, result.stdout + result.stderr
+    assert "1 error" in result.stdout
     assert "test_ends.py::test_ends_its_process ended with exit status 3 in the test" in result.stdout
     assert "the test left something behind:" in result.stdout
     assert "still runs: sleep 600" in result.stdout

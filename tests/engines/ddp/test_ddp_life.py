@@ -457,6 +457,7 @@ def _compiled(how: str) -> tuple[bool, list[str], bool]:
     return right, told, container.reducer._overlap
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "how",

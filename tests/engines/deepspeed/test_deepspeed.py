@@ -103,6 +103,7 @@ def test_gradients_of_different_parameters_are_not_added_up(ranks: RankPool, sta
         assert steps == 1
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("how", OFFLOADS)
 def test_two_ranks_train_as_one_process_does(ranks: RankPool, how: str) -> None:
     """With windows that are cut short, shares that are uneven or empty, groups, and clipping."""

@@ -152,6 +152,7 @@ def measured(folder: str, flags: dict[str, Any]) -> int:
     return trainer.global_step
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     "flags", [{"profiler": name} for name in ("simple", "advanced", "pytorch")] + [{"benchmark": True}]
 )

@@ -316,6 +316,7 @@ SPLIT_RUNS = [(kind, schedule) for kind, schedule in ODD_RUNS if kind not in UNS
 SELDOM = [(kind, "zero-bubble") for kind in (FrozenEnd, InPlace, Views, Summed)]
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [pytest.param(*run, marks=[pytest.mark.slow] if run in SELDOM else []) for run in SPLIT_RUNS],

@@ -106,6 +106,7 @@ def jumping(
     return check_equivalence(make, rows(37), strategy=strategy, devices=world, steps=8, callbacks=[jumps], **given)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 @pytest.mark.parametrize(("world", "stages"), [(2, 2), (3, 3), (4, 2)])
 def test_blocks_that_move_at_random_train_as_one_process(ranks: RankPool, world: int, stages: int, seed: int) -> None:
@@ -365,6 +366,7 @@ def live(folder: Path, strategy: Any, devices: int, batch_size: int, dies: tuple
     return module.seen, weights, told
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("world", "strategy"), [(2, BalancedStrategy()), (3, BalancedStrategy()), (1, "auto")])
 def test_a_run_that_was_killed_goes_on_with_other_stages(
     ranks: RankPool, tmp_path: Path, world: int, strategy: Any

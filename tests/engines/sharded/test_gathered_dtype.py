@@ -135,6 +135,7 @@ def both(layer: str, precision: str) -> list[tuple[dict[str, Tensor], float]]:
     return [trained(partial(Stack, LAYERS[layer]), strategy, precision) for strategy in strategies]
 
 
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_rank_alone_has_the_bits_of_one_process(ranks: RankPool, layer: str, precision: str) -> None:

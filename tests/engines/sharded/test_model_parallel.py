@@ -181,6 +181,7 @@ def equivalence(case: str, data: int, tensor: int) -> EquivalenceReport:
     )
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [
@@ -378,6 +379,7 @@ OTHERS = [("ddp", 2), ("fsdp", 2), ("fsdp in parts", 2), ("single", 1)]
 MORE = [(*a, *b) for a in MESHES_OF_TWO for b in OTHERS] + [(*b, *a) for a in MESHES_OF_TWO for b in OTHERS]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("wrote", "many", "reads", "more"), [*MOVES, *(pytest.param(*move, marks=pytest.mark.slow) for move in MORE)]
 )

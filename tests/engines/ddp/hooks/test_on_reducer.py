@@ -92,6 +92,7 @@ def _alone(name: str) -> list[Tensor]:
     return [parameter.detach() for parameter in net.parameters()]
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_trains_as_one_process_does(ranks: RankPool, name: str) -> None:
     (found, buckets), (again, _) = ranks(2).run(_trained, name)
