@@ -390,6 +390,14 @@ def test_a_contrastive_loss_differs_by_nature(certify: Certify) -> None:
 
 
 @pytest.mark.slow
+def test_pythons_random_numbers_of_a_rank_are_its_own_by_nature(certify: Certify) -> None:
+    """One process was given rank 0's for the samples of each: code of the others was said to depend on the rank."""
+    certificate = certify(changed((LOSS, "F.mse_loss(model(x * random.uniform(0.5, 1.5)), y)")))
+    assert certificate.verdict == ALIKE, str(certificate)
+    assert any("each rank draws its own random numbers of Python's" in note for note in certificate.nature)
+
+
+@pytest.mark.slow
 def test_an_optimizer_that_is_older_than_the_shards_is_said_to_be_that(certify: Certify) -> None:
     made = "optimizer = torch.optim.SGD(model.parameters(), lr=0.05)\n"
     older = SHARDED.replace("make_model()\n", "make_model()\n" + made)

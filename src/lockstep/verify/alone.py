@@ -13,6 +13,7 @@ from lockstep.verify.calls import WORD, first_other_line
 from lockstep.verify.causes import gradient_factor
 from lockstep.verify.compare import Reason, own_gradients, told_by_rank
 from lockstep.verify.diagnose import Parts
+from lockstep.verify.loaders import DRAWS
 from lockstep.verify.nudge import NUDGED, STILL, compares_samples
 from lockstep.verify.recordings import Recording
 from lockstep.verify.runs import Runs
@@ -24,6 +25,12 @@ _ALIKE = 1e-6
 IN_BATCH = (
     "the loss compares the samples of a batch with each other (in-batch negatives, statistics over a batch), so that "
     "it is another one on a larger batch; each rank's gradient is what one process computes of its part, in all steps"
+)
+
+
+OWN_NUMBERS = (
+    "each rank draws its own random numbers of Python's or NumPy's in a step, which one process cannot for all of "
+    "them: each rank's gradient is what one process computes of its part, with its numbers, in all steps"
 )
 
 
@@ -67,7 +74,9 @@ class RanksAlone:
             for update in range(min(self.updates, len(alone.first.steps))):
                 if not self._is_same(rank, update, alone):
                     return AloneFinding(cause=self._of_rank(rank, update, alone))
-        return AloneFinding(nature=IN_BATCH) if self._compares_samples() else AloneFinding(cause=self._of_counts())
+        if self._compares_samples():
+            return AloneFinding(nature=IN_BATCH)
+        return AloneFinding(nature=OWN_NUMBERS) if self._draws_own() else AloneFinding(cause=self._of_counts())
 
     def _averages(self) -> bool:
         """Whether every step of the ranks averages their own gradients."""
@@ -135,6 +144,12 @@ class RanksAlone:
         """Whether the loss of rank 0 compares samples, as far as that can be seen."""
         still, nudged = (self.runs.on_one(self.ranks, FOLLOW, word, order=(0,)) for word in (STILL, NUDGED))
         return compares_samples(still.first.of("rows"), nudged.first.of("rows")) is not False
+
+    def _draws_own(self) -> bool:
+        """Whether steps draw random numbers of Python's or NumPy's, and ranks others."""
+        paths = [sorted(rank.folder.glob("random-*.pkl")) for rank in self.ranks.ranks]
+        states = {tuple(path.read_bytes() for path in own) for own in paths}
+        return self.ranks.has(DRAWS) and len(states) > 1
 
     def _of_counts(self) -> Reason:
         return Reason(

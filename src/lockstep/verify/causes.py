@@ -31,7 +31,7 @@ _NUMBERS: tuple[list[int], list[int]] = ([], [1])
 
 
 Retry = Callable[[str], bool]
-"""Runs both again with something switched off: "clipping", "rank in modules" or "randomness"; are they alike then?"""
+"""Runs both again with something switched off: "clipping" or "rank in modules"; are they alike then?"""
 
 
 class Causes:

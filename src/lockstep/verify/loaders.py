@@ -28,6 +28,9 @@ from lockstep.verify.watch import Stop, Watch, put
 _SHOWN_AFTER = 8
 """Batches from the beginning, and from the end, that an evaluation gets once the steps are made."""
 
+DRAWS = "draws"
+"""The kind of event that is noted where a step draws random numbers of Python's or NumPy's."""
+
 _ORDER = 100_000
 """Samples of an epoch's order that are written down."""
 
@@ -163,25 +166,26 @@ class Loaders:
             except StopIteration:
                 return
             self.watch.begin_training()
-            self._share_randomness(f"random-{number}-{iteration}-{at}.pkl", at)
+            states = self._share_randomness(f"random-{number}-{iteration}-{at}.pkl")
             if NUDGED in settings.overrides:
                 batch = moved_batch(batch)
             yield widened_tree(batch) if settings.float64 else batch
+            if states != _random_states():
+                self.watch.journal.note_once(DRAWS, where=location())
 
-    def _share_randomness(self, name: str, at: int) -> None:
-        """Python's and NumPy's random numbers of a step: rank 0's are those of one process, too."""
-        if "randomness" in self.watch.settings.overrides:
-            random.seed(at)
-            np.random.seed(at)
-        elif not self.watch.settings.is_replay:
-            state = random.getstate(), np.random.get_state()
-            (self.watch.journal.folder / name).write_bytes(pickle.dumps(state))
-        else:
-            path = self.watch.settings.folder_of_ranks / "rank-0" / name
+    def _share_randomness(self, name: str) -> bytes:
+        """Python's and NumPy's random numbers of a step, those of one process the first rank's; gives their state."""
+        settings = self.watch.settings
+        if settings.is_replay:
+            path = Path(settings.feed[0] if len(settings.feed) == 1 else settings.folder_of_ranks / "rank-0") / name
             if path.exists():
                 own, numpys = pickle.loads(path.read_bytes())
                 random.setstate(own)
                 np.random.set_state(numpys)
+        states = _random_states()
+        if not settings.is_replay:
+            (self.watch.journal.folder / name).write_bytes(states)
+        return states
 
     # -- recording
 
@@ -311,6 +315,11 @@ class Loaders:
         if self.watch.settings.apart:
             paths = [Path(feed[at % len(feed)]) / _name(number, iteration, at // len(feed))]
         return [torch.load(path, weights_only=False) for path in paths if path.exists()]
+
+
+def _random_states() -> bytes:
+    """Of Python's random numbers and NumPy's."""
+    return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def _once(parts: list[dict[str, Any]], seen: set[str]) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ class Settings:
         feed: folders of the ranks whose samples this process is fed, in the order in which they are put together.
         apart: whether these samples come one rank after another, and not put together.
         strategy: what Trainers are told in place of their own, on several ranks; "" for nothing.
-        overrides: what is switched off or told otherwise: "clipping", "rank in modules", "randomness", "world size".
+        overrides: what is switched off or told otherwise: "clipping", "rank in modules", "world size".
         once: loaders of which a sample that comes on several ranks is fed once.
         home: the folder in which the user is; the script runs in a copy of it.
         port: where the script is told that ranks meet.
