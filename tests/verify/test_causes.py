@@ -195,7 +195,8 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
     ),
     "synchronization that is switched off, and never on again": (
         (
-            (CLEAR, "        model.require_backward_grad_sync = False\n        if i % 2 == 0: optimizer.zero_grad()"),
+            ("        loss = ", "        model.require_backward_grad_sync = False\n        loss = "),
+            (CLEAR, "        if i % 2 == 0: optimizer.zero_grad()"),
             (STEP, WINDOW),
         ),
         "require_backward_grad_sync is False in the last backward of a window",
