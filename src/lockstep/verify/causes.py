@@ -38,22 +38,35 @@ class Causes:
     """Looks for the cause of a difference.
 
     Args:
+        difference: which.
         ranks: the run on ranks.
         whole: the run of one process.
         retry: runs again.
         splits_model: whether ranks hold parts of a model.
     """
 
-    def __init__(self, ranks: Recording, whole: Recording, retry: Retry, splits_model: bool = False) -> None:
+    def __init__(
+        self, difference: Difference, ranks: Recording, whole: Recording, retry: Retry, splits_model: bool
+    ) -> None:
+        self.difference = difference
         self.ranks = ranks
         self.whole = whole
         self.retry = retry
         self.splits_model = splits_model
         self.size = len(ranks.ranks)
+        self.update = difference.update
+        self.backwards = ranks.first.of("backward", update=self.update)
+        self.last_backward = str(self.backwards[-1]["where"]) if self.backwards else ""
+        self.clipping = ranks.first.where("clipped")
 
-    def of(self, difference: Difference) -> Reason | None:
-        """The cause of a difference; None where none was found."""
-        finders: dict[str, Callable[[Difference], Reason | None]] = {
+    @property
+    def step(self) -> Event:
+        """The step at which it differs, as rank 0 has noted it."""
+        return self.ranks.first.of("step", update=self.update)[0]
+
+    def find(self) -> Reason | None:
+        """The cause; None where none was found."""
+        finders: dict[str, Callable[[], Reason | None]] = {
             FIRST: self._of_first,
             RATES: self._of_rates,
             GRADIENTS: self._of_gradients,
@@ -62,84 +75,81 @@ class Causes:
             BUFFERS: self._of_buffers,
             STEPS: self._of_steps,
         }
-        return finders[difference.what](difference)
+        return finders[self.difference.what]()
 
     # -- what comes before a gradient
 
-    def _of_first(self, difference: Difference) -> Reason | None:
+    def _of_first(self) -> Reason | None:
         read = self._rank_in_module()
         if read is not None:
             return read
-        if difference.ranks and len(difference.ranks) < self.size:
+        if self.difference.ranks and len(self.difference.ranks) < self.size:
             return Reason(
                 "ranks start from several first weights, and nothing gives them rank 0's: seed all ranks alike before "
                 "the model is made, or wrap it in DistributedDataParallel"
             )
         return None
 
-    def _of_rates(self, difference: Difference) -> Reason | None:
-        step = self._step(difference.update)
-        scheduled, alone = self._scheduled(self.ranks, difference), self._scheduled(self.whole, difference)
-        if difference.ranks and scheduled:
+    def _of_rates(self) -> Reason | None:
+        scheduled, alone = self._scheduled(self.ranks), self._scheduled(self.whole)
+        if self.difference.ranks and scheduled:
             text = "a scheduler follows a value of each rank's own, such as a loss that is not averaged over the ranks"
             return Reason(text, _called(scheduled[-1]))
-        if difference.ranks:
-            return Reason("ranks compute the learning rate from their rank, or step at it differently", step["where"])
+        if self.difference.ranks:
+            return Reason(
+                "ranks compute the learning rate from their rank, or step at it differently", self.step["where"]
+            )
         if scheduled and len(scheduled) != len(alone):
             text = (
                 f"the scheduler is stepped {len(scheduled)} times on each rank where one process steps it {len(alone)} "
                 "times: the learning rate runs ahead by the number of ranks"
             )
             return Reason(text, _called(scheduled[-1]))
-        return Reason("the learning rate depends on the number of ranks", step["where"])
+        return Reason("the learning rate depends on the number of ranks", self.step["where"])
 
-    def _scheduled(self, run: Recording, difference: Difference) -> list[Event]:
+    def _scheduled(self, run: Recording) -> list[Event]:
         """The steps of schedulers before a difference."""
-        return [event for event in run.first.of("scheduled") if event["update"] <= difference.update]
+        return [event for event in run.first.of("scheduled") if event["update"] <= self.update]
 
     # -- gradients
 
-    def _of_gradients(self, difference: Difference) -> Reason | None:
+    def _of_gradients(self) -> Reason | None:
         if self.splits_model:
-            return self._of_split(difference)
-        parts = Parts(self.ranks, difference.update)
+            return self._of_split()
+        parts = Parts(self.ranks, self.update)
         if not parts.are_known:
-            return self._of_sharded(difference)
-        if self.whole.has("clipped") and clips_first(self.ranks, difference.update):
+            return self._of_sharded()
+        if self.whole.has("clipped") and clips_first(self.ranks, self.update):
             text = "clipping before the gradients are averaged: each rank clips its own by another norm"
-            return Reason(
-                text, self.ranks.first.where("clipped"), "gradients differ between ranks when they are clipped"
-            )
-        gradients = own_gradients(self.ranks, difference.update)
+            return Reason(text, self.clipping, "gradients differ between ranks when they are clipped")
+        gradients = own_gradients(self.ranks, self.update)
         astray = parts.not_averaged(gradients)
         if astray:
-            return self._of_synchronization(difference, parts, gradients, astray)
-        return self._of_ranks_own(difference, parts)
+            return self._of_synchronization(parts, gradients, astray)
+        return self._of_ranks_own(parts)
 
     def _of_synchronization(
-        self, difference: Difference, parts: Parts, gradients: Sequence[Mapping[str, Value]], astray: list[str]
+        self, parts: Parts, gradients: Sequence[Mapping[str, Value]], astray: list[str]
     ) -> Reason | None:
         """The ranks' own gradients are not averaged as they should be."""
-        step = self._step(difference.update)
         shares = [parts.shares(gradient, astray) for gradient in gradients]
-        names = _named(step, astray) if len(astray) < len(parts.keys) else ""
-        right = self._whole_shares(difference.update, parts).equal(1 / self.size)
+        names = self._named(astray) if len(astray) < len(parts.keys) else ""
+        right = self._whole_shares(parts).equal(1 / self.size)
         proof = "the mean of the ranks' own gradients is what one process has" if right else ""
         if all(parts.is_own(gradient, rank, astray) for rank, gradient in enumerate(gradients)):
-            return self._of_missing(difference, step, names, set(astray), proof)
+            return self._of_missing(names, set(astray), proof)
         constants = [each.constant() for each in shares]
         factor = constants[0]
         if factor is not None and all(each is not None and abs(each - factor) < 1e-5 for each in constants):
-            return self._of_factor(difference, parts, factor * self.size)
-        return self._of_window(difference, shares, step, names)
+            return self._of_factor(parts, factor * self.size)
+        return self._of_window(shares, names)
 
-    def _of_missing(self, difference: Difference, step: Event, names: str, keys: set[str], proof: str) -> Reason:
+    def _of_missing(self, names: str, keys: set[str], proof: str) -> Reason:
         """Every rank keeps its own gradient."""
         what = f"gradients of {names} are" if names else "gradients are"
         bypassed = self.ranks.first.of("bypassed")
-        backward = self._backwards(difference.update)
-        uncovered = keys - set(step["covered"])
-        late = self._late_average(difference.update)
+        uncovered = keys - set(self.step["covered"])
+        late = self._late_average()
         if late is not None:
             text = f"{what} not averaged before the step: what is averaged behind it comes too late"
             return Reason(text, _called(late), proof)
@@ -154,70 +164,69 @@ class Causes:
                 "added or made trainable behind it, or ignored)"
             )
             return Reason(text, self.ranks.first.where("wrapped"), proof)
-        where = self._last_backward(difference.update)
-        if backward and not backward[-1]["synchronizes"]:
-            last = "the last backward of a window" if len(backward) > 1 else "the backward"
+        where = self.last_backward
+        if self.backwards and not self.backwards[-1]["synchronizes"]:
+            last = "the last backward of a window" if len(self.backwards) > 1 else "the backward"
             no_sync = self.ranks.first.where("no_sync")
             if no_sync:
                 return Reason(f"{what} not averaged: no_sync() covers {last}", no_sync, proof)
             return Reason(f"{what} not averaged: require_backward_grad_sync is False in {last}", where, proof)
         return Reason(f"{what} not averaged over the ranks", where, proof)
 
-    def _of_factor(self, difference: Difference, parts: Parts, factor: float) -> Reason | None:
+    def _of_factor(self, parts: Parts, factor: float) -> Reason | None:
         """The gradient is the mean over ranks, times something."""
-        own = self._whole_shares(difference.update, parts).constant()
+        own = self._whole_shares(parts).constant()
         if own is None:
-            return self._of_penalty(difference.update) if _near(factor, self.size) else None
+            return self._of_penalty() if _near(factor, self.size) else None
         ratio = factor / (own * self.size) if own else math.inf
-        reduced = self._reduced(difference.update)
+        reduced = self._reduced()
         proof = f"they are {ratio:.4g} times what one process has, in all parameters alike"
         if _near(ratio, self.size):
-            where = reduced or self._step(difference.update)["where"]
+            where = reduced or self.step["where"]
             return Reason("gradients are summed over the ranks, and not divided by their number", where, proof)
         if _near(ratio, 1 / self.size):
-            where = reduced or self._last_backward(difference.update)
+            where = reduced or self.last_backward
             return Reason("gradients are divided by the number of ranks twice", where, proof)
-        return self._of_scale(difference, ratio, proof)
+        return self._of_scale(ratio, proof)
 
-    def _of_penalty(self, update: int) -> Reason:
+    def _of_penalty(self) -> Reason:
         """Gradients are summed, and neither their sum nor their mean is what one process has."""
         return Reason(
             "gradients are summed over the ranks, so that a part of the loss that each rank adds whole (a penalty on "
             "the weights, perhaps) counts once for each rank",
-            self._reduced(update) or self._step(update)["where"],
+            self._reduced() or self.step["where"],
         )
 
-    def _of_scale(self, difference: Difference, ratio: float, proof: str) -> Reason | None:
+    def _of_scale(self, ratio: float, proof: str) -> Reason | None:
         """The gradient of one process, times something that is neither the number of ranks nor one over it."""
-        step = self._step(difference.update)
         if math.isfinite(ratio) and self.ranks.is_sharded:
             root = ", the square root of the number of ranks" if _near(1 / ratio, math.sqrt(self.size)) else ""
             size = f"{1 / ratio:.4g} times that of the whole gradient{root}"
             text = f"gradients are clipped (scaled) by a norm that is {size}: it is not made of all shards once"
-            return Reason(text, self._norm_of(step), proof)
+            return Reason(text, self._norm_of(), proof)
         for value in (math.sqrt(self.size), 1 / math.sqrt(self.size)):
             if _near(ratio, value):
                 word = "large" if ratio < 1 else "small"
                 text = f"gradients are clipped (scaled) by a norm that is too {word} by the square root of the ranks"
-                return Reason(text, self._norm_of(step), proof)
+                return Reason(text, self._norm_of(), proof)
         if self.whole.has("clipped") and self.retry("clipping"):
             return Reason(
                 "clipping: the norm is not that of the whole gradient",
-                self.ranks.first.where("clipped"),
+                self.clipping,
                 "alike without it",
             )
         text = "gradients are scaled (clipped?) by another number than on one process, before the step"
-        return Reason(text, step["where"], proof)
+        return Reason(text, self.step["where"], proof)
 
-    def _of_window(self, difference: Difference, shares: Sequence[Shares], step: Event, names: str) -> Reason | None:
+    def _of_window(self, shares: Sequence[Shares], names: str) -> Reason | None:
         """The micro-batches of a window are in the gradient in several ways."""
         if not all(each.fits for each in shares):
-            return self._of_scale(difference, math.nan, "it is not made of the ranks' own gradients")
+            return self._of_scale(math.nan, "it is not made of the ranks' own gradients")
         what = f" of {names}" if names else ""
         weights = "; ".join(f"rank {rank}: {each.rounded()}" for rank, each in enumerate(shares))
         proof = f"micro-batches are in the gradient by {weights}; each should be by {1 / self.size:.3g}"
-        reduced = self._reduced(difference.update)
-        if reduced and len(self._backwards(difference.update)) > 1:
+        reduced = self._reduced()
+        if reduced and len(self.backwards) > 1:
             text = (
                 f"gradients{what} are reduced behind each micro-batch: accumulated ones, reduced already, are so again"
             )
@@ -226,73 +235,66 @@ class Causes:
         no_sync = self.ranks.first.where("no_sync")
         if no_sync:
             return Reason(f"{text}: no_sync() is left too late or early", no_sync, proof)
-        return Reason(text, step["where"], proof)
+        return Reason(text, self.step["where"], proof)
 
-    def _of_ranks_own(self, difference: Difference, parts: Parts) -> Reason | None:
+    def _of_ranks_own(self, parts: Parts) -> Reason | None:
         """Ranks average as they should; what they average is not what one process has."""
-        shares = self._whole_shares(difference.update, parts)
+        shares = self._whole_shares(parts)
         constant = shares.constant()
         if constant is not None:
-            return self._of_loss(difference.update, constant * self.size)
+            return self._of_loss(constant * self.size)
         if not shares.fits or not shares.sum_to_one:
             return self._rank_in_module()  # a rank's gradient on its samples is no part of one process' gradient
         mean = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.by_rank()))
         proof = f"one process weighs the ranks' gradients by {mean}; the mean over ranks by {1 / self.size:.3g}"
         text = "a mean of means: each rank divides its loss by its own count, and the counts differ"
-        return Reason(text, self._last_backward(difference.update), proof)
+        return Reason(text, self.last_backward, proof)
 
-    def _of_loss(self, update: int, factor: float) -> Reason:
+    def _of_loss(self, factor: float) -> Reason:
         """One process has the mean of the ranks' gradients, times something: the loss is another one."""
-        where = self._last_backward(update)
+        where = self.last_backward
         proof = f"one process has {factor:.4g} times the mean of the ranks' gradients, in all parameters alike"
         if not _near(factor, self.size):
             return Reason("the loss is scaled by another number than on one process", where, proof)
-        divided, alone = self._divisor(self.ranks, update), self._divisor(self.whole, update)
-        gathers = self.ranks.first.of("collective", name="all_gather", update=update, backwards=0, training=True)
+        divided, alone = self._divisor(self.ranks), self._divisor(self.whole)
+        again = f"{self._averaged_by()} once more"
+        if divided is not None and _near(divided / (alone or 1.0), self.size):
+            return Reason(f"the loss is divided by the number of ranks, and {again}", where, proof)
+        if divided is not None and self._sums_before_backward():
+            text = f"the loss is divided by a number that counts all ranks' samples, and {again}"
+            return Reason(f"{text}: multiply it by the number of ranks", where, proof)
+        gathers = self.ranks.first.of("collective", name="all_gather", update=self.update, backwards=0, training=True)
         if gathers:
             text = (
                 "the loss is made of what all ranks gather, and all_gather gives no gradient back to the others: take "
                 "torch.distributed.nn.functional.all_gather"
             )
             return Reason(text, _called(gathers[0]), proof)
-        if divided is None:
-            text = "the loss is a sum over samples: a mean over ranks makes it smaller by their number"
-            return Reason(text, where, proof)
-        again = f"{self._averaged_by(update)} once more"
-        if _near(divided / (alone or 1.0), self.size):
-            return Reason(f"the loss is divided by the number of ranks, and {again}", where, proof)
-        if self._sums_before_backward(update):
-            text = f"the loss is divided by a number that counts all ranks' samples, and {again}"
-            return Reason(f"{text}: multiply it by the number of ranks", where, proof)
         text = "the loss is a sum over samples: a mean over ranks makes it smaller by their number"
         return Reason(text, where, proof)
 
-    def _sums_before_backward(self, update: int) -> bool:
+    def _sums_before_backward(self) -> bool:
         """Whether ranks add up a number before a backward of this update."""
-        events = self.ranks.first.of("collective", name="all_reduce", update=update, backwards=0)
+        events = self.ranks.first.of("collective", name="all_reduce", update=self.update, backwards=0)
         return any(event["shape"] in _NUMBERS for event in events)
 
-    def _late_average(self, update: int) -> Event | None:
+    def _late_average(self) -> Event | None:
         """The first collective of gradients' size behind a step, where there is none before it."""
-        if self._reduced(update) or self.ranks.has("wrapped"):
+        if self._reduced() or self.ranks.has("wrapped"):
             return None
-        events = self.ranks.first.of("collective", name="all_reduce", update=update + 1, backwards=0)
+        events = self.ranks.first.of("collective", name="all_reduce", update=self.update + 1, backwards=0)
         return next((event for event in events if event["shape"] not in _NUMBERS), None)
 
-    def _divisor(self, recording: Recording, update: int) -> float | None:
+    def _divisor(self, recording: Recording) -> float | None:
         """By what the last loss of an update was divided."""
-        events = recording.first.of("backward", update=update)
+        events = recording.first.of("backward", update=self.update)
         return events[-1]["divisor"] if events else None
 
-    def _last_backward(self, update: int) -> str:
-        events = self._backwards(update)
-        return str(events[-1]["where"]) if events else ""
-
-    def _averaged_by(self, update: int) -> str:
+    def _averaged_by(self) -> str:
         """What divides gradients by the number of ranks, in words."""
         if self.ranks.has("wrapped"):
             return "DistributedDataParallel divides"
-        reduced = self._reduced(update)
+        reduced = self._reduced()
         at = f" ({reduced})" if reduced else ""
         return f"the average of gradients over the ranks{at} divides"
 
@@ -304,18 +306,17 @@ class Causes:
         text = f"rank-dependent code: {read[1]['within']} reads the rank (get_rank), and differs on each"
         return Reason(text, read[1]["where"], "alike where every rank reads 0")
 
-    def _whole_shares(self, update: int, parts: Parts) -> Shares:
-        return parts.shares(self.whole.first.of_step(update))
+    def _whole_shares(self, parts: Parts) -> Shares:
+        return parts.shares(self.whole.first.of_step(self.update))
 
-    def _of_split(self, difference: Difference) -> Reason | None:
+    def _of_split(self) -> Reason | None:
         """Ranks hold parts of a model: is what they hold whole counted by each of them?"""
-        step = self._step(difference.update)
-        reference = self.whole.whole("first", step["optimizer"])[0]
-        own = self.ranks.first.load("first", step["optimizer"])
+        reference = self.whole.whole("first", self.step["optimizer"])[0]
+        own = self.ranks.first.load("first", self.step["optimizer"])
         split = {key for key, value in own.items() if _is_part(value, reference.get(key))}
-        modules = {step["names"][key].rpartition(".")[0] for key in split}
+        modules = {self.step["names"][key].rpartition(".")[0] for key in split}
         for key in own.keys() - split:
-            name = step["names"].get(key, key)
+            name = self.step["names"].get(key, key)
             if name.rpartition(".")[0] not in modules or not self.retry(f"once {key}"):
                 continue
             events = self.ranks.first.of("collective", in_module=True)
@@ -325,36 +326,36 @@ class Causes:
                 _called(events[0]) if events else "",
                 "the gradients are alike where each rank adds its share of it",
             )
-        return self._of_sharded(difference) if self.ranks.is_sharded else None
+        return self._of_sharded() if self.ranks.is_sharded else None
 
     # -- sharded parameters, clipping, updates
 
-    def _of_sharded(self, difference: Difference) -> Reason | None:
+    def _of_sharded(self) -> Reason | None:
         read = self._rank_in_module()
         if read is not None:
             return read
-        ratio = self._ratio(difference.update)
+        ratio = self._ratio()
         if ratio is None:
-            where = self.ranks.first.where("backward", update=difference.update, synchronizes=False)
+            where = self.ranks.first.where("backward", update=self.update, synchronizes=False)
             if where:
                 return Reason("gradients are not reduced: synchronization is off", where)
-            return self._of_shard_factors(difference)
-        where = self._last_backward(difference.update)
+            return self._of_shard_factors()
+        where = self.last_backward
         proof = f"they are {ratio:.4g} times what one process has, in all parameters alike"
         if _near(ratio, self.size):
             return Reason("gradients are summed over the ranks, and not averaged", where, proof)
         if _near(ratio, 1 / self.size):
             text = "the loss is a sum, or divided by the number of ranks, and a mean over ranks divides again"
             return Reason(text, where, proof)
-        return self._of_scale(difference, ratio, proof)
+        return self._of_scale(ratio, proof)
 
-    def _of_shard_factors(self, difference: Difference) -> Reason | None:
+    def _of_shard_factors(self) -> Reason | None:
         """Each rank has scaled its shards by a number of its own."""
-        expected = self.whole.whole("gradients", difference.update)[0]
+        expected = self.whole.whole("gradients", self.update)[0]
         factors = []
         for rank in self.ranks.ranks:
             pairs = []
-            for key, value in rank.load("gradients", difference.update).items():
+            for key, value in rank.load("gradients", self.update).items():
                 reference = expected.get(key)
                 if isinstance(value, dict) and reference is not None:
                     pairs.append((value["part"], reference[place_of(value)]))
@@ -362,15 +363,14 @@ class Causes:
         if any(factor is None for factor in factors):
             return None
         told = ", ".join(f"{factor:.4g}" for factor in factors)
-        step = self._step(difference.update)
         text = "each rank clips (scales) its shards by a norm of its own, which is not that of the whole gradient"
-        where = self.ranks.first.where("clipped") or step["where"]
+        where = self.clipping or self.step["where"]
         return Reason(text, where, f"by rank they are {told} times what one process has")
 
-    def _ratio(self, update: int) -> float | None:
+    def _ratio(self) -> float | None:
         """By which factor all gradients differ; None where it is not one factor."""
-        found = self.ranks.whole("gradients", update)
-        expected = self.whole.whole("gradients", update)[0]
+        found = self.ranks.whole("gradients", self.update)
+        expected = self.whole.whole("gradients", self.update)[0]
         pairs: list[tuple[Tensor, Tensor]] = []
         for key, reference in expected.items():
             for part in aligned([values.get(key) for values in found], reference)[:1]:
@@ -378,10 +378,10 @@ class Causes:
                     pairs.append((part, reference))
         return gradient_factor(pairs)
 
-    def _of_clipped(self, difference: Difference) -> Reason | None:
-        where = self.ranks.first.where("clipped")
+    def _of_clipped(self) -> Reason | None:
+        where = self.clipping
         runs = [*self.ranks.ranks, self.whole.first]
-        calls = [rank.of("clipped", update=difference.update)[:1] for rank in runs]
+        calls = [rank.of("clipped", update=self.update)[:1] for rank in runs]
         if not all(calls):
             return Reason("clipping: the norm is not that of the whole gradient", where)
         *bounds, own = [call["bound"] for (call,) in calls]
@@ -394,50 +394,42 @@ class Causes:
         proof = f"total norm by rank: {_listed(norms)}; of one process: {own:.4g}"
         return Reason("clipping: the norm is not that of the whole gradient", where, proof)
 
-    def _norm_of(self, step: Event) -> str:
+    def _norm_of(self) -> str:
         """The line where a norm is computed: torch's clipping, or a number that ranks sum up behind the backward."""
-        events = self.ranks.first.of("collective", update=step["update"])
+        events = self.ranks.first.of("collective", update=self.update)
         sums = [event for event in events if event["backwards"] and event["shape"] in _NUMBERS]
-        return _called(sums[0]) if sums else self.ranks.first.where("clipped") or str(step["where"])
+        return _called(sums[0]) if sums else self.clipping or str(self.step["where"])
 
-    def _of_parameters(self, difference: Difference) -> Reason | None:
-        step = self._step(difference.update)
+    def _of_parameters(self) -> Reason | None:
         proof = "the gradients before the step are alike"
-        if self.ranks.is_sharded or len(difference.ranks) == self.size:
+        if self.ranks.is_sharded or len(self.difference.ranks) == self.size:
             text = (
-                f"{step['name']} makes another update of alike gradients: on a rank it works on a part (a shard) of "
-                "what it needs whole"
+                f"{self.step['name']} makes another update of alike gradients: on a rank it works on a part (a shard) "
+                "of what it needs whole"
             )
-            return Reason(text, step["where"], proof)
-        text = f"{step['name']} updates parameters in another way on rank {difference.ranks[0]}"
-        return Reason(text, step["where"], proof)
+            return Reason(text, self.step["where"], proof)
+        text = f"{self.step['name']} updates parameters in another way on rank {self.difference.ranks[0]}"
+        return Reason(text, self.step["where"], proof)
 
-    def _of_buffers(self, difference: Difference) -> Reason | None:
+    def _of_buffers(self) -> Reason | None:
         return Reason(
-            f"the buffer {difference.name} is made of a rank's own samples, and is not averaged over the ranks"
+            f"the buffer {self.difference.name} is made of a rank's own samples, and is not averaged over the ranks"
         )
 
-    def _of_steps(self, difference: Difference) -> Reason | None:
+    def _of_steps(self) -> Reason | None:
         batches = {len(rank.of("batch")) for rank in self.ranks.ranks}
         return uneven(self.ranks.first.where("iteration")) if len(batches) > 1 else None
 
     # -- what was seen
 
-    def _step(self, update: int) -> Event:
-        return self.ranks.first.of("step", update=update)[0]
+    def _named(self, keys: Sequence[str]) -> str:
+        """The names of the first parameters among these."""
+        return ", ".join(self.step["names"][key] for key in keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
 
-    def _backwards(self, update: int) -> list[Event]:
-        return self.ranks.first.of("backward", update=update)
-
-    def _reduced(self, update: int) -> str:
+    def _reduced(self) -> str:
         """The line of the script's own collective that came behind a backward of this update; "" for none."""
-        events = [event for event in self.ranks.first.of("collective", update=update) if event["backwards"]]
+        events = [event for event in self.ranks.first.of("collective", update=self.update) if event["backwards"]]
         return next((_called(event) for event in events if event["name"] in ("all_reduce", "reduce")), "")
-
-
-def _named(step: Event, keys: Sequence[str]) -> str:
-    """The names of a step's first parameters among these."""
-    return ", ".join(step["names"][key] for key in keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
 
 
 def _listed(numbers: Sequence[float]) -> str:

@@ -153,7 +153,7 @@ class Verification:
         if short is not None and (first is None or short[0].update <= first.update):
             return self._different(ranks, *short)
         if first is not None:
-            cause = Causes(ranks, whole, self._alike_without, self.splits_model).of(first)
+            cause = Causes(first, ranks, whole, self._alike_without, self.splits_model).find()
             alone = AloneFinding(cause=cause)
             if cause is None and first.what == GRADIENTS:
                 alone = RanksAlone(ranks, self.runs).look()
