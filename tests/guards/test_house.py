@@ -41,7 +41,8 @@ FLOORS = {
     "__main__": 6,
 }
 STRATEGIES = {
-    *("strategy", "engine", "ranks", "collectives", "table", "planned", "buffers", "optimizer_states"),
+    *("strategy", "engine", "ranks", "collectives", "table", "planned", "buffers", "copies"),
+    "optimizer_states",
     *("ddp.strategy", "ddp.comm_hooks", "ddp.sharded_optimizer", "dp.strategy", "sharded.strategy", "sharded.fsdp"),
     *("sharded.model_parallel", "deepspeed.strategy", "deepspeed.config", "pipeline.strategy"),
 }

@@ -36,6 +36,8 @@ LEFT_IN_PARTS = {
 }
 """By the engine that has cut a module: what has left it so, and what goes on with it."""
 
+OFFLOADED = "offloaded optimizer"
+
 
 @dataclass
 class EngineState:
@@ -101,6 +103,7 @@ class Engine:
         module: of the call.
         optimizers, lr_scheduler_configs: of the fit.
         sync_gradients: whether the next backward reduces over the ranks; the loops set it before each forward.
+        drops_gradients: the batch at hand is a padding batch: gradients of its backward are to be dropped.
         window: an engine that plays whole windows has a method of this name; it is asked for once, when a fit begins.
         runs_padding: forwards communicate, so that a rank without samples for a micro-batch runs ``training_step``,
             too: on a padding batch, which leaves no trace, and with a backward that counts for nothing.
@@ -118,6 +121,8 @@ class Engine:
         leaves_out_frozen: a checkpoint need not have weights that are not trained.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
         step_device: where steps run while parameters are on several devices; None: where the parameters are.
+        saves_memory_by: what is in use of "recomputation", "sharded optimizer", "sharded parameters", "offload" and
+            "offloaded optimizer".
     """
 
     window: WindowPlayer | None = None
@@ -143,11 +148,12 @@ class Engine:
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self.sync_gradients = True
+        self.drops_gradients = False
         self.left_out = False  # by the engine itself: the last step, whose gradients overflowed
         self.context: Callable[[], AbstractContextManager[Any]] | None = None
         self._own_backward: Callable[..., Any] | None = None
         self._recomputation = Recomputation(type(self).__name__)
-        self._offloads_optimizer = False
+        self.saves_memory_by: set[str] = set()
         self._offloaded: list[OffloadedStates] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,6 +215,8 @@ class Engine:
             self._recomputation = Recomputation(type(self).__name__, *asked)
         except ValueError as error:
             raise MisconfigurationException(f"{error}.") from None
+        if self._recomputation.is_on:
+            self.saves_memory_by.add("recomputation")
 
     def _begin_recomputation(self) -> None:
         """Recompute the layers that the strategy was asked for, and those in torch's wrappers."""
@@ -221,7 +229,7 @@ class Engine:
         """Take over what ``configure_optimizers`` made; training begins after this."""
         self.optimizers, self.lr_scheduler_configs = optimizers, configs
         for optimizer in optimizers:
-            states_to_parameters(optimizer, SMALL if self._offloads_optimizer else float("inf"))
+            states_to_parameters(optimizer, SMALL if OFFLOADED in self.saves_memory_by else float("inf"))
         self._offload_states()
 
     def _offload_optimizer(self, offload_optimizer: object) -> None:
@@ -230,7 +238,8 @@ class Engine:
             raise MisconfigurationException(
                 f"{type(self).__name__}(offload_optimizer={offload_optimizer!r:.100}): give True or False."
             )
-        self._offloads_optimizer = offload_optimizer
+        if offload_optimizer:
+            self.saves_memory_by.add(OFFLOADED)
 
     def _offload_states(self) -> None:
         """Let the optimizers of now keep their states on the CPU, where the strategy was asked for it."""
@@ -238,7 +247,7 @@ class Engine:
             each.detach()
         self._offloaded = []
         start = f"{type(self).__name__}(offload_optimizer=True)"
-        if not self._offloads_optimizer:
+        if OFFLOADED not in self.saves_memory_by:
             return
         if self.root_device.type == "cpu":
             rank_zero_info(f"{start} has no effect: the run is on the CPU, and so are the optimizers' states.")

@@ -139,6 +139,8 @@ class RankedStrategy(Strategy):
         From `CONNECTED` ranks on, each of which would be connected with all others, messages go by the device, unless
         there are parameters on the CPU.
         """
+        if self._backend is None and self.drives_all_devices:
+            return "gloo"  # one process sends nothing, and NCCL would want a GPU for it
         if self._backend is not None or self.accelerator_backend:
             return self._backend or self.accelerator_backend
         kind = self.root_device.type

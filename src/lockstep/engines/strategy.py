@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import Collectives, ReplicaMap
+from lockstep.engines.copies import Copies
 from lockstep.engines.ddp.late_parameters import beside
 from lockstep.engines.engine import Engine
 from lockstep.engines.sharded.fully_shard import Policy
@@ -29,15 +30,16 @@ from lockstep.module import LightningModule
 from lockstep.planner.plan import SavedPlan
 from lockstep.precision.base import Precision
 
-
-class LocalSteps(Protocol):
-    """Steps of a fit that are made with the gradients of a part of the ranks; between them weights differ."""
-
-    def averaged_ranks(self) -> Sequence[int]:
-        """The ranks, this one among them, over which gradients are averaged in the next round."""
-
-    def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
-        """The sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
+SYNCHRONIZED = "Where BatchNorm is synchronized (sync_batchnorm=True), all ranks go through it together"
+GAP = (
+    "{together}, and rank {rank} has no samples of loader {loader} in a micro-batch of which others have some: give "
+    "loaders side by side equal numbers of samples and batch sizes, or drop_last=True, or use "
+    'CombinedLoader(mode="min_size") with such.'
+)
+NO_LOSS = (
+    "`training_step` returned None on rank {rank}. {together}, forwards and backwards, and the others would wait for "
+    "this one. Return a loss on each, if only `0.0 * loss`."
+)
 
 
 class Strategy(Engine):
@@ -50,27 +52,35 @@ class Strategy(Engine):
     Attributes:
         collectives: how ranks talk to each other.
         checkpoints: who writes files.
+        copies: what the ranks' copies of the model have beside parameters.
         replicas: the ranks by the samples that they see.
+        engine: its name in messages; "": that of the class.
         peers: a rank of each replica, this one among them, as a process group; None: all ranks.
         members: the ranks of this replica, as a process group; None: this one alone.
+        undoes_steps: on several ranks, too, all that steps have changed can be put back by its values: weights,
+            buffers, optimizer states.
         launcher: how ranks are started: None (nothing to start), "script", "spawn" or "fork".
         drives_all_devices: one process works with all devices of its node; else each rank has one.
         devices: of this node, by local rank.
         rounds: reductions over all ranks so far.
-        traffic: reductions of gradients in this fit so far, and the bytes that this rank gave to them.
-        local_steps: where this fit takes such.
         sync_batchnorm: whether BatchNorm takes its statistics over all ranks while training; the Trainer sets it.
         planned: the saved plan by which it was made, and its file.
         plugins: a cluster, a CheckpointIO or a precision that came with it; the Trainer takes them as its own.
+        instead: the strategy that the Trainer takes when it is given this one; None: this one.
+        traffic: reductions of gradients in this fit so far, and the bytes that this rank gave to them.
+        waits_in: methods, by owner and name, in which this rank waits for others past torch's collectives.
     """
 
     launcher: str | None = None
     drives_all_devices: bool = False
+    undoes_steps: bool = False
+    engine: str = ""
 
     def __init__(self) -> None:
         super().__init__()
         self.collectives = Collectives()
         self.checkpoints = CheckpointWriter()
+        self.copies = Copies()
         self.replicas = ReplicaMap.each(World.single())
         self.peers: comm.Group = None
         self.members: comm.Group = None
@@ -78,12 +88,11 @@ class Strategy(Engine):
         self.plugins: list[object] = []
         self.devices = [self.root_device]
         self.accelerator_backend = ""
+        self.instead: Strategy | None = None
         self.rounds = 0
+        self.traffic = (0, 0)
+        self.waits_in: list[tuple[object, str]] = []
         self.sync_batchnorm = False
-
-    def resolved(self) -> Strategy:
-        """The strategy that the Trainer takes when it is given this one."""
-        return self
 
     # -- set up
 
@@ -111,10 +120,6 @@ class Strategy(Engine):
         """Around the module's ``configure_model``; behind it is what a folder is to fill. Collective."""
         with nullcontext() if self.init_device is None else self.init_device:
             yield
-        self._fill(module)
-
-    def _fill(self, module: LightningModule) -> None:
-        """Read the weights of which `load_pretrained` knows."""
         fill_whole(module, self.root_device)
 
     def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -124,23 +129,27 @@ class Strategy(Engine):
             comm.broadcast_tensors([value], 0, None)
             yield name, value
 
-    def configuring(self) -> AbstractContextManager[object]:
-        """Around ``configure_optimizers``, which may choose parameters by their shapes."""
-        return nullcontext()
-
     def change_optimizers(self) -> None:
         """Others have taken the place of the optimizers in the middle of a fit."""
         self._offload_states()
 
-    @property
-    def undoes_steps(self) -> bool:
-        """Whether all that steps have changed can be put back by its values: weights, buffers, optimizer states."""
-        return self.world.size == 1
-
     # -- micro-batches for which ranks have no samples
 
+    def _together(self) -> str:
+        """Through what all ranks go together in a forward, as the beginning of a message; "" where through nothing."""
+        if self.runs_padding:
+            return f"Under {self.engine or type(self).__name__} ranks go through each layer together"
+        return SYNCHRONIZED if self.copies.norms is not None else ""
+
     def check_gap(self, rank: int, loader: int) -> None:
-        """Refuse a micro-batch of which a rank has samples, but none of one of its loaders, if the engine cannot."""
+        """Refuse a micro-batch of which a rank has samples, but none of one of its loaders, where others would wait."""
+        if self._together():
+            raise MisconfigurationException(GAP.format(together=self._together(), rank=rank, loader=loader))
+
+    def check_loss(self) -> None:
+        """Refuse it that ``training_step`` returned none on this rank, where others would wait in their backwards."""
+        if self._together():
+            raise MisconfigurationException(NO_LOSS.format(together=self._together(), rank=self.world.rank))
 
     @contextmanager
     def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
@@ -148,34 +157,37 @@ class Strategy(Engine):
 
         Collective, for these ranks, too; they take part in what a training forward begins with.
         """
-        yield
+        norms = None if self.runs_padding else self.copies.norms
+        with nullcontext() if norms is None else norms.leaving_out(absent):
+            if self.world.rank in absent and torch.is_grad_enabled():
+                # no forward of theirs does it, or it does so behind the copy of their buffers that the loop puts back
+                self.copies.forward_begins()
+            yield
 
     @contextmanager
     def zero_weight(self) -> Iterator[list[Tensor]]:
-        """Inside, gradients of backwards are dropped: the batch is a padding batch.
+        """Around a step on a padding batch: its gradients are dropped, its samples in no statistics.
 
         Gives:
             the module's buffers that a forward changes by this rank's samples alone.
         """
-        yield list(self.module.buffers())
+        norms, self.drops_gradients = self.copies.norms, True
+        if norms is not None:
+            norms.set_zero_weight(True)
+        try:
+            yield self.copies.own_buffers(self.module)
+        finally:
+            self.drops_gradients = False
+            if norms is not None:
+                norms.set_zero_weight(False)
 
-    # -- the model that all look at
-
-    local_steps: LocalSteps | None = None
+    # -- when users look
 
     def epoch_begins(self) -> None:
         """An epoch of training begins, or goes on after a resume; its first hooks have run. Collective."""
 
-    @contextmanager
-    def one_model(self) -> Iterator[None]:
-        """For an evaluation: let every rank have the model that a checkpoint holds, and afterwards its own again."""
-        yield
-
     def steps_end(self) -> None:
         """Steps of an evaluation, or a forward, are over, and hooks that may look at the module come next."""
-
-    def end_training(self) -> None:
-        """No step follows in this fit: leave every rank with the model that a checkpoint holds. Collective."""
 
     # -- gradients
 
@@ -213,13 +225,15 @@ class Strategy(Engine):
     def held_gradients(self) -> dict[str, Any]:
         """What backwards have left for steps to come, as a checkpoint takes it. Collective."""
         named = self.named_parameters()
-        return {"gradients": {name: p.grad.detach().cpu().clone() for name, p in named.items() if p.grad is not None}}
+        left = {name: p.grad.detach().cpu().clone() for name, p in named.items() if p.grad is not None}
+        return {"gradients": left, "buffers": self.copies.held()}
 
     def hold_gradients(self, saved: dict[str, Any]) -> None:
         """Put back what :meth:`held_gradients` gave."""
         parameters = self.named_parameters()
         for name, gradient in saved.get("gradients", {}).items():
             parameters[name].grad = gradient.to(parameters[name].device)
+        self.copies.hold(saved.get("buffers", {}))
 
     def hold_mean(self, gradients: dict[str, Tensor]) -> None:
         """Go on with whole gradients that are the mean over the replicas, of other ranks or another engine.
@@ -232,7 +246,7 @@ class Strategy(Engine):
 
     def divide_gradients(self, weight: float | Tensor) -> float | Tensor:
         """Divide the window's gradients by the weights that all ranks' training steps returned; gives the factor."""
-        local = self.local_steps
+        local = self.copies.local_steps
         if local is not None:
             total, ranks = local.summed_weight(self.on_step_device(weight))
         else:
@@ -255,12 +269,6 @@ class Strategy(Engine):
         found: Tensor = self.collectives.reduce(self.on_step_device(weight), reduce_op="sum")
         return found
 
-    # -- time
-
-    def waits_in(self) -> list[tuple[object, str]]:
-        """Methods, by owner and name, in which this rank waits for gradients of others past torch's collectives."""
-        return []
-
     # -- memory
 
     def held(self) -> dict[str, list[Tensor]]:
@@ -272,17 +280,6 @@ class Strategy(Engine):
             "optimizer_states": list(tensors_in([optimizer.state for optimizer in self.optimizers])),
             "buffers": list(self.module.buffers()),
         }
-
-    def saves_memory_by(self) -> frozenset[str]:
-        """What is in use of "recomputation", "sharded optimizer", "sharded parameters", "offload" and "offloaded
-        optimizer"."""
-        used = {"recomputation": self._recomputation.is_on, "offloaded optimizer": self._offloads_optimizer}
-        return frozenset(name for name, is_on in used.items() if is_on)
-
-    @property
-    def traffic(self) -> tuple[int, int]:
-        """Reductions of gradients in this fit so far, and the bytes that this rank gave to them."""
-        return 0, 0
 
     # -- Lightning's names: of the ranks
 

@@ -112,7 +112,8 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
         asked = asked.lower()
     if asked == "auto" and world_size > 1:
         asked = "ddp_notebook" if interactive else "ddp"
-    made = (asked if isinstance(asked, Strategy) else _named(asked, interactive and world_size > 1)).resolved()
+    made = asked if isinstance(asked, Strategy) else _named(asked, interactive and world_size > 1)
+    made = made.instead or made
     if world_size > 1 and made.launcher is None:
         name = f'"{asked}"' if isinstance(asked, str) else f"{type(made).__name__}()"
         raise MisconfigurationException(

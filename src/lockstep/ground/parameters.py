@@ -133,6 +133,22 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     return shape
 
 
+@contextmanager
+def whole_shapes(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters that are empty have their whole shapes, and zeros without memory for values."""
+    shown: list[tuple[nn.Parameter, Tensor]] = []
+    for parameter in module.parameters():
+        if not is_lazy(parameter) and parameter.shape != whole_shape(parameter) and not parameter.numel():
+            shown.append((parameter, parameter.data))
+            one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+            parameter.data = one.expand(whole_shape(parameter))
+    try:
+        yield
+    finally:
+        for parameter, empty in shown:
+            parameter.data = empty
+
+
 KEPT = "_lockstep_keeps_dtype"
 """The attribute of a layer that names buffers of a dtype of their own, whatever the model's is."""
 

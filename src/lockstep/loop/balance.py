@@ -83,7 +83,7 @@ def measure(session: Session, step: Windows, validation: EvaluationLoop) -> Bala
     if session.config.balance and not shares:
         rank_zero_info(ALONE)
     if shares:
-        check_balances(session.strategy, LOCAL_STEPS if session.strategy.local_steps is not None else "")
+        check_balances(session.strategy, LOCAL_STEPS if session.strategy.copies.local_steps is not None else "")
         _warn_of_batch_norm(session)
     if not listeners and not shares:
         return None

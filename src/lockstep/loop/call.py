@@ -22,6 +22,7 @@ from lockstep.data.workers import name_death
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import merged_hyperparameters
+from lockstep.ground.parameters import whole_shapes
 from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.ground.seed import current_seed
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerFn, TrainerStatus
@@ -235,7 +236,7 @@ def configured_optimizers(session: Session) -> tuple[list[Optimizer], list[LRSch
     """What the module's ``configure_optimizers`` returns, as lists."""
     module = session.module
     own_step = is_overridden("lr_scheduler_step", module, LightningModule)
-    with session.strategy.configuring():
+    with whole_shapes(module):  # by which groups of parameters may be chosen
         returned = session.hooks.own("configure_optimizers")
     return parse(returned, automatic=module.automatic_optimization, custom_scheduler_step=own_step)
 

@@ -137,7 +137,7 @@ class EvaluationLoop:
         outer = session.collect_in(results)
         strategy.sync_gradients = False
         try:
-            with strategy.one_model(), self._no_gradients(), self._eval_mode():
+            with strategy.copies.one_model(), self._no_gradients(), self._eval_mode():
                 hooks.call(f"on_{name}_start")
                 hooks.call(f"on_{name}_epoch_start")
                 returned: Any = None
@@ -146,7 +146,8 @@ class EvaluationLoop:
                 values = self._end(results, to_loggers=not sanity_steps)
                 if isinstance(returned, dict) and returned and not any(values):
                     self._say_lost(returned)
-                return values
+            strategy.steps_end()
+            return values
         finally:
             session.collect_in(outer)
             strategy.sync_gradients = outer_sync

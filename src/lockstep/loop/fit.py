@@ -261,10 +261,10 @@ class FitLoop:
                     self._restore_randomness()
                     while self._done() is None:
                         self.epoch()
-                    session.strategy.end_training()
+                    session.strategy.copies.end_training()
                     session.hooks.call("on_train_end")
                 else:  # of a fit that had ended, whose ranks may have weights of their own
-                    session.strategy.end_training()
+                    session.strategy.copies.end_training()
                 say(session, f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
                 self._share_ending()
                 if session.interruption is None:
@@ -477,7 +477,7 @@ class FitLoop:
         if not whole:
             log_every, validates = session.config.log_every_n_steps, self._validates
             whole, windows = self._windows_left(feed)
-            balance, local = self.balance, session.strategy.local_steps
+            balance, local = self.balance, session.strategy.copies.local_steps
             for window in windows:
                 if window.size > 1 and not window.begun:
                     session.fit.window_start.note(progress.batch)

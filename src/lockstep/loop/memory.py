@@ -135,7 +135,7 @@ class Way:
 
 def ways_out(session: Session, used: MemoryUse) -> list[Way]:
     """What would need less memory on this rank, cheapest first, without what is in use."""
-    in_use, ranks = session.strategy.saves_memory_by(), session.strategy.world.size
+    in_use, ranks = session.strategy.saves_memory_by, session.strategy.world.size
     ways = [*_by_batch(session, used), *(_ways_in_training(session, used) if session.fitting else ())]
     if "sharded parameters" not in in_use:
         number = max(ranks, 2)
@@ -150,7 +150,7 @@ def ways_out(session: Session, used: MemoryUse) -> list[Way]:
 def _ways_in_training(session: Session, used: MemoryUse) -> list[Way]:
     """What would need less memory for activations and optimizer states."""
     strategy, ways = session.strategy, list[Way]()
-    in_use, ranks = strategy.saves_memory_by(), strategy.world.size
+    in_use, ranks = strategy.saves_memory_by, strategy.world.size
     if strategy.precision.name in ("32-true", "64-true") and used.activations:
         ways.append(Way('Trainer(precision="bf16-mixed"): activations of half the size, about', used.activations // 2))
     kept = _recomputable(session)

@@ -64,7 +64,7 @@ class StepTimes:
         self._replace(step, "training_step", FORWARD)
         self._replace(strategy, "backward", BACKWARD)
         self._replace(validation, "evaluate", PAUSE)
-        for owner, name in strategy.waits_in():
+        for owner, name in strategy.waits_in:
             self._replace(owner, name, WAITING)
         try:
             with wrapped(functools.partial(self.timed, WAITING)):

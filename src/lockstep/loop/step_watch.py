@@ -130,7 +130,7 @@ class StepWatch:
     @property
     def left_out(self) -> bool:
         """Whether the last step was left out, on all ranks alike; where weights differ between nodes, none is."""
-        return self._scaler is not None and self._scaler.left_out and self._strategy.local_steps is None
+        return self._scaler is not None and self._scaler.left_out and self._strategy.copies.local_steps is None
 
     def _hold_back(self, owner: Optimizer) -> None:
         """A step past the loss scale begins: let it find no gradients where they are not finite."""

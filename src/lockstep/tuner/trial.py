@@ -22,13 +22,13 @@ from lockstep.ground.tree import tree_map
 from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.loggers.base import DummyLogger, Logger
 from lockstep.loop import state
+from lockstep.loop.call import configured_optimizers
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import Hooks, is_overridden
 from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.metrics import is_metric
-from lockstep.loop.optimizers import parse
 from lockstep.loop.progress import EPOCH_START
 from lockstep.loop.session import FitState, Session
 from lockstep.module import LightningModule
@@ -246,7 +246,7 @@ def undoable(trainer: Trainer, what: str) -> None:
             f"{what} would find its result in processes that this Trainer spawns: give the callback "
             'LearningRateFinder() to the Trainer, which finds and takes the rate within the fit, or strategy="ddp".'
         )
-    if not trainer.strategy.undoes_steps:
+    if trainer.world_size > 1 and not trainer.strategy.undoes_steps:
         raise MisconfigurationException(
             f"{what} undoes its steps, which {type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot: "
             'search with strategy="ddp" without a communication hook and without shard_optimizer, or with '
@@ -347,11 +347,7 @@ def evaluate(trainer: Trainer) -> Any:
 
 def configure_again(trainer: Trainer) -> None:
     """Ask the module for its optimizers anew, before the first window: they may depend on what was found."""
-    module = trainer.lightning_module
-    own_step = is_overridden("lr_scheduler_step", module, LightningModule)
-    returned = trainer.hooks.own("configure_optimizers")
-    found = parse(returned, automatic=module.automatic_optimization, custom_scheduler_step=own_step)
-    strategy = trainer.strategy
+    strategy, found = trainer.strategy, configured_optimizers(trainer.session)
     if trainer.world_size == 1:
         strategy.setup_optimizers(*found)
         return

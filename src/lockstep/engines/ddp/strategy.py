@@ -11,12 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.io import CheckpointIO, snapshot
-from lockstep.engines.buffers import SynchronizedNorms, WindowBuffers
+from lockstep.checkpoint.io import CheckpointIO
 from lockstep.engines.ddp.bucket import infos_of, plan_buckets
 from lockstep.engines.ddp.consistency import (
     DesyncCheck,
@@ -53,17 +51,6 @@ from lockstep.module import LightningModule
 if TYPE_CHECKING:
     from lockstep.engines.ddp.comm_hooks import CommunicationHook, HookedLocalSteps
     from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
-
-GAP = (
-    "Where BatchNorm is synchronized (sync_batchnorm=True), all ranks go through it together, and rank {rank} has no "
-    "samples of loader {loader} in a micro-batch of which others have some: give loaders side by side equal numbers "
-    'of samples and batch sizes, or drop_last=True, or use CombinedLoader(mode="min_size") with such.'
-)
-NO_LOSS = (
-    "`training_step` returned None on rank {rank}. Where BatchNorm is synchronized (sync_batchnorm=True), "
-    "all ranks go back through it together, and the others would wait for this one. Return a loss on each, if only "
-    "`0.0 * loss`."
-)
 
 
 class DDPStrategy(RankedStrategy):
@@ -191,17 +178,14 @@ class DDPStrategy(RankedStrategy):
         self._hook = _communication_hook(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period, outer_optimizer
         )
+        self.undoes_steps = self._hook is None and not shard_optimizer  # hooks keep errors, and owners states
         if shard_optimizer:
+            self.saves_memory_by.add("sharded optimizer")
             check_options(self._hook is not None and self._hook.is_local, offload_optimizer)
-        self._local: HookedLocalSteps | None = None  # of this fit, where its hook takes such
         self._owned: OwnedOptimizers | None = None
         self._reducer: Reducer | None = None
         self._late: LateRefusal | None = None
         self._plan: Any = None
-        self._buffers: WindowBuffers | None = None
-        self._zero_weight = False
-        self._norms: SynchronizedNorms | None = None
-        self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
 
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
@@ -209,18 +193,14 @@ class DDPStrategy(RankedStrategy):
         if module is not self.module:
             self._plan = None  # of an earlier fit's module
         super().setup_module(module, own_backward)
-        self._local = None
+        self.copies.local_steps = None
         if self._init_sync:
             check_same_module(module, None)
             broadcast_module_state(module, None)
-        self._watch_buffers()
+        self.copies.watch_buffers(module, self._broadcast_buffers and self.world.size > 1)
         if self._late is not None:
             self._late.close()
         self._late = LateRefusal(module, self.world.rank) if self.world.size > 1 else None
-
-    def _watch_buffers(self) -> None:
-        some = self._broadcast_buffers and self.world.size > 1 and any(True for _ in self.module.buffers())
-        self._buffers = WindowBuffers(self.module) if some else None
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Attach the reducer to the parameters, and synchronize BatchNorm where asked to."""
@@ -229,8 +209,9 @@ class DDPStrategy(RankedStrategy):
         super().setup_optimizers(optimizers, configs)
         if self._late is not None:
             self._take_values(self._late.new(optimizers))
-        self._watch_buffers()
-        self._synchronize_norms()
+        self.copies.watch_buffers(self.module, self._broadcast_buffers and self.world.size > 1)
+        if self.world.size > 1:
+            self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
         named = self.named_parameters()
         self._checks = DesyncCheck(None, self.module) if self._check_reduction and self.world.size > 1 else None
         if self._checks is not None:
@@ -250,6 +231,8 @@ class DDPStrategy(RankedStrategy):
             sparse=sparse,
             shared_memory=self._shared_memory and self._hook is None,
         )
+        self.traffic = 0, 0
+        self.waits_in = [(self._reducer, "_wait")]  # for sums in memory that ranks share
         if self._hook is not None:
             self._attach_hook(self._hook, self._reducer)
 
@@ -258,11 +241,6 @@ class DDPStrategy(RankedStrategy):
         check_alike(type(self.module).__name__, [described("late", name, tensor) for name, tensor in late.items()])
         if self._init_sync:
             comm.broadcast_tensors([tensor.detach() for tensor in late.values()])
-
-    @property
-    def undoes_steps(self) -> bool:
-        """Whether nothing but values is changed by steps: hooks keep errors, and shared states are in parts."""
-        return self.world.size == 1 or (self._hook is None and not self._shard_optimizer)
 
     def change_optimizers(self) -> None:
         """Refuse new optimizers with parameters that are not reduced."""
@@ -284,36 +262,21 @@ class DDPStrategy(RankedStrategy):
         self._owned = OwnedOptimizers(self.optimizers)
 
     def _attach_hook(self, hook: CommunicationHook, reducer: Reducer) -> None:
-        take_buffers = partial(sync_buffers, self.module, None) if self._buffers is not None else None
+        take_buffers = partial(sync_buffers, self.module, None) if self.copies.buffers is not None else None
         scaler, node = self.precision.scaler, self.world.node_rank
-        self._local = hook.attach(reducer, self.module, self.optimizers, node, scaler=scaler, take_buffers=take_buffers)
-
-    def _synchronize_norms(self) -> None:
-        if self.world.size == 1:
-            return
-        default, group = self._norms_group or (None, None)
-        known = group if default is dist.group.WORLD else None
-        norms = SynchronizedNorms(self.module, self.sync_batchnorm, known, self._timeout, self.replicas)
-        self._norms_group = dist.group.WORLD, norms.group
-        if norms.layers:
-            self._norms = norms
-            self._buffers = self._buffers if self._own_buffers() else None
+        self.copies.local_steps = hook.attach(
+            reducer, self.module, self.optimizers, node, scaler=scaler, take_buffers=take_buffers
+        )
 
     @property
-    def traffic(self) -> tuple[int, int]:
-        """Reductions of buckets and used flags in this fit so far, and their bytes, without what a hook sends."""
-        return (0, 0) if self._reducer is None else (self._reducer.collectives, self._reducer.bytes)
-
-    def waits_in(self) -> list[tuple[object, str]]:
-        """In the reducer, which may sum gradients in memory that ranks share."""
-        return [] if self._reducer is None else [(self._reducer, "_wait")]
+    def _local(self) -> HookedLocalSteps | None:
+        """The steps of this fit that let ranks part."""
+        return self.copies.local_steps  # type: ignore[return-value]  # nobody else sets it
 
     def teardown(self) -> None:
         """Detach the reducer from the parameters; the optimizers can still be saved, all ranks together."""
         super().teardown()
-        if self._norms is not None:
-            self._norms.put_back()
-            self._norms = None
+        self.copies.close()
         if self._reducer is not None:
             self._let_go(self._reducer)
         if self._late is not None:
@@ -325,85 +288,55 @@ class DDPStrategy(RankedStrategy):
     def _let_go(self, reducer: Reducer) -> None:
         self._plan = reducer.plan()
         reducer.detach()
-        self._reducer = None
+        self._reducer, self.waits_in = None, []
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """As on one process, with rank 0's buffers taken before the first training forward of a window."""
         if self._late is not None and torch.is_grad_enabled():
             self._late.check()
-        if self._buffers is not None and torch.is_grad_enabled():
-            self._take_buffers()
+        if self.copies.buffers is not None and torch.is_grad_enabled():
+            self.copies.forward_begins()
         if self.context is None:
             return fn(*args)
         with self.context():
             return fn(*args)
 
-    def _take_buffers(self) -> None:
-        """Take rank 0's buffers at a window's first training forward."""
-        buffers = self._buffers
-        if buffers is not None:
-            if buffers.due:
-                buffers.align()
-            buffers.differ = not self._is_apart()
-
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Backward with the buckets reduced as they fill, while it still runs."""
         reducer = self._reducer
         assert reducer is not None
-        reducer.sync, reducer.zero_weight = self.sync_gradients, self._zero_weight
+        self._begin_round(reducer, self.drops_gradients)
+        if self._own_backward is not None:
+            self._own_backward(loss, *args, **kwargs)
+        else:
+            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._end_round(reducer)
+
+    def skip(self, absent: bool = False) -> None:
+        """Reduce what this rank accumulated before in the window."""
+        assert self._reducer is not None
+        if self.sync_gradients:
+            self._begin_round(self._reducer, absent)
+            self._end_round(self._reducer)
+
+    def _begin_round(self, reducer: Reducer, drops: bool) -> None:
+        """Before a backward, which reduces where it is the window's last."""
+        reducer.sync, reducer.zero_weight = self.sync_gradients, drops
         if self.sync_gradients:
             if self._late is not None:
                 self._late.check(reducer.frozen)
             if self._local is not None:
                 self._local.round()
         reducer.prepare()
-        if self._own_backward is not None:
-            self._own_backward(loss, *args, **kwargs)
-        else:
-            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _end_round(self, reducer: Reducer) -> None:
         reducer.finish()
-        if self._checks is not None:
-            self._compare_gradients(self._checks)
-        self.rounds = reducer.rounds
-        if self._buffers is not None:
-            self._buffers.due = self.sync_gradients and not self._is_apart()
-
-    def skip(self, absent: bool = False) -> None:
-        """Reduce what this rank accumulated before in the window."""
-        assert self._reducer is not None
-        if self._norms is not None and not absent:
-            raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
+        self.copies.backward_ends(self.sync_gradients)
         if self.sync_gradients:
-            self._reducer.sync, self._reducer.zero_weight = True, absent
-            if self._late is not None:
-                self._late.check(self._reducer.frozen)
-            if self._local is not None:
-                self._local.round()
-            self._reducer.prepare()
-            self._reducer.finish()
-            if self._checks is not None:
-                self._compare_gradients(self._checks)
-            self.rounds = self._reducer.rounds
-            if self._buffers is not None:
-                self._buffers.due = not self._is_apart()
-
-    def check_gap(self, rank: int, loader: int) -> None:
-        """Refuse it where layers are synchronized: the other ranks would wait there for a part that this one lacks."""
-        if self._norms is not None:
-            raise MisconfigurationException(GAP.format(rank=rank, loader=loader))
-
-    @contextmanager
-    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Let synchronized layers meet without these ranks."""
-        with contextlib.nullcontext() if self._norms is None else self._norms.leaving_out(absent):
-            if self.world.rank in absent and torch.is_grad_enabled():
-                self._take_buffers()
-            yield
-
-    def _compare_gradients(self, checks: DesyncCheck) -> None:
-        if self.sync_gradients and not self._is_apart():
-            checks.remember()
-            checks.compare("backward", [])
+            self.rounds, self.traffic = reducer.rounds, (reducer.collectives, reducer.bytes)
+            if self._checks is not None and not self.copies.are_apart:
+                self._checks.remember()
+                self._checks.compare("backward", [])
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
         """Update the parameters of one optimizer; under local steps, average over the ranks where it is time."""
@@ -411,37 +344,6 @@ class DDPStrategy(RankedStrategy):
         if self._local is not None:
             self._local.step()
         return result
-
-    # -- ranks whose weights differ for a while
-
-    @property
-    def local_steps(self) -> HookedLocalSteps | None:  # type: ignore[override]
-        """Those of this fit."""
-        return self._local
-
-    def _is_apart(self) -> bool:
-        return self._local is not None and self._local.differ
-
-    @contextmanager
-    def one_model(self) -> Iterator[None]:
-        """Rank 0's buffers on all; where local steps have let the weights part, their mean until this ends."""
-        local = self._local
-        if local is None or not local.differ or local.apart.shown:
-            with self._buffers.shown() if self._buffers is not None else contextlib.nullcontext():
-                yield
-            return
-        local.apart.show_mean()
-        try:
-            yield
-        finally:
-            local.apart.show_own()
-
-    def end_training(self) -> None:
-        """Leave every rank with rank 0's buffers, and the mean where weights have parted; each's own can be saved."""
-        if self._local is not None and self._local.differ:
-            self._local.apart.show_mean()
-        elif self._buffers is not None:
-            self._buffers.align()
 
     def epoch_begins(self) -> None:
         """Refuse parameters that have come without torch's telling."""
@@ -462,45 +364,10 @@ class DDPStrategy(RankedStrategy):
         held["hook_state"] = [] if self._hook is None else list(tensors_in(self._hook.state, 8))
         return held
 
-    def saves_memory_by(self) -> frozenset[str]:
-        """The same, with sharded optimizers."""
-        return super().saves_memory_by() | (frozenset(["sharded optimizer"]) if self._shard_optimizer else frozenset())
-
-    def held_gradients(self) -> dict[str, Any]:
-        """What backwards have left, and this rank's buffers where they are its own until the window's end."""
-        own = {} if self._buffers is None or self._is_apart() else self._buffers.held()
-        return {**super().held_gradients(), "buffers": snapshot(own)}
-
-    def hold_gradients(self, saved: dict[str, Any]) -> None:
-        """Put back what `held_gradients` gave."""
-        super().hold_gradients(saved)
-        if self._buffers is not None:
-            self._buffers.hold(saved.get("buffers", {}))
-
-    @contextmanager
-    def zero_weight(self) -> Iterator[list[Tensor]]:
-        """Let the reducer drop this rank's fresh gradients, and synchronized layers its samples.
-
-        Statistics of synchronized layers are not this rank's alone: all ranks change them alike.
-        """
-        self._set_zero_weight(True)
-        try:
-            yield self._own_buffers()
-        finally:
-            self._set_zero_weight(False)
-
-    def _set_zero_weight(self, on: bool) -> None:
-        self._zero_weight = on
-        if self._norms is not None:
-            self._norms.set_zero_weight(on)
-
-    def _own_buffers(self) -> list[Tensor]:
-        """The buffers that a forward changes by this rank's samples alone."""
-        return list(self.module.buffers()) if self._norms is None else self._norms.others_buffers(self.module)
-
     def __getstate__(self) -> dict[str, Any]:
         # a group belongs to its process, and so does what works with it
-        return kept(self, "_norms", "_norms_group", "_local", "_late", "_owned", "_reducer")
+        state = kept(self, "_late", "_owned", "_reducer")
+        return {**state, "waits_in": []}
 
     def _own_state(self) -> dict[str, Any]:
         """The bucket plan, and under local steps their count and the outer optimizer."""
@@ -516,9 +383,10 @@ class DDPStrategy(RankedStrategy):
         That is the bucket plan, on which sums over three and more ranks depend, the averages' count and outer
         optimizer; what the communication hook remembers on each rank, and under local steps its own weights.
         """
-        with contextlib.nullcontext() if alone or not self._is_apart() else self.one_model():
+        apart = self.copies.are_apart and not alone
+        with self.copies.one_model() if apart else contextlib.nullcontext():
             state = self._saved(alone, weights_only)
-            if self._is_apart() and not alone:  # these weights go when the context ends
+            if apart:  # these weights go when the context ends
                 module = state.module or {}
                 state.module = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in module.items()}
         if weights_only:

@@ -87,22 +87,6 @@ def _read(parameter: nn.Parameter, source: Source, device: torch.device) -> None
     parameter.data = whole
 
 
-@contextmanager
-def shapes_shown(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters in partitions have their whole shapes, and zeros without memory for values."""
-    shown: list[tuple[Any, Tensor]] = []
-    for parameter in module.parameters():
-        if is_partitioned(parameter) and not parameter.numel():
-            cut: Any = parameter
-            shown.append((cut, cut.data))
-            cut.data = torch.zeros((), dtype=cut.dtype, device=cut.device).expand(cut.ds_shape)
-    try:
-        yield
-    finally:
-        for parameter, empty in shown:
-            parameter.data = empty
-
-
 def align_numbers() -> None:
     """Let all ranks number layers and parameters alike, which DeepSpeed compares; collective.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,8 +26,8 @@ from lockstep.engines.ddp.consistency import broadcast_buffers, check_same_modul
 from lockstep.engines.deepspeed import config as settings
 from lockstep.engines.deepspeed import folder as deepspeed_folder
 from lockstep.engines.deepspeed import package
-from lockstep.engines.deepspeed.partition import is_partitioned, partition, put, shapes_shown, span
-from lockstep.engines.engine import Engine, EngineState
+from lockstep.engines.deepspeed.partition import is_partitioned, partition, put, span
+from lockstep.engines.engine import EngineState
 from lockstep.engines.ranks import HALF_AN_HOUR
 from lockstep.engines.sharded.fully_shard import Policy
 from lockstep.engines.sharded.layer_states import bring_states
@@ -180,7 +180,12 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._save_by(checkpoint_format, async_save)
         self._user = settings.read(config)
         self._config = settings.merged(settings.whole_numbers(given), self._user)
-        self._stage = int(self._config[settings.ZERO]["stage"])
+        zero = self._config[settings.ZERO]
+        self._stage = int(zero["stage"])
+        self.saves_memory_by |= {"sharded optimizer", *(["sharded parameters"] if self._stage == 3 else [])}
+        offloaded = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+        if offloaded != ["none", "none"]:
+            self.saves_memory_by.add("offload")
         if offload_parameters and self._stage != 3:
             rank_zero_info(
                 f"DeepSpeedStrategy(offload_parameters=True, stage={self._stage}) has no effect: parameters are whole "
@@ -326,10 +331,6 @@ class DeepSpeedStrategy(ShardedStrategy):
             )
         settings.fill_in(made, self.root_device.type, numel)
         return made
-
-    def configuring(self) -> AbstractContextManager[object]:
-        """Show whole shapes in stage 3, where parameters are empty between forwards."""
-        return shapes_shown(self.module)
 
     @does("starting DeepSpeed's engine")
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
@@ -512,7 +513,7 @@ class DeepSpeedStrategy(ShardedStrategy):
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Backward with gradients averaged over the ranks and cut, by the engine."""
         assert self._zero is not None
-        self._zero.backward(loss, self.sync_gradients, self._zero_weight, self._own_backward)
+        self._zero.backward(loss, self.sync_gradients, self.drops_gradients, self._own_backward)
         self._backward_ends()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
@@ -575,19 +576,6 @@ class DeepSpeedStrategy(ShardedStrategy):
             parts = [getattr(parameter, "ds_tensor", parameter) for parameter in self.module.parameters()]
             return {**held, "parameters": parts}
         return {**held, **self._zero.held()}
-
-    def saves_memory_by(self) -> frozenset[str]:
-        """The same, with what the stage cuts, and where it is offloaded."""
-        zero = self._config[settings.ZERO]
-        offloads = any(
-            (zero.get(key) or {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param")
-        )
-        names = ["sharded optimizer", *(["sharded parameters"] if self._stage == 3 else [])]
-        return super().saves_memory_by() | {*names, *(["offload"] if offloads else [])}
-
-    def named_parameters(self) -> dict[str, Parameter]:
-        """The module's parameters by name; in stage 3 they are empty, and `whole_parameters` gives them whole."""
-        return Engine.named_parameters(self)
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Each parameter in float32 and its gradient, gathered one by one."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -212,11 +212,6 @@ class BalancedStrategy(RankedStrategy):
             self.replicas = ReplicaMap(of_rank[world.rank], world.size // size, of_rank)
 
     @property
-    def process_group_backend(self) -> str:
-        """As of any ranks; one process sends nothing, and NCCL would want a GPU for it."""
-        return super().process_group_backend if self._backend or not self.drives_all_devices else "gloo"
-
-    @property
     def split(self) -> tuple[int, ...]:
         """Blocks of each stage now; none before the first call."""
         return self._counts_now
@@ -243,6 +238,13 @@ class BalancedStrategy(RankedStrategy):
         """Stages of a pipeline."""
         return self._size(self.world) * self._stages_per_rank
 
+    @contextmanager
+    def building(self, module: LightningModule) -> Iterator[None]:
+        """As of one process, but what a folder fills stays as it is until it is known which rank holds it."""
+        yield
+        if pretrained.is_planned(module):
+            leave_meta(module, torch.device("cpu"))
+
     @does("splitting the module into stages")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Split rank 0's module; until a fit begins each rank has all weights, those of others on the CPU."""
@@ -263,16 +265,11 @@ class BalancedStrategy(RankedStrategy):
         self.times = {place: StageTimes(device) for place, device in self._places().items()}
         self._measured = None
         placement = self._lay_out(self._counts(chain))
-        self._whole = WholeModule(module, self._ownership, self.members, placement)
+        self._whole = self.copies.parts = WholeModule(module, self._ownership, self.members, placement)
         if sources:
             self._whole.read(sources)
         self._whole.place()
         chain.attach()
-
-    def _fill(self, module: LightningModule) -> None:
-        """Leave what a folder fills as it is until it is known which rank holds it."""
-        if pretrained.is_planned(module):
-            leave_meta(module, torch.device("cpu"))
 
     def _places(self) -> dict[int, torch.device]:
         """The devices of this process, by their places in the pipeline."""
@@ -361,12 +358,6 @@ class BalancedStrategy(RankedStrategy):
     def _parts(self) -> WholeModule:
         assert self._whole is not None  # a call has begun
         return self._whole
-
-    def end_training(self) -> None:
-        """Leave every rank with the whole model, as it came, the blocks that were elsewhere on the CPU. Collective."""
-        self._parts.gather()
-        if self._measured is not None:
-            self._measured.close()
 
     def _close(self) -> None:
         if self._stages is not None:
@@ -523,13 +514,6 @@ class BalancedStrategy(RankedStrategy):
         super().hold_mean({name: gradient for name, gradient in gradients.items() if name in own})
 
     # -- what it holds
-
-    def held(self) -> dict[str, list[Tensor]]:
-        """As the base does it, without what stands for the blocks of others."""
-        kinds = super().held()
-        if self._whole is not None and self._whole.is_freed and self._owned is not None:
-            kinds["parameters"] = list(self._owned.held)
-        return kinds
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Each parameter and gradient, from a rank that has it."""

@@ -15,7 +15,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import sharded
-from lockstep.checkpoint.io import CheckpointIO, snapshot
+from lockstep.checkpoint.io import CheckpointIO
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.engines.engine import EngineState
@@ -23,7 +23,6 @@ from lockstep.engines.owners import needs_whole, with_parameters
 from lockstep.engines.ranks import HALF_AN_HOUR
 from lockstep.engines.sharded.layer_states import bring_states
 from lockstep.engines.sharded.strategy import ShardedStrategy
-from lockstep.engines.strategy import Strategy
 from lockstep.ground import comm
 from lockstep.ground.combined import CombinedOptimizer, by_parts
 from lockstep.ground.device import has_pinned_memory
@@ -152,6 +151,7 @@ class FSDPStrategy(ShardedStrategy):
             )
         self._given_mesh = device_mesh
         self._offloads = self.keeps_parameters_on_cpu = _is_on("cpu_offload", cpu_offload, "offload_params")
+        self.saves_memory_by |= {"sharded parameters", "sharded optimizer", *(["offload"] if self._offloads else [])}
         self._mixed = mixed_precision
         if mixed_precision is not None:
             _mixed_policy(mixed_precision)  # what it cannot be is said here
@@ -165,6 +165,8 @@ class FSDPStrategy(ShardedStrategy):
         self._whole: WholeUpdates | None = None
         self._ends_calls: Callable[[], None] | None = None
         self._frees: list[Any] = []
+        if self._mode == "NO_SHARD":
+            self.instead = self._unsharded()
 
     def _save_by(self, state_dict_type: str, async_save: bool) -> None:
         """Choose what writes checkpoints."""
@@ -182,13 +184,12 @@ class FSDPStrategy(ShardedStrategy):
             )
         self._save_in_parts(async_save)
 
-    def resolved(self) -> Strategy:
-        """Itself; without sharding it is DDP."""
-        if self._mode != "NO_SHARD":
-            return self
+    def _unsharded(self) -> DDPStrategy:
+        """What "NO_SHARD" stands for."""
         made = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
         made.launcher = self.launcher
         made.plugins, made._nccl, made._recomputation = self.plugins, self._nccl, self._recomputation
+        made.saves_memory_by |= self.saves_memory_by & {"recomputation"}
         made._offload_optimizer(self._offloads)
         return made
 
@@ -211,6 +212,9 @@ class FSDPStrategy(ShardedStrategy):
     def _take_shards(self, shards: ShardedModule) -> None:
         bring_states(self.module, self.root_device)
         self._sharded = shards
+        if self.root_device.type != "cpu":  # elsewhere all waiting is in torch's collectives
+            waits = ("wait_for_unshard", "finalize_backward")  # for gathered parameters, where the work on them waits
+            self.waits_in = [(group, name) for group in shards.groups() for name in waits]
         self._ends_calls = shards.serve_calls(within=not self.module.automatic_optimization)
         self._watch(self.module)
 
@@ -323,12 +327,6 @@ class FSDPStrategy(ShardedStrategy):
         assert self._sharded is not None
         self._sharded.free()
 
-    def waits_in(self) -> list[tuple[object, str]]:
-        """On an accelerator where its work waits for gathered parameters; elsewhere all is in torch's collectives."""
-        if self._sharded is None or self.root_device.type == "cpu":
-            return []
-        return [(group, name) for group in self._sharded.groups() for name in ("wait_for_unshard", "finalize_backward")]
-
     def teardown(self) -> None:
         """Free whole parameters; the module stays sharded."""
         super().teardown()
@@ -368,20 +366,13 @@ class FSDPStrategy(ShardedStrategy):
         assert self._sharded is not None
         reducer, sync = self._reducer, self.sync_gradients or self._accumulates_shards
         if reducer is not None:
-            reducer.sync, reducer.zero_weight = sync, self._zero_weight
+            reducer.sync, reducer.zero_weight = sync, self.drops_gradients
             reducer.prepare()
-        with self._sharded.backward(loss, sync, drops=self._zero_weight):
+        with self._sharded.backward(loss, sync, drops=self.drops_gradients):
             super().backward(loss, *args, **kwargs)
         if reducer is not None:
             reducer.finish()
         self._backward_ends()
-
-    @contextmanager
-    def one_model(self) -> Iterator[None]:
-        """Rank 0's buffers on all; an evaluation leaves parameters whole, which are freed."""
-        with super().one_model():
-            yield
-        self.steps_end()
 
     def steps_end(self) -> None:
         """Free what forwards leave whole, so that hooks read and write shards."""
@@ -423,16 +414,13 @@ class FSDPStrategy(ShardedStrategy):
         assert self._sharded is not None
         named = [(n, p.grad) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
         whole = {name: gradient.detach().cpu().clone() for name, gradient in named if gradient is not None}
-        own = {} if self._buffers is None else self._buffers.held()
-        return {"gradients": whole, "sharded": self._sharded.held(), "buffers": snapshot(own)}
+        return {"gradients": whole, "sharded": self._sharded.held(), "buffers": self.copies.held()}
 
     def hold_gradients(self, saved: dict[str, Any]) -> None:
         """Put back what `held_gradients` gave."""
         assert self._sharded is not None
         super().hold_gradients(saved)
         self._sharded.hold(saved.get("sharded", {}))
-        if self._buffers is not None:
-            self._buffers.hold(saved.get("buffers", {}))
 
     def hold_mean(self, gradients: dict[str, Tensor]) -> None:
         """Go on with this rank's parts of whole gradients."""
@@ -467,11 +455,6 @@ class FSDPStrategy(ShardedStrategy):
         held["buckets"] = [] if self._reducer is None else self._reducer.memory()
         held["gathered"] = gathered
         return held
-
-    def saves_memory_by(self) -> frozenset[str]:
-        """The same, with sharded parameters, and where those are on the CPU."""
-        sharded = {"sharded parameters", "sharded optimizer", *(["offload"] if self._offloads else [])}
-        return super().saves_memory_by() | sharded
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Each parameter and gradient, gathered one by one."""

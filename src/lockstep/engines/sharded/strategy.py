@@ -9,13 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import sharded
 from lockstep.checkpoint.io import CheckpointWriter, Path
 from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
-from lockstep.engines.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.engines.ddp.consistency import sparse_names
 from lockstep.engines.ddp.late_parameters import LateParameters, beside, refuse
 from lockstep.engines.owners import TOGETHER, needs_whole, with_parameters
@@ -28,10 +27,6 @@ from lockstep.module import LightningModule
 if TYPE_CHECKING:
     from lockstep.engines.sharded.sharded_init import ShardedInit
 
-NO_LOSS = (
-    "`training_step` returned None on rank {rank}. Under {engine} all ranks go through each backward together, and the "
-    "others would wait for this one. Return a loss on each, if only `0.0 * loss`."
-)
 LATE = (
     "rank {rank}: parameter {name!r} came after the module was sharded, and each rank would train its own: make it "
     "in `__init__` or in `configure_model`"
@@ -40,11 +35,6 @@ STRANGE = (
     "{optimizer} holds a parameter of shape {shape} that the module does not have. Under {engine}, parts take the "
     "place of the module's parameters: make the optimizer in `configure_optimizers`, from self.parameters(). One in a "
     "plain list has to become an attribute of the module."
-)
-GAP = (
-    "Under {engine} ranks go through each layer together, and rank {rank} has no samples of loader {loader} in a "
-    "micro-batch of which others have some: give loaders side by side equal numbers of samples and batch sizes, or "
-    'drop_last=True, or use CombinedLoader(mode="min_size") with such.'
 )
 MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
 """Names of optimizers that mix the elements of a parameter."""
@@ -70,7 +60,6 @@ class ShardedStrategy(RankedStrategy):
     :meth:`setup_optimizers` (which calls :meth:`_synchronize_norms`).
 
     Attributes:
-        engine: its name in messages.
         gathers_updates: an optimizer that needs whole parameters gets them.
     """
 
@@ -80,15 +69,11 @@ class ShardedStrategy(RankedStrategy):
     leaves_device = False  # later calls go on with the parts
     can_be_copied = False
     needs_every_collective = True
-    engine: str = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._built: ShardedInit | None = None
         self._late: LateParameters | None = None
-        self._buffers: WindowBuffers | None = None
-        self._norms: SynchronizedNorms | None = None
-        self._zero_weight = self._has_begun = False
 
     @staticmethod
     def _take_others(kind: type, others: Mapping[str, object], no_effect: Mapping[str, str]) -> None:
@@ -129,8 +114,7 @@ class ShardedStrategy(RankedStrategy):
             for name, _ in layer.named_parameters(recurse=False)
         }
         self._late = LateParameters(module, set_anew)
-        some = self.world.size > 1 and any(True for _ in self.module.buffers())
-        self._buffers = WindowBuffers(self.module) if some else None
+        self.copies.watch_buffers(self.module, self.world.size > 1)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Take the optimizers, unless they cannot update parts, or the gradients cannot be cut up."""
@@ -165,12 +149,8 @@ class ShardedStrategy(RankedStrategy):
             )
 
     def _synchronize_norms(self) -> None:
-        if self.world.size == 1:
-            return
-        norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout, self.replicas)
-        if norms.layers:  # those that the user made synchronized among them
-            self._norms = norms
-            self._buffers = self._buffers if self._own_buffers() else None
+        if self.world.size > 1:
+            self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
 
     def change_optimizers(self) -> None:
         """Refuse it: nobody has looked at the new ones, and no engine has their states."""
@@ -184,9 +164,7 @@ class ShardedStrategy(RankedStrategy):
         super().teardown()
         for optimizer in self.optimizers:
             vars(optimizer).pop("zero_grad", None)
-        if self._norms is not None:
-            self._norms.put_back()
-            self._norms = None
+        self.copies.close()
         if self._late is not None:
             self._late.close()
             self._late = None
@@ -196,9 +174,8 @@ class ShardedStrategy(RankedStrategy):
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """As on one process, with layers made whole as the forward comes to them."""
         self._check_late()
-        if torch.is_grad_enabled() and not self._has_begun:
-            self._forward_begins()
-        self._has_begun = False
+        if torch.is_grad_enabled():
+            self.copies.forward_begins()
         with nullcontext() if self.context is None else self.context():
             return self._through(fn, *args)
 
@@ -212,62 +189,10 @@ class ShardedStrategy(RankedStrategy):
         if self._late is not None and self._late.buffer is not None and self.world.size > 1:
             refuse(self.world.rank, "buffer", self._late.buffer)
 
-    def _forward_begins(self) -> None:
-        """Take rank 0's buffers before the first training forward of a window."""
-        if self._buffers is not None:
-            if self._buffers.due:
-                self._buffers.align()
-            self._buffers.differ = True
-
     def _backward_ends(self) -> None:
         """Count a reduction, behind which buffers are due."""
-        if self.sync_gradients:
-            self.rounds += 1
-        if self._buffers is not None:
-            self._buffers.due = self.sync_gradients
-
-    def skip(self, absent: bool = False) -> None:
-        """Refuse it: the other ranks go back through the layers and would wait."""
-        raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank, engine=self.engine))
-
-    def check_gap(self, rank: int, loader: int) -> None:
-        """Refuse it: ranks with and without that part would go through layers a different number of times."""
-        raise MisconfigurationException(GAP.format(rank=rank, loader=loader, engine=self.engine))
-
-    @contextmanager
-    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Begin the forward of these ranks, too, before the loop keeps a copy of their buffers, which it puts back."""
-        if torch.is_grad_enabled():
-            self._forward_begins()
-            self._has_begun = True
-        yield
-
-    @contextmanager
-    def zero_weight(self) -> Iterator[list[Tensor]]:
-        """Let gradients of backwards be zeros, and synchronized layers leave this rank's samples out."""
-        self._zero_weight = True
-        if self._norms is not None:
-            self._norms.set_zero_weight(True)
-        try:
-            yield self._own_buffers()
-        finally:
-            self._zero_weight = False
-            if self._norms is not None:
-                self._norms.set_zero_weight(False)
-
-    def _own_buffers(self) -> list[Tensor]:
-        return list(self.module.buffers()) if self._norms is None else self._norms.others_buffers(self.module)
-
-    @contextmanager
-    def one_model(self) -> Iterator[None]:
-        """Rank 0's buffers on all."""
-        with nullcontext() if self._buffers is None else self._buffers.shown():
-            yield
-
-    def end_training(self) -> None:
-        """Leave every rank with rank 0's buffers."""
-        if self._buffers is not None:
-            self._buffers.align()
+        self.rounds += self.sync_gradients
+        self.copies.backward_ends(self.sync_gradients)
 
     # -- checkpoints
 
