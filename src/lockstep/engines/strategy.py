@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
@@ -17,6 +16,7 @@ from lockstep.engines.collectives import Collectives, ReplicaMap
 from lockstep.engines.copies import Copies
 from lockstep.engines.ddp.late_parameters import beside
 from lockstep.engines.engine import Engine
+from lockstep.engines.gradients import Gradients
 from lockstep.engines.sharded.fully_shard import Policy
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
@@ -28,7 +28,7 @@ from lockstep.ground.usable import check_usable
 from lockstep.memory.recompute import Layers, Save
 from lockstep.module import LightningModule
 from lockstep.planner.plan import SavedPlan
-from lockstep.precision.base import Precision
+from lockstep.precision.base import Precision, multiply
 
 SYNCHRONIZED = "Where BatchNorm is synchronized (sync_batchnorm=True), all ranks go through it together"
 GAP = (
@@ -52,6 +52,7 @@ class Strategy(Engine):
     Attributes:
         collectives: how ranks talk to each other.
         checkpoints: who writes files.
+        gradients: what backwards have left.
         copies: what the ranks' copies of the model have beside parameters.
         replicas: the ranks by the samples that they see.
         engine: its name in messages; "": that of the class.
@@ -80,6 +81,7 @@ class Strategy(Engine):
         super().__init__()
         self.collectives = Collectives()
         self.checkpoints = CheckpointWriter()
+        self.gradients = Gradients(self)
         self.copies = Copies()
         self.replicas = ReplicaMap.each(World.single())
         self.peers: comm.Group = None
@@ -191,12 +193,9 @@ class Strategy(Engine):
 
     # -- gradients
 
-    def synchronize(self, sync: bool) -> AbstractContextManager[None]:
-        """Switch the reduction of backwards on or off for the length of a ``with`` block."""
-        return self._synchronized(sync)
-
     @contextmanager
-    def _synchronized(self, sync: bool) -> Iterator[None]:
+    def synchronize(self, sync: bool) -> Iterator[None]:
+        """Switch the reduction of backwards on or off for the length of a ``with`` block."""
         before, self.sync_gradients = self.sync_gradients, sync
         try:
             yield
@@ -207,67 +206,39 @@ class Strategy(Engine):
         """Say whether a parameter of an optimizer needs gradients, from the forwards to come on."""
         parameter.requires_grad = needed
 
-    def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
-        """The gradients with which this rank updates an optimizer's parameters; changed in place, they count."""
-        return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-    def all_gradients(self) -> list[Tensor]:
-        """This rank's memory of all gradients, of what waits for a reduction, too; changed in place, they count."""
-        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        found = {id(p): p.grad for parameters in [*groups, self.module.parameters()] for p in parameters}
-        return [gradient for gradient in found.values() if gradient is not None]
-
-    @contextmanager
-    def whole_gradients(self) -> Iterator[None]:
+    def whole_gradients(self) -> AbstractContextManager[None]:
         """Inside, ``.grad`` of each parameter is its whole gradient, also where ranks have parts of it. Collective."""
-        yield
+        self.check_present("strategy.whole_gradients()")
+        return self.gradients.whole()
 
-    def held_gradients(self) -> dict[str, Any]:
-        """What backwards have left for steps to come, as a checkpoint takes it. Collective."""
-        named = self.named_parameters()
-        left = {name: p.grad.detach().cpu().clone() for name, p in named.items() if p.grad is not None}
-        return {"gradients": left, "buffers": self.copies.held()}
+    def held_in_window(self) -> dict[str, Any]:
+        """What a window under way has on this rank, as a checkpoint takes it: gradients, and buffers. Collective."""
+        return {**self.gradients.held(), "buffers": self.copies.held()}
 
-    def hold_gradients(self, saved: dict[str, Any]) -> None:
-        """Put back what :meth:`held_gradients` gave."""
-        parameters = self.named_parameters()
-        for name, gradient in saved.get("gradients", {}).items():
-            parameters[name].grad = gradient.to(parameters[name].device)
+    def hold_in_window(self, saved: dict[str, Any]) -> None:
+        """Go on with what :meth:`held_in_window` gave. Collective."""
+        self.gradients.hold(saved)
         self.copies.hold(saved.get("buffers", {}))
-
-    def hold_mean(self, gradients: dict[str, Tensor]) -> None:
-        """Go on with whole gradients that are the mean over the replicas, of other ranks or another engine.
-
-        Collective.
-        """
-        parameters = self.named_parameters()
-        for name, gradient in gradients.items():
-            parameters[name].grad = gradient.to(parameters[name].device, parameters[name].dtype)
 
     def divide_gradients(self, weight: float | Tensor) -> float | Tensor:
         """Divide the window's gradients by the weights that all ranks' training steps returned; gives the factor."""
-        local = self.copies.local_steps
+        local, own = self.copies.local_steps, self._on_device(weight)
         if local is not None:
-            total, ranks = local.summed_weight(self.on_step_device(weight))
+            total, ranks = local.summed_weight(own)
         else:
-            total, ranks = self.summed_weight(weight), self.world.size
+            total = self.collectives.reduce(own, reduce_op="sum")
+            # an engine that plays windows sees losses on one rank of each replica
+            ranks = self.world.size if self.window is None else self.replicas.count
         factor = _part(ranks, total)
-        grads = [grad for optimizer in self.optimizers for grad in self.gradients_of(optimizer)]
-        if grads:
-            torch._foreach_mul_(grads, factor)
+        multiply(self.gradients.local(), factor)
         return factor
 
-    def on_step_device(self, weight: float | Tensor) -> Tensor:
+    def _on_device(self, weight: float | Tensor) -> Tensor:
         """A weight on this rank's device, for which nobody waits."""
         device, dtype = self.root_device, widest(self.root_device)
         if isinstance(weight, Tensor) and weight.device == device:
             return weight.detach().to(dtype)
         return torch.full((), float(weight), dtype=dtype, device=device)
-
-    def summed_weight(self, weight: float | Tensor) -> Tensor:
-        """The sum of all ranks' weights, on this rank's device."""
-        found: Tensor = self.collectives.reduce(self.on_step_device(weight), reduce_op="sum")
-        return found
 
     # -- memory
 

@@ -126,7 +126,7 @@ def _resume(session: Session, engine: EngineState) -> dict[str, Any]:
         part["window_start"] = session.fit.window_start.state(progress.batch - begun, session.is_global_zero)
     if holds:
         part["weights"] = session.fit.weights
-        part.update(session.strategy.held_gradients())
+        part.update(session.strategy.held_in_window())
     if session.strategy.saves_shards:  # each rank writes its own
         ranks: list[Any] = [{} for _ in range(session.world_size)]
         ranks[session.strategy.world.rank] = part
@@ -473,11 +473,11 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
             session.published.callback.update(part["published"])
         put_buffers(module, part.get("buffers_at_start", {}))
         session.fit.window_start.take(part.get("window_start"))
-        strategy.hold_gradients(part)
         others: SavedRanks | None = part.get("of others")
         if others is not None:
             shapes = {name: parameter.shape for name, parameter in strategy.named_parameters().items()}
-            strategy.hold_mean(others.mean_gradients(shapes))
+            part = {**part, "gradients": others.mean_gradients(shapes)}
+        strategy.hold_in_window(part)
         session.fit.weights = part.get("weights")
         if "random" in part:
             set_random_states_of(part["random"], strategy.own_devices)

@@ -63,13 +63,13 @@ class StepWatch:
     def enlarge(self) -> None:
         """Before a backward whose loss is scaled: what it is added to is scaled, too."""
         assert self._scaler is not None
-        self._scaler.multiply(self._strategy.all_gradients())
+        self._scaler.multiply(self._strategy.gradients.local())
 
     def reduce(self) -> None:
         """After it: gradients are the true ones, and it is known which optimizers must not step with them."""
         scaler, strategy = self._scaler, self._strategy
         assert scaler is not None
-        scaler.divide(strategy.all_gradients())
+        scaler.divide(strategy.gradients.local())
         self._apart = self._apart or not strategy.sync_gradients
         for optimizer in strategy.optimizers:
             scaler.look(optimizer)

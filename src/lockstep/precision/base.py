@@ -149,13 +149,13 @@ class LossScaler:
         """Scale gradients, in place."""
         scale = self._grad_scaler._scale
         assert scale is not None  # the loss was scaled before
-        _multiply(gradients, scale)
+        multiply(gradients, scale)
 
     def divide(self, gradients: Iterable[Tensor]) -> None:
         """Take the scale out of gradients, in place."""
         scale = self._grad_scaler._scale
         assert scale is not None
-        _multiply(gradients, scale.to(widest(scale.device)).reciprocal().float())
+        multiply(gradients, scale.to(widest(scale.device)).reciprocal().float())
 
     def look(self, optimizer: Optimizer) -> None:
         """Note whether a gradient, with no scale in it, is not finite."""
@@ -200,14 +200,15 @@ class LossScaler:
         self._grad_scaler.load_state_dict(state)
 
 
-def _multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
+def multiply(gradients: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients in place, those of a device and type together."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient
         alike.setdefault((values.device, values.dtype), []).append(values.detach())
     with torch.no_grad():
         for (device, _), tensors in alike.items():
-            torch._foreach_mul_(tensors, factor.to(device))
+            torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def _plain(optimizer: Any) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -349,13 +348,6 @@ class DDPStrategy(RankedStrategy):
         """Refuse parameters that have come without torch's telling."""
         if self._late is not None:
             self._late.look(self.optimizers)
-
-    @contextmanager
-    def whole_gradients(self) -> Iterator[None]:
-        """Inside, ``.grad`` is the whole gradient; what is done to it counts. Collective."""
-        if self.absent:
-            self.check_present("strategy.whole_gradients()")
-        yield
 
     def held(self) -> dict[str, list[Tensor]]:
         """The same, with the reducer's buckets, and what a hook remembers."""

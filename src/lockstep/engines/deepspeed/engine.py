@@ -317,14 +317,6 @@ class ZeroEngine:
         if self._offloads:
             self.zero.reset_cpu_buffers()
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the window's gradients."""
-        for gradient in self.gradients():
-            gradient.mul_(factor)
-        norms = getattr(self.zero, "norm_for_param_grads", {})
-        for key in norms:
-            norms[key] = norms[key] * factor
-
     def gradients(self) -> list[Tensor]:
         """This rank's parts of the window's gradients; changed in place, they count."""
         if not self.has_gradients:
@@ -334,6 +326,10 @@ class ZeroEngine:
         if self.stage == 3:
             return [self.zero.grad_partitions_flat_buffer]
         return [each for group in self.zero.averaged_gradients.values() if group is not None for each in group]
+
+    def norms(self) -> list[Tensor]:
+        """The norms of gradients that offloading has noted; changed in place, they count."""
+        return list(getattr(self.zero, "norm_for_param_grads", {}).values())
 
     def save(self, folder: str | os.PathLike[str], tag: str, rest: dict[str, Any]) -> None:
         """Write the engine's own files into a folder. Collective.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -49,11 +49,6 @@ THAWED = (
     "Under DeepSpeed parameter {name!r} would not be trained: its engine was made when the fit began, and then the "
     "parameter needed no gradient, or the optimizer did not have it. Let it need gradients from the beginning, in a "
     'group with lr=0.0 until its time, say; or use strategy="fsdp".'
-)
-MIDDLE = (
-    "DeepSpeedStrategy: a checkpoint within an accumulation window: DeepSpeed holds the gradients of its first "
-    "micro-batches in parts that no checkpoint has. Save at the end of a window: let `val_check_interval` and "
-    "`every_n_train_steps` be multiples of accumulate_grad_batches."
 )
 FORMATS = ("sharded", "full", "deepspeed")
 NO_EFFECT = {
@@ -336,6 +331,7 @@ class DeepSpeedStrategy(ShardedStrategy):
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Give the module and its optimizer to DeepSpeed's engine."""
         from lockstep.engines.deepspeed.engine import ZeroEngine
+        from lockstep.engines.deepspeed.gradients import ZeroGradients
 
         super().setup_optimizers(optimizers, configs)
         optimizer = self._check_fit(optimizers)
@@ -349,6 +345,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._synchronize_norms()
         self._end_evaluation()
         self._zero = ZeroEngine(self.module, optimizer, made, self._exact)
+        self.gradients = ZeroGradients(self, self._zero)
         self._exact = {}
         vars(optimizer)["zero_grad"] = self._zero_grad
 
@@ -533,39 +530,6 @@ class DeepSpeedStrategy(ShardedStrategy):
             )
         self._zero.step()
         self.left_out = bool(getattr(self._zero.zero, "overflow", False))
-
-    def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
-        """This rank's parts of the gradients."""
-        return [] if self._zero is None else self._zero.gradients()
-
-    def divide_gradients(self, weight: float | Tensor) -> float:
-        """As on one process; the norms that offloading has noted are divided, too."""
-        assert self._zero is not None
-        total = self.summed_weight(weight).item()
-        factor = self.world.size / total if total else 0.0
-        self._zero.scale_gradients(factor)
-        return factor
-
-    @contextmanager
-    def whole_gradients(self) -> Iterator[None]:
-        """Inside, ``.grad`` is the whole gradient, to be looked at: what is done to it is lost. Collective."""
-        zero = self._zero
-        if zero is None or not zero.has_gradients:
-            yield
-            return
-        for parameter in zero.parameters.values():
-            gradient = zero.whole_gradient(parameter)
-            if gradient is not None and gradient.shape == parameter.shape:
-                parameter.grad = gradient
-        try:
-            yield
-        finally:
-            for parameter in zero.parameters.values():
-                parameter.grad = None
-
-    def held_gradients(self) -> dict[str, Any]:
-        """Refuse it within a window, where the engine has gradients in parts."""
-        raise MisconfigurationException(MIDDLE)
 
     # -- what it holds
 

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from lockstep.engines.gradients import Gradients, HasParameters
 from lockstep.engines.pipeline.layout import Ownership
+from lockstep.engines.pipeline.weights import WholeModule
 from lockstep.ground import comm
 from lockstep.ground.device import pinned, widest
 from lockstep.ground.rank import waits
 from lockstep.ground.tensor_groups import grouped
 from lockstep.ground.tree import tree_leaves
+
+
+class StageGradients(Gradients):
+    """Of a rank that has some of the stages.
+
+    Args:
+        engine: whose gradients they are.
+        parts: its module.
+    """
+
+    def __init__(self, engine: HasParameters, parts: WholeModule) -> None:
+        super().__init__(engine)
+        self._parts = parts
+
+    def hold(self, saved: dict[str, Any]) -> None:
+        """Take those that this rank answers for: gradients of what several hold are added up over them."""
+        mine = {id(parameter) for parameter in self._parts.owned.mine(list(self.engine.module.parameters()))}
+        own = {name for name, parameter in self.engine.named_parameters().items() if id(parameter) in mine}
+        given = saved.get("gradients", {})
+        super().hold({"gradients": {name: gradient for name, gradient in given.items() if name in own}})
 
 
 def shapes_of(batch: object) -> Hashable:

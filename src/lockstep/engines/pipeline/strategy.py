@@ -266,6 +266,7 @@ class BalancedStrategy(RankedStrategy):
         self._measured = None
         placement = self._lay_out(self._counts(chain))
         self._whole = self.copies.parts = WholeModule(module, self._ownership, self.members, placement)
+        self.gradients = gradients.StageGradients(self, self._whole)
         if sources:
             self._whole.read(sources)
         self._whole.place()
@@ -497,21 +498,6 @@ class BalancedStrategy(RankedStrategy):
         if self.precision.scaler is not None:
             self.precision.scaler.share_overflow(optimizer, partial(comm.all_reduce, op="max"), self.root_device)
         return super().step(optimizer, closure, **options)
-
-    def divide_gradients(self, weight: float | Tensor) -> float:
-        """As the base does it; of a replica one rank has weights, and ranks average over replicas."""
-        total = self.summed_weight(weight).item()
-        factor = self.replicas.count / total if total else 0.0
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-        return factor
-
-    def hold_mean(self, gradients: dict[str, Tensor]) -> None:
-        """Go on with those that this rank answers for: gradients of what several hold are added up over them."""
-        mine = {id(parameter) for parameter in self._ownership.mine(list(self.module.parameters()))}
-        own = {name for name, parameter in self.named_parameters().items() if id(parameter) in mine}
-        super().hold_mean({name: gradient for name, gradient in gradients.items() if name in own})
 
     # -- what it holds
 

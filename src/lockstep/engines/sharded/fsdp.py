@@ -21,6 +21,7 @@ from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.engines.engine import EngineState
 from lockstep.engines.owners import needs_whole, with_parameters
 from lockstep.engines.ranks import HALF_AN_HOUR
+from lockstep.engines.sharded.gradients import ShardedGradients
 from lockstep.engines.sharded.layer_states import bring_states
 from lockstep.engines.sharded.strategy import ShardedStrategy
 from lockstep.ground import comm
@@ -211,7 +212,7 @@ class FSDPStrategy(ShardedStrategy):
 
     def _take_shards(self, shards: ShardedModule) -> None:
         bring_states(self.module, self.root_device)
-        self._sharded = shards
+        self._sharded, self.gradients = shards, ShardedGradients(self, shards)
         if self.root_device.type != "cpu":  # elsewhere all waiting is in torch's collectives
             waits = ("wait_for_unshard", "finalize_backward")  # for gathered parameters, where the work on them waits
             self.waits_in = [(group, name) for group in shards.groups() for name in waits]
@@ -394,44 +395,6 @@ class FSDPStrategy(ShardedStrategy):
         assert self._sharded is not None
         super().set_requires_grad(parameter, needed)
         self._sharded.set_requires_grad(parameter, needed)
-
-    def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
-        """This rank's shards of the gradients."""
-        from lockstep.engines.sharded.fully_shard import local_part
-
-        return [local_part(gradient) for gradient in super().gradients_of(optimizer)]
-
-    def all_gradients(self) -> list[Tensor]:
-        """Of shards, and whole ones that wait for a reduction."""
-        from lockstep.engines.sharded.fully_shard import local_part
-
-        assert self._sharded is not None
-        found = [*super().all_gradients(), *self._sharded.gathered()[1]]
-        return list({id(gradient): local_part(gradient) for gradient in found}.values())
-
-    def held_gradients(self) -> dict[str, Any]:
-        """What backwards have left on this rank: of shards, of whole parameters, and its buffers."""
-        assert self._sharded is not None
-        named = [(n, p.grad) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
-        whole = {name: gradient.detach().cpu().clone() for name, gradient in named if gradient is not None}
-        return {"gradients": whole, "sharded": self._sharded.held(), "buffers": self.copies.held()}
-
-    def hold_gradients(self, saved: dict[str, Any]) -> None:
-        """Put back what `held_gradients` gave."""
-        assert self._sharded is not None
-        super().hold_gradients(saved)
-        self._sharded.hold(saved.get("sharded", {}))
-
-    def hold_mean(self, gradients: dict[str, Tensor]) -> None:
-        """Go on with this rank's parts of whole gradients."""
-        from lockstep.engines.sharded.fully_shard import cut_like
-
-        assert self._sharded is not None
-        parts = self._sharded.parameters
-        super().hold_mean({name: gradient for name, gradient in gradients.items() if name not in parts})
-        for name, gradient in gradients.items():
-            if name in parts:
-                parts[name].grad = cut_like(parts[name], gradient.to(parts[name].dtype))
 
     # -- what it holds
 

@@ -1,0 +1,57 @@
+"""Gradients that DeepSpeed's engine has reduced and cut, in its own buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.engines.deepspeed.engine import ZeroEngine
+from lockstep.engines.gradients import Gradients, HasParameters
+from lockstep.ground.errors import MisconfigurationException
+
+MIDDLE = (
+    "DeepSpeedStrategy: a checkpoint within an accumulation window: DeepSpeed holds the gradients of its first "
+    "micro-batches in parts that no checkpoint has. Save at the end of a window: let `val_check_interval` and "
+    "`every_n_train_steps` be multiples of accumulate_grad_batches."
+)
+
+
+class ZeroGradients(Gradients):
+    """Of DeepSpeed's engine; ``.grad`` is empty.
+
+    Args:
+        engine: whose gradients they are.
+        zero: has them.
+    """
+
+    def __init__(self, engine: HasParameters, zero: ZeroEngine) -> None:
+        super().__init__(engine)
+        self._zero = zero
+
+    def local(self) -> list[Tensor]:
+        """This rank's parts, and the norms that offloading has noted of them."""
+        return [*self._zero.gradients(), *self._zero.norms()]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, ``.grad`` is the whole gradient, to be looked at: what is done to it is lost. Collective."""
+        zero = self._zero
+        if not zero.has_gradients:
+            yield
+            return
+        for parameter in zero.parameters.values():
+            gradient = zero.whole_gradient(parameter)
+            if gradient is not None and gradient.shape == parameter.shape:
+                parameter.grad = gradient
+        try:
+            yield
+        finally:
+            for parameter in zero.parameters.values():
+                parameter.grad = None
+
+    def held(self) -> dict[str, Any]:
+        """Refuse it within a window."""
+        raise MisconfigurationException(MIDDLE)
