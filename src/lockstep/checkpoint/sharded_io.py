@@ -47,6 +47,7 @@ class EngineCheckpointIO(TorchCheckpointIO):
     """
 
     writes_shards = True
+    writes_all_weights = True  # those that are not trained, too
     save: Callable[[Path, dict[str, Any]], None]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:

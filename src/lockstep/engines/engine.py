@@ -104,40 +104,33 @@ class Engine:
         optimizers, lr_scheduler_configs: of the fit.
         sync_gradients: whether the next backward reduces over the ranks; the loops set it before each forward.
         drops_gradients: the batch at hand is a padding batch: gradients of its backward are to be dropped.
+        launcher: how ranks are started: None (nothing to start), "script", "spawn" or "fork".
+        drives_all_devices: one process works with all devices of its node; else each rank has one.
         window: an engine that plays whole windows has a method of this name; it is asked for once, when a fit begins.
         runs_padding: forwards communicate, so that a rank without samples for a micro-batch runs ``training_step``,
             too: on a padding batch, which leaves no trace, and with a backward that counts for nothing.
         cuts_parameters: each rank holds its part of every parameter, and not the whole.
-        places_first: the module is placed, by :meth:`setup_module`, before a checkpoint's weights are loaded.
+        places_first: the module is placed, by :meth:`setup_module`, before a checkpoint's weights are loaded, and stays
+            there when a call is over; else module and optimizer states go back to the CPU then.
         saves_shards: each rank has a part of the module and of the optimizers, and all ranks write.
-        keeps_gradients: after a step, gradients are there until the next window drops them; within one, a checkpoint
-            can hold them. Else a run that resumes within a window plays it again.
+        steps_itself: it reduces, clips and steps in one go. No closure can be given to :meth:`step`, no gradients are
+            left behind it, and within a window none can be saved: a run that resumes there plays it again.
         shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
-        balances: its ranks can take unequal shares, which change while a fit runs.
-        takes_closure: :meth:`step` may be given a closure; else it is only where the optimizer cannot do without.
-        takes_lazy: lazy layers may get their shapes in the first step; else they have them when the module is placed.
-        leaves_device: module and optimizer states go back to the CPU when a call is over; else they stay.
-        can_be_copied: by deepcopy and pickle, once a call has set it up.
-        leaves_out_frozen: a checkpoint need not have weights that are not trained.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
         step_device: where steps run while parameters are on several devices; None: where the parameters are.
         saves_memory_by: what is in use of "recomputation", "sharded optimizer", "sharded parameters", "offload" and
             "offloaded optimizer".
     """
 
+    launcher: str | None = None
     window: WindowPlayer | None = None
+    drives_all_devices: bool = False
     runs_padding: bool = False
     cuts_parameters: bool = False
     places_first: bool = False
     saves_shards: bool = False
-    keeps_gradients: bool = True
+    steps_itself: bool = False
     shares: Sequence[float] | None = None
-    balances: bool = False
-    takes_closure: bool = True
-    takes_lazy: bool = True
-    leaves_device: bool = True
-    can_be_copied: bool = True
-    leaves_out_frozen: bool = True
     init_device: torch.device | None = None
     step_device: torch.device | None = None
 
@@ -162,13 +155,18 @@ class Engine:
         Raises:
             NotImplementedError: the model is in parts, which only this object can gather.
         """
-        if self.module is not None and not self.can_be_copied:
+        if self.module is not None and self.holds_parts:
             raise NotImplementedError(
                 f"{type(self).__name__} cannot be copied or pickled once a call has set it up, nor can its Trainer and "
                 "its loops: the model is in parts, and what gathers them belongs to this process. Copy before the "
                 "first call, or write what is there by trainer.save_checkpoint(path)."
             )
         return {**kept(self, "_own_backward"), "_offloaded": []}
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether no rank has the whole model: its forwards communicate, or it plays windows over stages."""
+        return self.runs_padding or self.window is not None
 
     @property
     def root_device(self) -> torch.device:
@@ -194,7 +192,7 @@ class Engine:
         of_deepspeed = any(is_partitioned(parameter) for parameter in module.parameters())
         engine = "fsdp" if is_split(module) else "deepspeed" if of_deepspeed else goes_on
         engine = "balanced" if is_freed(module) else engine
-        if not self.takes_lazy:
+        if self.launcher is not None or self.drives_all_devices:  # else they get their shapes in the first step
             refuse_lazy(module, type(self).__name__)
         if engine != goes_on:
             (left, way), name = LEFT_IN_PARTS[engine], type(module).__name__

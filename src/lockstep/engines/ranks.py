@@ -63,10 +63,7 @@ class RankedStrategy(Strategy):
         MisconfigurationException: for an argument that cannot be.
     """
 
-    takes_lazy = False
     keeps_parameters_on_cpu = False
-    needs_every_collective = False
-    """Whether parts of parameters or activations travel, beside sums and copies of whole gradients and parameters."""
 
     def __init__(
         self,
@@ -161,7 +158,8 @@ class RankedStrategy(Strategy):
         """
         kind = self.root_device.type
         reaches = kind == "cpu" or self.keeps_parameters_on_cpu or _own(backends, kind) != "gloo"
-        if self.needs_every_collective and not reaches:
+        # parts of parameters or activations travel, beside sums and copies of whole gradients and parameters
+        if self.holds_parts and not self.drives_all_devices and not reaches:
             raise MisconfigurationException(
                 f"{type(self).__name__} with the backend {backends!r} of process groups: gloo adds up and copies "
                 f"tensors of {kind!r} devices, and does nothing else with them: leave out process_group_backend, or "

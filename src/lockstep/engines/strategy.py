@@ -60,8 +60,6 @@ class Strategy(Engine):
         members: the ranks of this replica, as a process group; None: this one alone.
         undoes_steps: on several ranks, too, all that steps have changed can be put back by its values: weights,
             buffers, optimizer states.
-        launcher: how ranks are started: None (nothing to start), "script", "spawn" or "fork".
-        drives_all_devices: one process works with all devices of its node; else each rank has one.
         devices: of this node, by local rank.
         rounds: reductions over all ranks so far.
         sync_batchnorm: whether BatchNorm takes its statistics over all ranks while training; the Trainer sets it.
@@ -72,8 +70,6 @@ class Strategy(Engine):
         waits_in: methods, by owner and name, in which this rank waits for others past torch's collectives.
     """
 
-    launcher: str | None = None
-    drives_all_devices: bool = False
     undoes_steps: bool = False
     engine: str = ""
 
@@ -125,15 +121,34 @@ class Strategy(Engine):
         fill_whole(module, self.root_device)
 
     def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each buffer, as rank 0 has it. Collective."""
-        for name, buffer in self.module.named_buffers():
-            value = buffer.detach().clone()
-            comm.broadcast_tensors([value], 0, None)
-            yield name, value
+        """Name and value, on the CPU, of each buffer that a checkpoint has. Collective."""
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+
+        def drop(module: LightningModule, state: dict[str, Any], *_: object) -> None:
+            for name in [name for name in state if name in parameters]:
+                del state[name]
+
+        handle = self.module.register_state_dict_post_hook(drop)  # type: ignore[no-untyped-call]
+        try:
+            saved = self.save(weights_only=True).module or {}
+        finally:
+            handle.remove()
+        yield from self.broadcast(
+            {name: value.cpu() for name, value in saved.items() if isinstance(value, Tensor)}
+        ).items()
 
     def change_optimizers(self) -> None:
         """Others have taken the place of the optimizers in the middle of a fit."""
+        self.check_trained(replaced=True)
         self._offload_states()
+
+    def check_trained(self, replaced: bool = False) -> None:
+        """Refuse what came into the module or its optimizers and would not be trained alike on all ranks. Collective.
+
+        Args:
+            replaced: others have taken the place of the optimizers; else an epoch begins, or goes on after a resume,
+                and its first hooks have run.
+        """
 
     # -- micro-batches for which ranks have no samples
 
@@ -184,9 +199,6 @@ class Strategy(Engine):
                 norms.set_zero_weight(False)
 
     # -- when users look
-
-    def epoch_begins(self) -> None:
-        """An epoch of training begins, or goes on after a resume; its first hooks have run. Collective."""
 
     def steps_end(self) -> None:
         """Steps of an evaluation, or a forward, are over, and hooks that may look at the module come next."""

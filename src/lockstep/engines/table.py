@@ -130,7 +130,10 @@ def check_balances(strategy: Strategy, why: str = "") -> None:
         MisconfigurationException: with the way out.
     """
     several = strategy.world.size > 1 or strategy.drives_all_devices
-    if why or (several and not strategy.balances):
+    # each rank sees samples of its own, and the loop weighs the losses that the engine goes back from
+    takes = strategy.replicas.count == strategy.world.size and not strategy.drives_all_devices
+    takes = takes and not strategy.steps_itself and strategy.window is None
+    if why or (several and not takes):
         raise MisconfigurationException(
             f"Trainer(balance=True): {type(strategy).__name__} cannot give its ranks unequal shares of a global batch"
             f'{why}. Use strategy="ddp" or "fsdp", or leave `balance` out.'

@@ -34,7 +34,7 @@ def _leave(strategy: Strategy) -> None:
     if device.type != "cpu":
         for parameter in strategy.named_parameters().values():
             parameter.grad = None
-    if strategy.leaves_device:
+    if not strategy.places_first:
         module.cpu()
         for optimizer in strategy.optimizers:
             states_to_cpu(optimizer)

@@ -300,7 +300,7 @@ class FitLoop:
         self._sanity_check()
         session.state.stage = RunningStage.TRAINING
         self.setup_data()
-        holds = session.strategy.keeps_gradients and not self.step.needs_closure
+        holds = not session.strategy.steps_itself and not self.step.needs_closure
         fit.resumed = fit.run_batches.settle(session.config, fit.loaded, fit.progress, fit.resumed, holds)
         if fit.shares is not None:
             with taking(session.ckpt_path, "its shares"):
@@ -444,7 +444,7 @@ class FitLoop:
     def _windows_left(self, feed: Feed) -> tuple[bool, Iterator[Window]]:
         """The windows that are left of the epoch; and whether it is done already, but for its end."""
         session, progress = self.session, self.session.fit.progress
-        session.strategy.epoch_begins()
+        session.strategy.check_trained()
         accumulate = session.config.accumulation(progress.epoch)
         if self.balance is not None:
             self.balance.begin_epoch(feed, progress.epoch, accumulate)

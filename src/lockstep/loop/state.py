@@ -206,7 +206,7 @@ def save(
         also: adds to it; called on every rank.
         trainable_only: as of `collect`.
     """
-    if trainable_only and not session.strategy.leaves_out_frozen:
+    if trainable_only and getattr(session.strategy.checkpoint_io, "writes_all_weights", False):
         raise MisconfigurationException(
             f"trainer.save_checkpoint(trainable_only=True): {type(session.strategy).__name__} writes all weights in "
             'the format that it was asked for: leave checkpoint_format at "sharded", or choose "full".'

@@ -143,7 +143,7 @@ class Step:
         by_engine = self.strategy.window is not None
         is_own = is_overridden if by_engine else is_replaced
         own_step = is_own("optimizer_step", self.module, LightningModule)
-        may = self.strategy.takes_closure and not by_engine
+        may = not (self.strategy.steps_itself or by_engine)
         wants = may and any(takes_closure(optimizer) for optimizer in self._optimizers)
         return self.module.automatic_optimization and (self.needs_closure or own_step or wants)
 

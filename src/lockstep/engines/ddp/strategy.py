@@ -104,8 +104,6 @@ class DDPStrategy(RankedStrategy):
         MisconfigurationException: for an argument that has no place here, or that nobody knows.
     """
 
-    balances = True
-
     def __init__(
         self,
         accelerator: object = None,
@@ -241,15 +239,14 @@ class DDPStrategy(RankedStrategy):
         if self._init_sync:
             comm.broadcast_tensors([tensor.detach() for tensor in late.values()])
 
-    def change_optimizers(self) -> None:
-        """Refuse new optimizers with parameters that are not reduced."""
-        if self._shard_optimizer and self.world.size > 1:
+    def check_trained(self, replaced: bool = False) -> None:
+        """Refuse parameters that are not reduced, also those that have come without torch's telling."""
+        if replaced and self._shard_optimizer and self.world.size > 1:
             raise MisconfigurationException(
                 f"{type(self).__name__}(shard_optimizer=True): other optimizers were put in the place of those of "
                 "`configure_optimizers` in the middle of a fit, and the ranks have shared out the states of those. "
                 "Change their param_groups instead, or leave shard_optimizer out."
             )
-        super().change_optimizers()
         if self._late is not None:
             self._late.look(self.optimizers)
 
@@ -343,11 +340,6 @@ class DDPStrategy(RankedStrategy):
         if self._local is not None:
             self._local.step()
         return result
-
-    def epoch_begins(self) -> None:
-        """Refuse parameters that have come without torch's telling."""
-        if self._late is not None:
-            self._late.look(self.optimizers)
 
     def held(self) -> dict[str, list[Tensor]]:
         """The same, with the reducer's buckets, and what a hook remembers."""

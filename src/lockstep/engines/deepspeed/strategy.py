@@ -100,9 +100,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         ModuleNotFoundError: DeepSpeed is not installed.
     """
 
-    keeps_gradients = False
+    steps_itself = True
     engine = "DeepSpeed"
-    takes_closure = False
 
     def __init__(
         self,
@@ -211,7 +210,6 @@ class DeepSpeedStrategy(ShardedStrategy):
             )
         elif checkpoint_format == "deepspeed":
             self.saves_shards = True
-            self.leaves_out_frozen = False
             writer = EngineCheckpointIO()
             writer.save = self._engine_saves
             self.checkpoints = CheckpointWriter(writer)
@@ -451,9 +449,9 @@ class DeepSpeedStrategy(ShardedStrategy):
                 f"names as tested {tested}: use one of them, or leave the argument out."
             )
 
-    def epoch_begins(self) -> None:
+    def check_trained(self, replaced: bool = False) -> None:
         """Look for parameters that were thawed, or given to the optimizer, since the engine was made."""
-        super().epoch_begins()
+        super().check_trained(replaced)
         name = None if self._zero is None else self._zero.untrained()
         if name is not None:
             raise MisconfigurationException(THAWED.format(name=name))

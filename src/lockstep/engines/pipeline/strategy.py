@@ -159,8 +159,6 @@ class BalancedStrategy(RankedStrategy):
         trainer = Trainer(devices=4, strategy=BalancedStrategy(stages=2, micro_batches=8))
     """
 
-    can_be_copied = False
-
     def __init__(
         self,
         stages: int | Literal["all"] = "all",
@@ -188,7 +186,6 @@ class BalancedStrategy(RankedStrategy):
         _check_arguments(stages, micro_batches, schedule, split, stages_per_rank, one_process)
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self.drives_all_devices = one_process
-        self.needs_every_collective = not one_process
         self._stages_per_rank = stages_per_rank or STAGES_OF_RANK.get(schedule, 1)
         self._asked_stages, self._asked_split, self._chain_name = stages, split, chain
         self._micro_batches, self._schedule = micro_batches, schedule
@@ -504,10 +501,6 @@ class BalancedStrategy(RankedStrategy):
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Each parameter and gradient, from a rank that has it."""
         return self._parts.whole_parameters()
-
-    def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Each buffer, from the rank that has its block."""
-        return self._parts.whole_buffers()
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
         """Module and optimizers as of one process, on rank 0; the others take part, and hold no values of them."""

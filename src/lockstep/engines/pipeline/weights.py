@@ -134,13 +134,6 @@ class WholeModule:
             value = self._from_owner(parameter, parameter.detach())
             yield name, value, self._from_owner(parameter, parameter.grad) if has else None
 
-    def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each buffer, on one device. Collective."""
-        for name, buffer in self.module.named_buffers():
-            value = buffer.detach().to(self.device, copy=True)
-            comm.broadcast_tensors([value], self.owned.owner_of(name), self.pipeline)
-            yield name, value
-
     def _from_owner(self, parameter: Parameter, tensor: Tensor | None) -> Tensor:
         owner = self.owned.owner(parameter)
         if self.owned.place != owner:

@@ -104,7 +104,6 @@ class FSDPStrategy(ShardedStrategy):
     """
 
     cuts_parameters = True
-    balances = True
     gathers_updates = True
     engine = "FSDP"
 

@@ -92,8 +92,6 @@ class ModelParallelStrategy(FSDPStrategy):
         Trainer(devices=4, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)).fit(Wide())
     """
 
-    balances = False
-
     def __init__(
         self,
         data_parallel_size: int | str = "auto",

@@ -64,11 +64,8 @@ class ShardedStrategy(RankedStrategy):
     """
 
     runs_padding = True
-    places_first = True
+    places_first = True  # and later calls go on with the parts
     gathers_updates = False
-    leaves_device = False  # later calls go on with the parts
-    can_be_copied = False
-    needs_every_collective = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -152,12 +149,13 @@ class ShardedStrategy(RankedStrategy):
         if self.world.size > 1:
             self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
 
-    def change_optimizers(self) -> None:
-        """Refuse it: nobody has looked at the new ones, and no engine has their states."""
-        raise MisconfigurationException(
-            f"{type(self).__name__}: other optimizers were put in the place of those of `configure_optimizers` in the "
-            "middle of a fit. Change their param_groups instead."
-        )
+    def check_trained(self, replaced: bool = False) -> None:
+        """Refuse other optimizers: nobody has looked at the new ones, and no engine has their states."""
+        if replaced:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: other optimizers were put in the place of those of `configure_optimizers` in "
+                "the middle of a fit. Change their param_groups instead."
+            )
 
     def teardown(self) -> None:
         """Let go of module and optimizers; ranks keep their parts."""
