@@ -51,13 +51,10 @@ STRATEGIES = {
 WINGS = ("ddp", "dp", "sharded", "deepspeed", "pipeline")
 CROSSINGS = {
     "buffers": "ddp.consistency ddp.sync_batchnorm",
-    "engine": "ddp.late_parameters deepspeed.partition pipeline.weights sharded.fully_shard",
     "planned": "ddp.strategy deepspeed.strategy dp.strategy sharded.fsdp",
-    "strategy": "ddp.late_parameters sharded.fully_shard",
     "ddp.container": "dp.replicas",
-    "ddp.strategy": "sharded.fully_shard",
-    "deepspeed.strategy": "ddp.consistency sharded.fully_shard sharded.layer_states sharded.strategy",
-    "pipeline.strategy": "ddp.consistency ddp.late_parameters sharded.fully_shard",
+    "deepspeed.strategy": "ddp.consistency sharded.layer_states sharded.strategy",
+    "pipeline.strategy": "ddp.consistency",
     "sharded.fsdp": "ddp.reducer ddp.strategy",
     "sharded.fully_shard": "ddp.consistency ddp.transport",
     "sharded.model_parallel": "ddp.consistency",

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from lockstep.callbacks.base import Callback
-from lockstep.engines.pipeline.weights import is_freed
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import refuse_lazy
+from lockstep.ground.parts import is_freed
 from lockstep.ground.rank import rank_zero_warn
 
 if TYPE_CHECKING:

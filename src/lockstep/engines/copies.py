@@ -55,7 +55,7 @@ class InParts(Protocol):
         """Let each rank have all of it again. Collective."""
 
 
-class Copies:
+class ModelCopies:
     """How the ranks' copies of a model differ, and how they become one again; where they do not, it has nothing to do.
 
     An engine gives it what there is: :meth:`watch_buffers` when the module is placed, :meth:`synchronize_norms` when
@@ -90,6 +90,8 @@ class Copies:
 
         Collective. Arguments as of `SynchronizedNorms`.
         """
+        if len(replicas.of_rank) == 1:
+            return
         default, group = self._norms_group or (None, None)
         norms = SynchronizedNorms(module, convert, group if default is dist.group.WORLD else None, timeout, replicas)
         self._norms_group = dist.group.WORLD, norms.group

@@ -12,27 +12,24 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from lockstep.engines.ddp.late_parameters import beside
-from lockstep.engines.deepspeed.partition import is_partitioned
 from lockstep.engines.optimizer_states import states_to_parameters
-from lockstep.engines.pipeline.weights import is_freed
-from lockstep.engines.sharded.fully_shard import Policy, is_split
 from lockstep.ground.closures import takes_closure
 from lockstep.ground.combined import parts_of
 from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import clip_by_value, plain_name, refuse_lazy
+from lockstep.ground.parameters import beside, clip_by_value, plain_name, refuse_lazy
+from lockstep.ground.parts import DEEPSPEED, FSDP, PIPELINE, cut_by
 from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.memory.offload import SMALL, OffloadedStates
-from lockstep.memory.recompute import Layers, Recomputation, Save
+from lockstep.memory.recompute import Layers, Policy, Recomputation, Save
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
 
 LEFT_IN_PARTS = {
-    "fsdp": ('a fit with strategy="fsdp", or its `configure_model`,', 'strategy="fsdp" or ModelParallelStrategy(...)'),
-    "deepspeed": ("a fit with DeepSpeed's stage 3", 'strategy="deepspeed_stage_3"'),
-    "balanced": ('a fit with strategy="balanced" that did not end well', "that fit's last checkpoint as `ckpt_path`"),
+    FSDP: ('a fit with strategy="fsdp", or its `configure_model`,', 'strategy="fsdp" or ModelParallelStrategy(...)'),
+    DEEPSPEED: ("a fit with DeepSpeed's stage 3", 'strategy="deepspeed_stage_3"'),
+    PIPELINE: ('a fit with strategy="balanced" that did not end well', "that fit's last checkpoint as `ckpt_path`"),
 }
 """By the engine that has cut a module: what has left it so, and what goes on with it."""
 
@@ -189,9 +186,7 @@ class Engine:
 
     def _refuse_parts(self, module: LightningModule, goes_on: str = "") -> None:
         """Refuse a module that an engine has left in parts, unless it is the one that it goes on with; or lazy."""
-        of_deepspeed = any(is_partitioned(parameter) for parameter in module.parameters())
-        engine = "fsdp" if is_split(module) else "deepspeed" if of_deepspeed else goes_on
-        engine = "balanced" if is_freed(module) else engine
+        engine = cut_by(module) or goes_on
         if self.launcher is not None or self.drives_all_devices:  # else they get their shapes in the first step
             refuse_lazy(module, type(self).__name__)
         if engine != goes_on:

@@ -13,19 +13,18 @@ from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import Collectives, ReplicaMap
-from lockstep.engines.copies import Copies
-from lockstep.engines.ddp.late_parameters import beside
+from lockstep.engines.copies import ModelCopies
 from lockstep.engines.engine import Engine
 from lockstep.engines.gradients import Gradients
-from lockstep.engines.sharded.fully_shard import Policy
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.device import make_current, widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks
+from lockstep.ground.parameters import beside
 from lockstep.ground.tree import tensors_in
 from lockstep.ground.usable import check_usable
-from lockstep.memory.recompute import Layers, Save
+from lockstep.memory.recompute import Layers, Policy, Save
 from lockstep.module import LightningModule
 from lockstep.planner.plan import SavedPlan
 from lockstep.precision.base import Precision, multiply
@@ -78,7 +77,7 @@ class Strategy(Engine):
         self.collectives = Collectives()
         self.checkpoints = CheckpointWriter()
         self.gradients = Gradients(self)
-        self.copies = Copies()
+        self.copies = ModelCopies()
         self.replicas = ReplicaMap.each(World.single())
         self.peers: comm.Group = None
         self.members: comm.Group = None
@@ -163,10 +162,11 @@ class Strategy(Engine):
         if self._together():
             raise MisconfigurationException(GAP.format(together=self._together(), rank=rank, loader=loader))
 
-    def check_loss(self) -> None:
-        """Refuse it that ``training_step`` returned none on this rank, where others would wait in their backwards."""
+    def skip_loss(self) -> None:
+        """Go on without a loss of ``training_step``; refuse it where others would wait in their backwards."""
         if self._together():
             raise MisconfigurationException(NO_LOSS.format(together=self._together(), rank=self.world.rank))
+        self.skip()
 
     @contextmanager
     def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:

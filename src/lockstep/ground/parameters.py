@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 
 from lockstep.ground.errors import MisconfigurationException
 
@@ -147,6 +148,25 @@ def whole_shapes(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, empty in shown:
             parameter.data = empty
+
+
+def beside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
+    """What ``optimizers`` train and ``module`` does not have (parameters in a plain list), by its place there."""
+    seen = {id(parameter) for parameter in module.parameters()}
+    found: dict[str, Tensor] = {}
+    for number, optimizer in enumerate(optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(listed(group["params"])):
+                trained = isinstance(parameter, Parameter) or parameter.requires_grad
+                if trained and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found[f"optimizers[{number}].param_groups[{place}]['params'][{index}]"] = parameter
+    return found
+
+
+def listed(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
+    """Each of an optimizer's parameters, by the list's own iterator: a sharded one's waits for what is under way."""
+    return list.__iter__(parameters) if isinstance(parameters, list) else iter(parameters)
 
 
 KEPT = "_lockstep_keeps_dtype"

@@ -116,7 +116,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch._foreach_mul_",
-        "callbacks/ engines/ddp/bucket.py precision/base.py engines/strategy.py",
+        "callbacks/ engines/ddp/bucket.py precision/base.py",
         "scaling",
         EVERYTHING,
     ),

@@ -513,16 +513,12 @@ class Step:
             self._zero_grad(micro_batch.number)
         if self.shared and self.strategy.sync_gradients:
             self._publish()
-        self._without_loss()
-
-    def _without_loss(self) -> None:
-        self.strategy.check_loss()
-        self.strategy.skip()
+        self.strategy.skip_loss()
 
     def _skip(self) -> None:
         """Take part in the reduction without a loss: ``training_step`` returned None."""
         strategy = self.strategy
-        self._without_loss()
+        self.strategy.skip_loss()
         if self.shared and strategy.sync_gradients and self.hooks.on_after_backward is not None:
             warnings.warn(NO_HOOK.format(rank=strategy.global_rank), stacklevel=3)  # on this rank, whichever it is
 
@@ -586,7 +582,7 @@ class Step:
             if strategy.sync_gradients:
                 self._publish()
             if loss is None:
-                self._without_loss()
+                self.strategy.skip_loss()
             else:
                 strategy.backward(loss if self.scaler is None else self.scaler.scale(loss))
         if strategy.sync_gradients and self.hooks.on_after_backward is not None:

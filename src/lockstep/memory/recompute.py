@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lockstep.engines.sharded.fully_shard import Policy, blocks_by, find_blocks
+from lockstep.engines.sharded.fully_shard import Policy as Policy
+from lockstep.engines.sharded.fully_shard import blocks_by, find_blocks
 from lockstep.ground.rank import warn_once
 
 Layers: TypeAlias = Literal[True] | type[nn.Module] | Policy

@@ -18,10 +18,10 @@ from lockstep.engines.ddp.hooks.check import check_hook, check_pair, prepare_sta
 from lockstep.engines.ddp.hooks.error_feedback import load_state, save_state, share_states
 from lockstep.engines.ddp.hooks.hook_transport import name_of
 from lockstep.engines.ddp.hooks.local_sgd import group_of, marks_of
-from lockstep.engines.ddp.late_parameters import beside
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import beside
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.precision.base import LossScaler
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
@@ -17,7 +17,7 @@ from lockstep.engines.ddp.bucket import Bucket
 from lockstep.engines.ddp.consistency import check_alike
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import MODULE_HOOKS
-from lockstep.ground.parameters import plain_name
+from lockstep.ground.parameters import beside, listed, plain_name
 
 # -- what comes ----------------------------------------------------------------------------------------------
 
@@ -129,28 +129,9 @@ def find_cast(buckets: Iterable[Bucket]) -> str | None:
     return None
 
 
-def beside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
-    """What ``optimizers`` train and ``module`` does not have (parameters in a plain list), by its place there."""
-    seen = {id(parameter) for parameter in module.parameters()}
-    found: dict[str, Tensor] = {}
-    for number, optimizer in enumerate(optimizers):
-        for place, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(_without_waiting(group["params"])):
-                trained = isinstance(parameter, Parameter) or parameter.requires_grad
-                if trained and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found[f"optimizers[{number}].param_groups[{place}]['params'][{index}]"] = parameter
-    return found
-
-
-def _without_waiting(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
-    """The list's own iterator: one of a sharded optimizer would wait for what is under way."""
-    return list.__iter__(parameters) if isinstance(parameters, list) else iter(parameters)
-
-
 def _parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:
     for group in optimizer.param_groups:
-        yield from _without_waiting(group["params"])
+        yield from listed(group["params"])
 
 
 _watching: weakref.WeakSet[LateParameters] = weakref.WeakSet()

@@ -37,14 +37,13 @@ from lockstep.engines.ranks import (
     checked_cap,
     checked_caps,
 )
-from lockstep.engines.sharded.fully_shard import Policy
 from lockstep.ground import comm
 from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
 from lockstep.ground.tree import tensors_in
 from lockstep.ground.types import LRSchedulerConfig
-from lockstep.memory.recompute import Layers, Save
+from lockstep.memory.recompute import Layers, Policy, Save
 from lockstep.module import LightningModule
 
 if TYPE_CHECKING:
@@ -194,10 +193,13 @@ class DDPStrategy(RankedStrategy):
         if self._init_sync:
             check_same_module(module, None)
             broadcast_module_state(module, None)
-        self.copies.watch_buffers(module, self._broadcast_buffers and self.world.size > 1)
+        self._watch_buffers()
         if self._late is not None:
             self._late.close()
         self._late = LateRefusal(module, self.world.rank) if self.world.size > 1 else None
+
+    def _watch_buffers(self) -> None:
+        self.copies.watch_buffers(self.module, self._broadcast_buffers and self.world.size > 1)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Attach the reducer to the parameters, and synchronize BatchNorm where asked to."""
@@ -206,9 +208,8 @@ class DDPStrategy(RankedStrategy):
         super().setup_optimizers(optimizers, configs)
         if self._late is not None:
             self._take_values(self._late.new(optimizers))
-        self.copies.watch_buffers(self.module, self._broadcast_buffers and self.world.size > 1)
-        if self.world.size > 1:
-            self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
+        self._watch_buffers()
+        self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
         named = self.named_parameters()
         self._checks = DesyncCheck(None, self.module) if self._check_reduction and self.world.size > 1 else None
         if self._checks is not None:
@@ -327,7 +328,8 @@ class DDPStrategy(RankedStrategy):
 
     def _end_round(self, reducer: Reducer) -> None:
         reducer.finish()
-        self.copies.backward_ends(self.sync_gradients)
+        if self.copies.buffers is not None:
+            self.copies.backward_ends(self.sync_gradients)
         if self.sync_gradients:
             self.rounds, self.traffic = reducer.rounds, (reducer.collectives, reducer.bytes)
             if self._checks is not None and not self.copies.are_apart:

@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.flat_part import FlatPart
 from lockstep.engines.deepspeed.left_alone import LeftAlone
-from lockstep.engines.deepspeed.partition import align_numbers, is_partitioned, lean_linear, span
+from lockstep.engines.deepspeed.partition import align_numbers, lean_linear, span
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parts import is_partitioned
 from lockstep.ground.tree import tensors_in
 
 DIFFERENT = (

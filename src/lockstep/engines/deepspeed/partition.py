@@ -12,11 +12,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.pretrained import Source
 from lockstep.ground import comm
 from lockstep.ground.installed import DEEPSPEED_LINEAR
-
-
-def is_partitioned(parameter: Tensor) -> bool:
-    """Whether DeepSpeed has cut a parameter over the ranks."""
-    return hasattr(parameter, "ds_id")
+from lockstep.ground.parts import is_partitioned
 
 
 def span(numel: int, rank: int, world: int) -> tuple[int, int]:

@@ -26,19 +26,19 @@ from lockstep.engines.ddp.consistency import broadcast_buffers, check_same_modul
 from lockstep.engines.deepspeed import config as settings
 from lockstep.engines.deepspeed import folder as deepspeed_folder
 from lockstep.engines.deepspeed import package
-from lockstep.engines.deepspeed.partition import is_partitioned, partition, put, span
+from lockstep.engines.deepspeed.partition import partition, put, span
 from lockstep.engines.engine import EngineState
 from lockstep.engines.ranks import HALF_AN_HOUR
-from lockstep.engines.sharded.fully_shard import Policy
 from lockstep.engines.sharded.layer_states import bring_states
 from lockstep.engines.sharded.strategy import ShardedStrategy
 from lockstep.ground import comm
 from lockstep.ground.combined import CombinedOptimizer
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.parameters import whole_shape
+from lockstep.ground.parts import is_partitioned
 from lockstep.ground.rank import does, rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
-from lockstep.memory.recompute import Layers, Save
+from lockstep.memory.recompute import Layers, Policy, Save
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
 
@@ -340,7 +340,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         clipping = {"gradient_clipping": self._config.get("gradient_clipping", 0.0)}
         settings.of_clipping(clipping, trainer.config.gradient_clip_val, trainer.config.gradient_clip_algorithm)
         made.update(clipping)
-        self._synchronize_norms()
+        self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
         self._end_evaluation()
         self._zero = ZeroEngine(self.module, optimizer, made, self._exact)
         self.gradients = ZeroGradients(self, self._zero)

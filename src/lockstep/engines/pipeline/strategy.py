@@ -23,7 +23,6 @@ from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import ReplicaMap
 from lockstep.engines.ddp.consistency import check_same_module
-from lockstep.engines.ddp.late_parameters import beside
 from lockstep.engines.engine import EngineState, MicroBatch
 from lockstep.engines.pipeline import gradients
 from lockstep.engines.pipeline.chain import Chain
@@ -36,17 +35,16 @@ from lockstep.engines.pipeline.stages import SCHEDULES, SPLITS_BACKWARD, Stages,
 from lockstep.engines.pipeline.times import StageTimes
 from lockstep.engines.pipeline.weights import WholeModule
 from lockstep.engines.ranks import HALF_AN_HOUR, RankedStrategy
-from lockstep.engines.sharded.fully_shard import Policy
 from lockstep.ground import comm
 from lockstep.ground.compiled import has_compiled
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.overrides import innermost
-from lockstep.ground.parameters import clip_by_value
+from lockstep.ground.parameters import beside, clip_by_value
 from lockstep.ground.parts import stands_in
 from lockstep.ground.rank import does, rank_zero_info, warn_once
 from lockstep.ground.torch_parts import ONE_PROCESS, PIPELINES, refuse_without
 from lockstep.ground.types import LRSchedulerConfig
-from lockstep.memory.recompute import Layers, Save
+from lockstep.memory.recompute import Layers, Policy, Save
 from lockstep.module import LightningModule
 from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK
 from lockstep.precision.base import Precision

@@ -15,7 +15,6 @@ from lockstep.checkpoint.pretrained import Source, read_into
 from lockstep.engines.pipeline.layout import Ownership, StagePlacement
 from lockstep.ground import comm
 from lockstep.ground.parameters import plain_name
-from lockstep.ground.parts import stands_in
 
 Gather = Callable[[object], list[Any]]
 
@@ -214,11 +213,6 @@ def _bring(parameter: Parameter, device: torch.device, optimizers: list[Optimize
         for key, value in state.items():
             if isinstance(value, Tensor) and value.device == before:  # a count of steps is on the CPU
                 state[key] = value.to(device)
-
-
-def is_freed(module: nn.Module) -> bool:
-    """Whether a pipeline has let go of weights of this module, and has not brought them back."""
-    return any(stands_in(parameter) for parameter in module.parameters())
 
 
 def _on_cpu(value: Any) -> Any:

@@ -295,7 +295,7 @@ class FSDPStrategy(ShardedStrategy):
         for optimizer in optimizers:
             self._forget_with(optimizer, self._sharded)
             self._frees.append(optimizer.register_step_pre_hook(self._free))
-        self._synchronize_norms()
+        self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_gradients = unscale
         whole = [(n, p) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]

@@ -138,11 +138,6 @@ def is_sharded(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
-def is_split(module: nn.Module) -> bool:
-    """Whether ranks hold parts of its parameters."""
-    return is_sharded(module) or any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
-
-
 def shard(
     module: nn.Module,
     blocks: Iterable[nn.Module],

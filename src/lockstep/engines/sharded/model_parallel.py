@@ -17,6 +17,7 @@ from lockstep.engines.ranks import HALF_AN_HOUR
 from lockstep.engines.sharded.fsdp import FSDPStrategy
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parts import is_split
 from lockstep.ground.rank import does
 from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.module import LightningModule
@@ -232,8 +233,6 @@ class ModelParallelStrategy(FSDPStrategy):
 @contextmanager
 def _split_once(module: LightningModule) -> Iterator[None]:
     """What torch says of a module that is split already, in the user's terms."""
-    from lockstep.engines.sharded.fully_shard import is_split
-
     was_split = is_split(module)
     try:
         yield

@@ -16,11 +16,12 @@ from lockstep.checkpoint import sharded
 from lockstep.checkpoint.io import CheckpointWriter, Path
 from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
 from lockstep.engines.ddp.consistency import sparse_names
-from lockstep.engines.ddp.late_parameters import LateParameters, beside, refuse
+from lockstep.engines.ddp.late_parameters import LateParameters, refuse
 from lockstep.engines.owners import TOGETHER, needs_whole, with_parameters
 from lockstep.engines.ranks import RankedStrategy, check_others
 from lockstep.engines.sharded.foreach import update_one_by_one
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import beside
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 
@@ -57,7 +58,7 @@ class ShardedStrategy(RankedStrategy):
     """One process per device, each with its part of the model's states; a subclass brings the engine.
 
     Of a subclass it needs :meth:`_through`, :meth:`setup_module` (which calls :meth:`_watch`), and
-    :meth:`setup_optimizers` (which calls :meth:`_synchronize_norms`).
+    :meth:`setup_optimizers` (which calls ``copies.synchronize_norms``).
 
     Attributes:
         gathers_updates: an optimizer that needs whole parameters gets them.
@@ -144,10 +145,6 @@ class ShardedStrategy(RankedStrategy):
                 f"{type(self).__name__}(): the gradients of {', '.join(sparse)} are sparse, and cannot be cut up: "
                 'build the layers with sparse=False, or use strategy="ddp".'
             )
-
-    def _synchronize_norms(self) -> None:
-        if self.world.size > 1:
-            self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
 
     def check_trained(self, replaced: bool = False) -> None:
         """Refuse other optimizers: nobody has looked at the new ones, and no engine has their states."""
