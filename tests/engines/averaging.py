@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ class AveragingStrategy(RankedStrategy):
             dist.broadcast(tensor.detach(), 0)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        held = [parameter.grad for parameter in self._parameters()] if self._drops else []
+        held = [parameter.grad for parameter in self._parameters()] if self.drops_gradients else []
         super().backward(loss, *args, **kwargs)
         for parameter, gradient in zip(self._parameters(), held, strict=False):
             parameter.grad = gradient
@@ -33,14 +32,6 @@ class AveragingStrategy(RankedStrategy):
     def skip(self, absent: bool = False) -> None:
         if self.sync_gradients:
             self._average()
-
-    _drops = False
-
-    @contextmanager
-    def zero_weight(self) -> Iterator[list[Tensor]]:
-        self._drops = True
-        yield list(self.module.buffers())
-        self._drops = False
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.named_parameters().values() if parameter.requires_grad]

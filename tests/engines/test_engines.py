@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,15 @@ from torch import Tensor
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks import Callback, ModelCheckpoint
 from lockstep.engines.collectives import ReplicaMap
-from lockstep.engines.engine import Engine, EngineState, MicroBatch
+from lockstep.engines.engine import Engine, EngineState
 from lockstep.engines.ranks import RankedStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy, Strategy
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.engines.averaging import AveragingStrategy
+from tests.engines.test_contract import fit as answers_of_contract
+from tests.engines.windows import ForwardsFirst
 from tests.equivalence.models import Idle, Plain, Sometimes, Weighted, rows
 from tests.loop.pieces import Slope, numbers, quiet
 
@@ -101,24 +102,6 @@ def test_an_engine_answers_twelve_methods_at_most() -> None:
 # -- an engine that plays whole windows ----------------------------------------------------------------------
 
 
-class ForwardsFirst(AveragingStrategy):
-    """All forwards of a window, then all backwards, the last one first: as a pipeline might."""
-
-    def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
-        outputs: list[Any] = []
-        losses: list[Tensor | None] = []
-        for each in micro_batches:
-            each.enter()
-            outputs.append(None if each.empty else self.run(step, *each.args))
-            losses.append(None if each.empty else each.loss(outputs[-1]))
-        with self.synchronize(False):
-            for loss in reversed(losses):
-                if loss is not None:
-                    self.backward(loss)
-        self._average()
-        return outputs
-
-
 def by_windows(case: str) -> EquivalenceReport:
     module, length, given = CASES[case]
     return check_equivalence(module, rows(length), strategy=ForwardsFirst(), devices=dist.get_world_size(), **given)
@@ -128,6 +111,12 @@ def by_windows(case: str) -> EquivalenceReport:
 def test_an_engine_may_play_whole_windows(ranks: RankPool, case: str) -> None:
     for report in ranks(2).run(by_windows, case, timeout=60):
         assert report, report
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_such_an_engine_keeps_the_contract(ranks: RankPool, world: int) -> None:
+    for answer in ranks(world).run(answers_of_contract, ForwardsFirst, world, timeout=40):
+        assert [name for name, right in answer.items() if not right] == []
 
 
 class Told(Slope):
@@ -480,18 +469,11 @@ class FullySharded(RankedStrategy):
             if any(True for _ in layer.parameters(recurse=False)) and layer is not module:
                 fully_shard(layer, mesh=mesh)
         self.sharded: list[Any] = [layer for layer in module.modules() if isinstance(layer, FSDPModule)]
-        self.drops = False
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         for layer in self.sharded:
             layer.set_requires_gradient_sync(self.sync_gradients)
-        super().backward(loss * 0.0 if self.drops else loss, *args, **kwargs)
-
-    @contextmanager
-    def zero_weight(self) -> Iterator[list[Tensor]]:
-        self.drops = True
-        yield list(self.module.buffers())
-        self.drops = False
+        super().backward(loss * 0.0 if self.drops_gradients else loss, *args, **kwargs)
 
     def clip(self, optimizer: Any, value: float, algorithm: str) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.cluster.world import World
 from lockstep.engines.dp.replicas import cut, gather, in_threads, join, replicate, rows_of, scatter
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.device import has_pinned_memory, move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.module import LightningModule
-from lockstep.precision.base import Precision
 
 
 class DataParallelStrategy(Strategy):
@@ -33,14 +31,14 @@ class DataParallelStrategy(Strategy):
 
     drives_all_devices = True
 
-    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+    def setup_environment(self) -> None:
         """Refuse what one process cannot do."""
-        if world.num_nodes > 1:
+        if self.world.num_nodes > 1:
             raise MisconfigurationException(
-                f'Trainer(strategy="dp", num_nodes={world.num_nodes}): it is one process for the devices of one node; '
-                'use strategy="ddp".'
+                f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): it is one process for the devices of one '
+                'node; use strategy="ddp".'
             )
-        super().connect(world, device, precision)
+        super().setup_environment()
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """As on one device; the replicas are made in each step."""
