@@ -46,7 +46,7 @@ class Strategy(Engine):
 
     A strategy of one's own overrides the methods of `lockstep.engines.engine.Engine`, and by
     `lockstep.engines.ranks.RankedStrategy` its ranks are joined. Everything here has an answer that fits an engine
-    which holds whole parameters.
+    which holds whole parameters; `docs/architecture.md` lists what others override of it.
 
     Attributes:
         collectives: how ranks talk to each other.

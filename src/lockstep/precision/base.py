@@ -205,7 +205,7 @@ def multiply(gradients: Iterable[Tensor], factor: float | Tensor) -> None:
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient
-        alike.setdefault((values.device, values.dtype), []).append(values.detach())
+        alike.setdefault((values.device, values.dtype), []).append(values)
     with torch.no_grad():
         for (device, _), tensors in alike.items():
             torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
