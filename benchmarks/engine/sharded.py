@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -62,20 +62,16 @@ class Task(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class ByHand:
-    """The same, by torch's functions alone: blocks and the model sharded, AdamW."""
+class Loop:
+    """Steps by hand, of a model that is placed already: AdamW, and the batches of a task from a loader.
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor], batch: Any, mode: str) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+    Args:
+        model: compiled, in a container or in shards.
+        loss: of the task.
+        batch: of the task.
+    """
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        again = mode == "FULL_SHARD"
-        blocks = next((each for each in model.children() if isinstance(each, nn.ModuleList)), [])
-        for block in blocks:
-            if any(True for _ in block.children()):  # as the Trainer's strategy chooses blocks
-                fully_shard(block, mesh=mesh, reshard_after_forward=again)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor], batch: Any) -> None:
         self.model, self.loss = model, loss
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.batches: Iterator[Tensor] = iter(DataLoader(Steps(batch), batch_size=None))
@@ -86,6 +82,29 @@ class ByHand:
         self.optimizer.zero_grad()
         self.loss(self.model, batch).backward()
         self.optimizer.step()
+
+
+def shard_by_hand(model: nn.Module, blocks: Iterable[nn.Module], again: bool) -> None:
+    """Shard blocks and the model by torch's ``fully_shard``.
+
+    Args:
+        model: on the CPU.
+        blocks: of it.
+        again: let go of a block's parameters behind its forward.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that the Trainer's strategy chooses."""
+    found = next((each for each in model.children() if isinstance(each, nn.ModuleList)), [])
+    return [block for block in found if any(True for _ in block.children())]
 
 
 class ByDeepSpeed:
@@ -112,54 +131,68 @@ class ByDeepSpeed:
         self.engine.step()
 
 
-def by_hand(kind: str, model: str) -> ByHand | ByDeepSpeed:
+def by_hand(kind: str, model: str) -> Loop | ByDeepSpeed:
     """The loop of a kind, "FULL_SHARD" or "deepspeed_stage_2" say, for a task."""
     if kind.startswith("deepspeed"):
         return ByDeepSpeed(*task(model), int(kind[-1]))
-    return ByHand(*task(model), kind)
+    made, loss, batch = task(model)
+    shard_by_hand(made, repeated_blocks(made), kind == "FULL_SHARD")
+    return Loop(made, loss, batch)
 
 
 class Pairs(Callback):
-    """Between two steps of the Trainer, a step by hand; each from a common start."""
+    """Between two steps of the Trainer, a step by hand; each from a common start.
 
-    def __init__(self, other: ByHand | ByDeepSpeed, rounds: int, warmup: int) -> None:
-        self.other, self.rounds, self.warmup = other, rounds, warmup
-        self.trainer_seconds: list[float] = []
-        self.hand_seconds: list[float] = []
-        self._start = 0.0
+    Args:
+        other: the loop by hand.
+        rounds, warmup: pairs, and pairs before.
+
+    Attributes:
+        measured: seconds of a step of the "trainer" and by "hand", by the clock, and of the processor in all threads.
+    """
+
+    def __init__(self, other: Loop | ByDeepSpeed, rounds: int, warmup: int) -> None:
+        self._other, self._rounds, self._warmup = other, rounds, warmup
+        self.measured: dict[str, list[float]] = {name: [] for name in ("trainer", "hand", "trainer, cpu", "hand, cpu")}
+        self._start = self._cpu = 0.0
+
+    def _begin(self) -> None:
+        self._start, self._cpu = common_start(), time.process_time()
+
+    def _note(self, name: str) -> None:
+        self.measured[f"{name}, cpu"].append(time.process_time() - self._cpu)
+        self.measured[name].append(time.perf_counter() - self._start)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """A step of the Trainer goes from here to here: the batch's end and the fetching of the next are in it."""
-        if batch_idx > self.warmup:
-            self.trainer_seconds.append(time.perf_counter() - self._start)
-        start = common_start()
-        self.other.step()
-        if batch_idx >= self.warmup:
-            self.hand_seconds.append(time.perf_counter() - start)
-        trainer.should_stop = batch_idx >= self.rounds + self.warmup
-        self._start = common_start()
+        if batch_idx > self._warmup:
+            self._note("trainer")
+        self._begin()
+        self._other.step()
+        if batch_idx >= self._warmup:
+            self._note("hand")
+        trainer.should_stop = batch_idx >= self._rounds + self._warmup
+        self._begin()
 
 
-def race(model: str, strategy: str, other: str, rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds of a step in each round, of the slower rank: "trainer", and "hand".
+def raced(model: str, other: Loop | ByDeepSpeed, rounds: int, warmup: int, **flags: Any) -> dict[str, list[float]]:
+    """What `Pairs` measures of each round, of the slower rank.
 
     Args:
         model: name of a task of `engine.race`.
-        strategy: of the Trainer, a key of `STRATEGIES`.
-        other: the loop by hand: "FULL_SHARD", "SHARD_GRAD_OP", or "deepspeed_stage_N".
+        other: the loop by hand.
         rounds, warmup: pairs, and pairs before.
+        flags: of the Trainer.
     """
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update(variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})  # the group is there already
     warnings.simplefilter("ignore")
     logging.getLogger("lockstep").setLevel(logging.ERROR)
-    pairs = Pairs(by_hand(other, model), rounds, warmup)
-    ours = Task(*task(model))
+    pairs = Pairs(other, rounds, warmup)
     trainer = Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=STRATEGIES[strategy](),
         max_epochs=1,
         callbacks=[pairs],
         logger=False,
@@ -167,9 +200,22 @@ def race(model: str, strategy: str, other: str, rounds: int, warmup: int) -> dic
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        **flags,
     )
-    trainer.fit(ours)
-    mine = {"trainer": pairs.trainer_seconds[:rounds], "hand": pairs.hand_seconds[:rounds]}
+    trainer.fit(Task(*task(model)))
+    mine = {name: seconds[:rounds] for name, seconds in pairs.measured.items()}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
-    return {kind: [max(times) for times in zip(*(found[kind] for found in every), strict=True)] for kind in mine}
+    return {name: [max(times) for times in zip(*(found[name] for found in every), strict=True)] for name in mine}
+
+
+def race(model: str, strategy: str, other: str, rounds: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds of a step in each round, of the slower rank, as `raced` gives them.
+
+    Args:
+        model: name of a task of `engine.race`.
+        strategy: of the Trainer, a key of `STRATEGIES`.
+        other: the loop by hand: "FULL_SHARD", "SHARD_GRAD_OP", or "deepspeed_stage_N".
+        rounds, warmup: pairs, and pairs before.
+    """
+    return raced(model, by_hand(other, model), rounds, warmup, strategy=STRATEGIES[strategy]())
