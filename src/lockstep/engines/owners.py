@@ -49,6 +49,9 @@ TOGETHER = {
 }
 """Torch's other optimizers, and why one parameter is not enough for them."""
 
+NOT_ELEMENTWISE = (*TOGETHER, *(kind.__name__ for kind in WHOLE))
+"""Names of optimizers that mix the elements of a parameter, or several parameters."""
+
 NAME = "lockstep.parameter_wise"
 """What declares a class."""
 
@@ -189,18 +192,28 @@ def owners_of(sizes: Sequence[int], load: list[int]) -> list[int]:
 
 
 @contextmanager
-def update_within(
-    optimizer: Optimizer, context: AbstractContextManager[Any], then: Callable[[], None]
-) -> Iterator[None]:
+def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, these parameters have no gradient: an optimizer passes over them."""
+    hidden = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in hidden:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+
+
+@contextmanager
+def update_within(optimizer: Optimizer, context: AbstractContextManager[None]) -> Iterator[None]:
     """Inside, call the optimizer's own ``step``: its update, and nothing else, runs in ``context``.
 
     Hooks before the step (``register_step_pre_hook``, those of all optimizers, too) run before it is entered, hooks
-    after the step when it is left and ``then`` was called.
+    after the step when it is left.
 
     Args:
         optimizer: the one.
         context: entered once.
-        then: called after the update; not if that raises.
     """
     entered = ExitStack()
     depth = 0  # a subclass's step may call that of its base, which runs all hooks once more
@@ -216,7 +229,6 @@ def update_within(
         depth -= 1
         if depth == 0:
             entered.close()
-            then()
 
     with entered:
         hooks = optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)
@@ -319,12 +331,12 @@ class Owners:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with update_within(optimizer, *self._update(optimizer)):
+        with update_within(optimizer, self._updating(optimizer)):
             result = self._own[id(optimizer)]["step"](**options)
         return result if closure is None else loss
 
-    def _update(self, optimizer: Optimizer) -> tuple[AbstractContextManager[None], Callable[[], None]]:
-        """Around the optimizer's own update, and what follows it."""
+    def _updating(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Around the optimizer's own update, which sees what this rank shall update; values travel when it is left."""
         raise NotImplementedError
 
     def _with_gradient(self, optimizer: Optimizer) -> list[Tensor]:

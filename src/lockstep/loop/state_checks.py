@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint import frozen
 from lockstep.checkpoint.format import first_line
 from lockstep.engines.engine import EngineState
+from lockstep.engines.owners import NOT_ELEMENTWISE
 from lockstep.ground.combined import class_of
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.parameters import takes_names_as_they_are, whole_shape
@@ -229,7 +230,7 @@ def _may_be(name: str, value: Any, parameter: torch.Tensor) -> bool:
 
 def _malformed_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
     """What is wrong with the state of one of torch's optimizers; others keep what they like."""
-    if not type(optimizer).__module__.startswith("torch.optim.") or type(optimizer).__name__ in _OTHER_SHAPES:
+    if not type(optimizer).__module__.startswith("torch.optim.") or type(optimizer).__name__ in NOT_ELEMENTWISE:
         return None
     for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         chosen = {key: value for key, value in group.items() if value is not None or key not in _TORCH_CHOOSES}
@@ -260,7 +261,5 @@ def _malformed_states(states: dict[int, Any], parameters: list[torch.Tensor]) ->
 
 _TORCH_CHOOSES = ("foreach", "fused")
 """Of an optimizer's options those that are None where torch chooses, which may be so in either run."""
-_OTHER_SHAPES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
-"""Optimizers of torch's whose states are not looked into."""
 _NUMBERS = ("step", "eta", "mu", "mu_product")
 """What torch's optimizers keep of a parameter as one number; all else has the parameter's shape."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.engines.owners import NOT_ELEMENTWISE, TOGETHER
 from lockstep.engines.sharded.fully_shard import find_blocks
 from lockstep.ground.combined import parts_of
 from lockstep.ground.device import current_device, has_timed_events, synchronize, timed_event
@@ -316,10 +317,6 @@ def _parameters(
     ]
 
 
-NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-NOT_PARAMETER_WISE = ("LBFGS", "SparseAdam")
-
-
 def profile_step(
     step: TracedStep,
     *,
@@ -367,7 +364,7 @@ def profile_step(
         tuple(_blocks(kept.trace, units, order, repeated, sizes)),
         {name: _renumbered(found, place) for name, found in steps.items()},
         elementwise=not set(kept.optimizers) & set(NOT_ELEMENTWISE),
-        parameter_wise=not set(kept.optimizers) & set(NOT_PARAMETER_WISE),
+        parameter_wise=not set(kept.optimizers) & set(TOGETHER),
         outside=(sizes.get(REST, 0), sizes.get(BEHIND, 0)),
     )
 

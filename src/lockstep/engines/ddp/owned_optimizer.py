@@ -7,8 +7,8 @@ that it owns, and broadcasts their new values to the others before ``step`` retu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lockstep.engines.ddp.averaging import numbers_of, pieces
 from lockstep.engines.ddp.consistency import sparse_names
-from lockstep.engines.owners import Owners, check_parameter_wise
+from lockstep.engines.owners import Owners, check_parameter_wise, without_gradients
 from lockstep.engines.owners import parameter_wise as parameter_wise  # the path on earlier pages
 from lockstep.ground import comm
 from lockstep.ground.rank import warn_once
@@ -58,22 +58,13 @@ class OwnedOptimizers(Owners):
                 'evenly. strategy="fsdp" cuts parameters.'
             )
 
-    def _update(self, optimizer: Optimizer) -> tuple[AbstractContextManager[None], Callable[[], None]]:
-        updated: list[Tensor] = []
-        return self._hiding_others(optimizer, updated), lambda: self._exchange(updated)
-
     @contextmanager
-    def _hiding_others(self, optimizer: Optimizer, updated: list[Tensor]) -> Iterator[None]:
-        """Inside, other ranks' parameters have no gradient; ``updated`` gets all that have one."""
-        updated += self._with_gradient(optimizer)
-        hidden = [(parameter, parameter.grad) for parameter in updated if self._is_anothers(parameter)]
-        for parameter, _ in hidden:
-            parameter.grad = None
-        try:
+    def _updating(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around an update of this rank's parameters alone; then all take the others' values."""
+        updated = self._with_gradient(optimizer)
+        with without_gradients(filter(self._is_anothers, updated)):
             yield
-        finally:
-            for parameter, gradient in hidden:
-                parameter.grad = gradient
+        self._exchange(updated)
 
     @torch.no_grad()
     def _exchange(self, parameters: Sequence[Tensor]) -> None:

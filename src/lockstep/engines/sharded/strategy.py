@@ -17,7 +17,7 @@ from lockstep.checkpoint.io import CheckpointWriter, Path
 from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
 from lockstep.engines.ddp.consistency import sparse_names
 from lockstep.engines.ddp.late_parameters import LateParameters, refuse
-from lockstep.engines.owners import TOGETHER, needs_whole, with_parameters
+from lockstep.engines.owners import NOT_ELEMENTWISE, TOGETHER, needs_whole, with_parameters
 from lockstep.engines.ranks import RankedStrategy, check_others
 from lockstep.engines.sharded.foreach import update_one_by_one
 from lockstep.ground.errors import MisconfigurationException
@@ -37,8 +37,6 @@ STRANGE = (
     "place of the module's parameters: make the optimizer in `configure_optimizers`, from self.parameters(). One in a "
     "plain list has to become an attribute of the module."
 )
-MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
-"""Names of optimizers that mix the elements of a parameter."""
 ALL_AT_ONCE = (
     "{strategy} with {optimizer}: it mixes the elements of a parameter, and each rank has a part of them. Use an "
     'elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
@@ -131,7 +129,7 @@ class ShardedStrategy(RankedStrategy):
         said = None
         if needs_whole(optimizer):
             said = None if self.gathers_updates else LAID_END_TO_END
-        elif name in MIXES:
+        elif name in NOT_ELEMENTWISE:
             said = ALL_AT_ONCE if name in TOGETHER else UNKNOWN
         if said is not None:
             strategy = type(self).__name__

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.checkpoint.flat_part import FlatPart
-from lockstep.engines.owners import Owners, owners_of, parameters_of
+from lockstep.engines.owners import Owners, owners_of, parameters_of, without_gradients
 from lockstep.ground import comm
 from lockstep.ground.parts import box_of, local_part
 from lockstep.ground.tree import tree_map
@@ -97,23 +97,14 @@ class WholeUpdates(Owners):
 
     # -- a step
 
-    def _update(self, optimizer: Optimizer) -> tuple[AbstractContextManager[None], Callable[[], None]]:
-        made: list[_Rounds] = []
-        return self._hiding_all(optimizer, made), lambda: made[0].play()
-
     @contextmanager
-    def _hiding_all(self, optimizer: Optimizer, made: list[_Rounds]) -> Iterator[None]:
-        """Inside, no parameter has a gradient: what the optimizer's own step changes is its groups alone."""
+    def _updating(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around an update of nothing, in which the optimizer changes its groups alone; then come the rounds."""
         updated = self._with_gradient(optimizer)
-        made.append(_Rounds(self, optimizer, updated))
-        gradients = [parameter.grad for parameter in updated]
-        for parameter in updated:
-            parameter.grad = None
-        try:
+        rounds = _Rounds(self, optimizer, updated)
+        with without_gradients(updated):
             yield
-        finally:
-            for parameter, gradient in zip(updated, gradients, strict=True):
-                parameter.grad = gradient
+        rounds.play()
 
     def owner(self, parameter: Tensor) -> int:
         """The rank that updates a parameter."""
