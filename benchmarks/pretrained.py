@@ -157,9 +157,18 @@ def by_trainer(asked: str, folder: str, ranks: int) -> dict[str, float]:
     return found
 
 
+def first_imports(folder: str) -> None:
+    """Bring in what is imported when a model is made: it is no part of what loading takes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
 def rank(way: str, folder: str, ranks: int, out: str) -> None:
+    first_imports(folder)
     found = load(way, folder, ranks)
-    number = os.environ.get("RANK", "0")
+    number = os.environ.get("LOCAL_RANK", "0")  # lockstep sets this one for the ranks that it starts
     Path(out, f"{way}-{number}.json").write_text(json.dumps(found))
 
 
@@ -169,13 +178,16 @@ def measure(way: str, folder: str, ranks: int) -> list[dict[str, float]]:
         words = [sys.executable, __file__, "--rank", way, folder, str(ranks), out]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         if way == "from_pretrained":
-            started = [subprocess.Popen(words, env={**environ, "RANK": str(n)}) for n in range(ranks)]
+            started = [subprocess.Popen(words, env={**environ, "LOCAL_RANK": str(n)}) for n in range(ranks)]
         else:
             started = [subprocess.Popen(words, env=environ)]
         codes = [each.wait() for each in started]
         if any(codes):
             raise SystemExit(f"{way} on {ranks} ranks failed")
-        return [json.loads(path.read_text()) for path in sorted(Path(out).iterdir())]
+        found = [json.loads(path.read_text()) for path in sorted(Path(out).iterdir())]
+        if len(found) != ranks:
+            raise SystemExit(f"{way}: {len(found)} of {ranks} ranks have told what they found")
+        return found
 
 
 def write(folder: str, layers: int) -> tuple[int, int, int]:
