@@ -29,7 +29,7 @@ from lockstep.engines.deepspeed import package
 from lockstep.engines.deepspeed.partition import partition, put, span
 from lockstep.engines.engine import EngineState
 from lockstep.engines.ranks import HALF_AN_HOUR
-from lockstep.engines.sharded.layer_states import bring_states
+from lockstep.engines.sharded.layer_states import bring_states, generate_together
 from lockstep.engines.sharded.strategy import ShardedStrategy
 from lockstep.ground import comm
 from lockstep.ground.combined import CombinedOptimizer
@@ -274,6 +274,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         if self._stage == 3:
             self._exact = partition(module, self._engine_config(), self._dtype, self.root_device, gather, sources)
             pretrained.forget(module)
+            generate_together(module)
         else:
             parameters = list(module.parameters())
             gather(parameters)

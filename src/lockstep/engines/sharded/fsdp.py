@@ -22,7 +22,7 @@ from lockstep.engines.engine import EngineState
 from lockstep.engines.owners import needs_whole, with_parameters
 from lockstep.engines.ranks import HALF_AN_HOUR
 from lockstep.engines.sharded.gradients import ShardedGradients
-from lockstep.engines.sharded.layer_states import bring_states
+from lockstep.engines.sharded.layer_states import bring_states, generate_together
 from lockstep.engines.sharded.strategy import ShardedStrategy
 from lockstep.ground import comm
 from lockstep.ground.combined import CombinedOptimizer, by_parts
@@ -216,6 +216,7 @@ class FSDPStrategy(ShardedStrategy):
             waits = ("wait_for_unshard", "finalize_backward")  # for gathered parameters, where the work on them waits
             self.waits_in = [(group, name) for group in shards.groups() for name in waits]
         self._ends_calls = shards.serve_calls(within=not self.module.automatic_optimization)
+        generate_together(self.module)
         self._watch(self.module)
 
     def _shard(self, module: LightningModule) -> None:
