@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import lockstep
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from lockstep.testing.pool import RankPool
 from tests.checkpoint.adapted import Adapted, ByHand, CutByHand, needs_peft
 from tests.checkpoint.test_pretrained import strategy_of
-from tests.checkpoint.tuned import WORDS, texts, write_folder
+from tests.checkpoint.tuned import CONFIGS, WORDS, class_of, texts, write_folder
 from tests.loop.pieces import quiet
 
 pytestmark = pytest.mark.usefixtures("peft")
@@ -78,6 +80,87 @@ def test_a_llama_on_four_stages(ranks: RankPool, tmp_path: Path) -> None:
     folder = str(write_folder(tmp_path, "llama"))
     for report in ranks(4).run(equivalence, "balanced", folder, "llama", timeout=100):
         assert report, report
+
+
+# -- what an adapter begins with -----------------------------------------------------------------------------------
+
+
+class Begun(Adapted):
+    """An adapter as peft makes it by default, which changes nothing at first; a head is trained, too."""
+
+    way: Any = True
+    dora = False
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(7)
+        with torch.device("meta"):
+            base = class_of(self.class_name)(CONFIGS[self.kind]())
+        lockstep.load_pretrained(base, self.folder)
+        kinds = ["q_proj", "v_proj", "embed_tokens"]
+        options = {"target_modules": kinds, "modules_to_save": ["lm_head"], "use_dora": self.dora}
+        self.model = get_peft_model(base, LoraConfig(r=4, init_lora_weights=self.way, **options))
+
+
+class BegunOtherwise(Begun):
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.device_mesh is not None:
+            from torch.distributed.fsdp import fully_shard
+
+            assert self.model is not None
+            for layer in self.model.base_model.model.model.layers:  # type: ignore[union-attr]
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+def begins(folder: str, strategies: list[str]) -> list[tuple[str, str]]:
+    """In a rank: adapters that begin otherwise than peft makes them, by strategy."""
+    found: list[tuple[str, str]] = []
+    world = dist.get_world_size()
+    for strategy in strategies:
+        module = (BegunOtherwise if strategy == "2-d" else Begun)(folder)
+        module.on_train_batch_start = lambda *_: -1  # type: ignore[method-assign]
+        quiet(strategy=strategy_of(strategy, world), devices=world, max_epochs=1).fit(module, texts())
+        seen = module.seen
+        heads = [value for name, value in seen.items() if "lm_head" in name]
+        assert len(heads) == 2
+        found += [(strategy, "lm_head")] * (not torch.equal(*heads))
+        for name, value in seen.items():
+            small = ".lora_B." in name or ".lora_embedding_A." in name
+            if small and bool(value.any()):
+                found.append((strategy, name))
+            if ".lora_A." in name and not 0.1 < float(value.abs().max()) <= value.shape[1] ** -0.5:
+                found.append((strategy, name))
+            if ".lora_embedding_B." in name and not 0.5 < float(value.std()) < 1.5:
+                found.append((strategy, name))
+    return found
+
+
+def test_an_adapter_begins_as_peft_makes_it(ranks: RankPool, tmp_path: Path) -> None:
+    folder = str(write_folder(tmp_path, "llama"))
+    names = ["ddp", "fsdp", "2-d", "deepspeed_stage_3", "balanced"]
+    assert ranks(1).run(begins, folder, ["auto"], timeout=60) == [[]]
+    assert ranks(2).run(begins, folder, names, timeout=60) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("way", "dora", "said"),
+    [
+        ("pissa", False, r"an adapter cannot begin with what is computed of them \(init_lora_weights='pissa'"),
+        (True, True, r"first values of this adapter \(Embedding, init_lora_weights=True, use_dora=True\) follow from"),
+    ],
+)
+def test_an_adapter_that_follows_from_weights_that_are_not_read_is_refused(
+    tmp_path: Path, way: Any, dora: bool, said: str
+) -> None:
+    module = Begun(str(write_folder(tmp_path, "llama")))
+    module.way, module.dora = way, dora
+    with pytest.raises((MisconfigurationException, RuntimeError), match=said):
+        quiet(max_steps=1).fit(module, texts())
 
 
 # -- what there is beside the adapter ---------------------------------------------------------------------------

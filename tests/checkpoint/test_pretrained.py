@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.checkpoint.pretrained import WeightFiles
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
 from lockstep.testing.pool import RankPool
@@ -286,23 +291,47 @@ def emptied(folder: Path) -> None:
     (folder / "pytorch_model.bin").unlink()
 
 
-BAD = [
-    (no_index, "and no model.safetensors.index.json, which says what belongs together"),
-    (part_gone, "which is not there (1 of "),
-    (part_cut, "is damaged (Error while deserializing header"),
-    (index_cut, "is no index of weights"),
-    (only_pickled, "its weights are pickled (pytorch_model.bin)"),
-    (emptied, "there is neither model.safetensors.index.json nor model.safetensors"),
-]
+def quantized(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(("spoil", "said"), BAD)
-def test_a_folder_that_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path, spoil: Any, said: str) -> None:
-    folder = write_folder(tmp_path, "llama")
-    spoil(folder)
-    with pytest.raises((MisconfigurationException, CorruptCheckpoint)) as raised:
-        quiet(max_steps=1).fit(Tuned(str(folder), "llama"), texts())
-    assert said in str(raised.value)
+BAD: dict[Callable[[Path], None], str] = {
+    no_index: "and no model.safetensors.index.json, which says what belongs together",
+    part_gone: "which is not there (1 of ",
+    part_cut: "is damaged (Error while deserializing header",
+    index_cut: "is no index of weights",
+    only_pickled: "its weights are pickled (pytorch_model.bin)",
+    emptied: "there is neither model.safetensors.index.json nor model.safetensors",
+    quantized: "its weights are quantized (bitsandbytes, says its config.json)",
+}
+BAD_FOLDER = (MisconfigurationException, CorruptCheckpoint)
+
+
+def refusals(folders: dict[str, str], strategies: list[str]) -> list[tuple[str, str]]:
+    """What is said of each folder, of whose weights nothing is read."""
+    found: list[tuple[str, str]] = []
+    devices = dist.get_world_size() if dist.is_initialized() else 1
+    for strategy in strategies:
+        for name, folder in folders.items():
+            with patch.object(WeightFiles, "read", side_effect=AssertionError), pytest.raises(BAD_FOLDER) as raised:
+                quiet(strategy=strategy, devices=devices, max_steps=1).fit(Tuned(folder, "llama"), texts())
+            found.append((name, str(raised.value)))
+    return found
+
+
+def test_a_folder_that_cannot_be_read_is_refused_with_the_way_out(ranks: RankPool, tmp_path: Path) -> None:
+    folders: dict[str, str] = {}
+    for spoil in BAD:
+        folders[spoil.__name__] = str(write_folder(tmp_path / spoil.__name__, "llama"))
+        spoil(tmp_path / spoil.__name__)
+    wanted = {spoil.__name__: said for spoil, said in BAD.items()}
+    of_ranks = ranks(2).run(refusals, folders, ["ddp", "fsdp"], timeout=60)
+    for found in (refusals(folders, ["auto"]), *of_ranks):
+        assert {name for name, _ in found} == set(wanted)
+        for name, said in found:
+            assert wanted[name] in said, name
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -331,6 +360,66 @@ def test_other_shapes_are_refused_by_name(tmp_path: Path) -> None:
         model = class_of(CLASSES["llama"])(llama(intermediate_size=48))
     with pytest.raises(MisconfigurationException, match=r"12 tensors have other shapes .*\(40, 16\) for \(48, 16\)"):
         lockstep.load_pretrained(model, folder)
+
+
+def other_shapes(folder: str) -> tuple[list[str], list[str]]:
+    """In a rank: what differs from what `from_pretrained` gives under the same flag, and warnings."""
+    module = Wider(folder, "llama", "LlamaForSequenceClassification")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        quiet(strategy="fsdp", devices=dist.get_world_size(), max_epochs=1).fit(module, texts())
+    model = class_of(module.class_name).from_pretrained(folder, num_labels=5, ignore_mismatched_sizes=True)
+    wanted = {f"model.{name}": each for name, each in model.named_parameters() if name != "score.weight"}
+    assert module.seen["model.score.weight"].shape == (5, 16)
+    assert module.seen["model.score.weight"].std() < 0.1
+    return [name for name in wanted if not torch.equal(wanted[name], module.seen[name])], [
+        str(w.message) for w in warned
+    ]
+
+
+class Wider(Untrained):
+    """Tells more classes apart than the folder's model did."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.model = class_of(self.class_name)(llama(num_labels=5))
+        lockstep.load_pretrained(self.model, self.folder, ignore_mismatched_sizes=True)
+
+
+def test_other_shapes_may_be_passed_over(ranks: RankPool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    class_of("LlamaForSequenceClassification")(llama(num_labels=2)).save_pretrained(tmp_path)
+    of_ranks = ranks(2).run(other_shapes, str(tmp_path), timeout=60)
+    assert [found for found, _ in of_ranks] == [[], []]
+    said = [each for each in of_ranks[0][1] if "load_pretrained" in each]
+    assert len(said) == 1
+    assert "and begin as the model makes them: score.weight (2, 16) for (5, 16)." in said[0]
+
+
+class Resized(Tuned):
+    """Gets more words when its weights are not read yet."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        model: Any = self.model
+        model.resize_token_embeddings(WORDS + 4, mean_resizing=False)
+
+
+def resized(folder: str, strategies: list[str]) -> list[str]:
+    found: list[str] = []
+    for strategy in strategies:
+        with pytest.raises(MisconfigurationException) as raised:
+            quiet(strategy=strategy, devices=dist.get_world_size(), max_steps=1).fit(Resized(folder, "llama"), texts())
+        found.append(str(raised.value))
+    return found
+
+
+def test_a_vocabulary_that_grows_before_its_weights_are_read_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    folder = str(write_folder(tmp_path, "llama"))
+    for found in ranks(2).run(resized, folder, ["ddp", "fsdp", "deepspeed_stage_3"], timeout=60):
+        for said in found:
+            assert "'model.embed_tokens.weight' had the shape (48, 16) then, and has (52, 16) now" in said
+            assert "resize_token_embeddings, save_pretrained(NEW_FOLDER)" in said
 
 
 def test_layers_that_are_replaced_before_they_are_filled_are_named(tmp_path: Path) -> None:
@@ -389,6 +478,33 @@ class Around(Untrained):
 
     def configure_model(self) -> None:
         lockstep.load_pretrained(self.model, self.folder)  # type: ignore[arg-type]
+
+
+# -- generation -------------------------------------------------------------------------------------------------
+
+
+class Generates(Untrained):
+    """Goes on with texts in its validation, each rank for another length."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        model: Any = self.model
+        count = 2 + 3 * dist.get_rank()
+        told = model.generate(batch[:, :2], max_new_tokens=count, do_sample=False, pad_token_id=0)
+        self.lengths = told.shape[1]
+
+
+def generated(folder: str, strategies: list[str]) -> list[int]:
+    found: list[int] = []
+    for strategy in strategies:
+        module = Generates(folder, "llama")
+        quiet(strategy=strategy, devices=dist.get_world_size(), max_epochs=1).fit(module, texts(), texts(5))
+        found.append(module.lengths)
+    return found
+
+
+def test_ranks_generate_until_the_last_has_ended(ranks: RankPool, tmp_path: Path) -> None:
+    folder = str(write_folder(tmp_path, "llama"))
+    assert ranks(2).run(generated, folder, ["fsdp", "deepspeed_stage_3"], timeout=60) == [[4, 4], [7, 7]]
 
 
 # -- memory -----------------------------------------------------------------------------------------------------

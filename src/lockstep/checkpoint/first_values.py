@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +25,11 @@ NO_RESET = (
     "torch.device('meta')."
 )
 UNSET = "{layer}: {maker} leaves {name!r} without values, and it was made on the meta device."
+OF_ADAPTER = (
+    "{layer}: the first values of this adapter ({kind}{how}) follow from the weights that it is around, which are not "
+    "read yet. Use LoRA with init_lora_weights=True, False or 'gaussian'; or let the model have its weights before the "
+    "adapter comes, by from_pretrained in `__init__`."
+)
 CPU = torch.device("cpu")
 FLAG = "_is_hf_initialized"
 """The attribute of a tensor that transformers' functions for initial values leave as it is."""
@@ -33,9 +39,10 @@ FLAG = "_is_hf_initialized"
 def leave_meta(module: nn.Module, device: torch.device) -> None:
     """Give what is on the meta device memory and first values, but for what a folder is to fill.
 
-    Where the model has a method ``_init_weights(layer)``, as those of transformers, it is called as
-    ``model.apply(model._init_weights)`` would; what it leaves without values, the layer's own ``reset_parameters``
-    makes, or else ``init_weights()`` of the layer or of a model around it. A layer is whole only while it is asked. A
+    Adapters of peft's are asked first, by their own method. Where the model has a method ``_init_weights(layer)``, as
+    those of transformers, it is called as ``model.apply(model._init_weights)`` would; what it leaves without values,
+    the layer's own ``reset_parameters`` makes, or else ``init_weights()`` of the layer or of a model around it. A layer
+    is whole only while it is asked. A
     layer that is cut already (its parameters are DTensors) draws for the whole, and keeps its part: on a CPU torch
     would give the same random numbers to each part.
 
@@ -55,6 +62,7 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
     _give_memory(module, device, wanted)
     ties.restore()
     waiting.leave_shared(ties)
+    _draw_adapters(module, waiting)
     with _flagged(module), _guarded():
         _apply_own(module, None, waiting)
     for layer, names in waiting.left():
@@ -79,11 +87,12 @@ def fill(module: nn.Module, device: torch.device, parts: torch.device | None = N
         parts: of the shards, where that is another.
 
     Raises:
-        MisconfigurationException: layers that were to be filled have been replaced.
+        MisconfigurationException: layers that were to be filled have been replaced, or have other shapes.
     """
     wanted = pretrained.planned_ids(module)
     if not wanted:
         return
+    pretrained.check_shapes(module)
     ties = _Ties(module)
     _give_memory(module, device, wanted, parts)
     ties.restore()
@@ -107,7 +116,11 @@ def stand_in(module: nn.Module) -> dict[int, pretrained.Source]:
 
     Returns:
         the sources, by a parameter's id.
+
+    Raises:
+        MisconfigurationException: something has another shape than it had.
     """
+    pretrained.check_shapes(module)
     ties = _Ties(module)
     for layer, name, source in pretrained.planned(module):
         tensor = _found(layer, name)
@@ -194,6 +207,11 @@ class _Waiting:
         if name in self.names_of(layer):
             self.names[id(layer)].remove(name)
 
+    def have_all(self, layers: Iterable[nn.Module]) -> None:
+        """These layers have all their values, and calls for others leave them as they are."""
+        for layer in layers:
+            self.asked.pop(id(layer), None)
+
     def leave_shared(self, ties: _Ties) -> None:
         """A layer that shares a tensor leaves it as the first one made it."""
         for layer, names in self.left():
@@ -244,6 +262,72 @@ def _required(method: Callable[..., Any]) -> int:
 
 Asked = list[tuple[nn.Module, list[str]]]
 """Layers, and what of theirs a call is to give values to."""
+
+
+def _draw_adapters(module: nn.Module, waiting: _Waiting) -> None:
+    """Let peft's layers make the first values of their adapters anew.
+
+    Adapters had values when they were made, and peft moved them to where the layer is that they are around.
+    """
+    configs: dict[str, Any] = {}
+    for layer in module.modules():
+        found = getattr(layer, "peft_config", None)
+        configs |= found if isinstance(found, dict) else {}
+    for prefix, layer in module.named_modules():
+        asked = _asked_of_adapter(layer, waiting)
+        if not asked:
+            continue
+        reset = _reset_of_adapter(layer, configs)
+        if reset is not None:
+            _call(reset, asked, waiting)
+        if any(waiting.names_of(each) for each, _ in asked):
+            how = _how_it_begins(layer, configs)
+            raise MisconfigurationException(OF_ADAPTER.format(layer=prefix, kind=type(layer).__name__, how=how))
+        waiting.have_all(each for each, _ in asked)
+
+
+def _asked_of_adapter(layer: Any, waiting: _Waiting) -> Asked:
+    """What waits for values in a layer of peft's, beside the layer that it is around."""
+    if not any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__):
+        return []
+    base = {id(each) for each in layer.get_base_layer().modules()}
+    parts = [each for each in layer.modules() if id(each) not in base]
+    return [(each, waiting.asked[id(each)]) for each in parts if waiting.asked.get(id(each))]
+
+
+def _reset_of_adapter(layer: Any, configs: dict[str, Any]) -> Callable[[], None] | None:
+    """What makes LoRA's first values, as its config says; None where they follow from other weights."""
+    reset = getattr(layer, "reset_lora_parameters", None)
+    parts = [each for each in (getattr(layer, name, None) for name in LORA) if each]
+    ways = {name: _way_of(configs.get(name)) for part in parts for name in part}
+    if reset is None or _required(reset) != 2 or any(way not in (True, False, "gaussian") for way in ways.values()):
+        return None
+    return partial(_draw, reset, parts, ways)
+
+
+def _draw(reset: Callable[[str, bool | str], object], parts: list[Any], ways: dict[str, bool | str]) -> None:
+    for name, way in ways.items():
+        for part in parts if way is False else ():
+            if isinstance(part, nn.ModuleDict) and name in part:
+                small: Any = part[name]
+                small.reset_parameters()
+        reset(name, way)
+
+
+LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+"""The attributes of a LoRA layer that have its small matrices, by the adapter's name."""
+
+
+def _way_of(config: Any) -> bool | str:
+    way: bool | str = getattr(config, "init_lora_weights", True)
+    return way.lower() if isinstance(way, str) else way
+
+
+def _how_it_begins(layer: Any, configs: dict[str, Any]) -> str:
+    names = [name for name in configs if any(name in (getattr(layer, part, None) or ()) for part in LORA)]
+    told = {f", init_lora_weights={_way_of(configs[name])!r}" for name in names}
+    told |= {", use_dora=True" for name in names if getattr(configs[name], "use_dora", False)}
+    return "".join(sorted(told))
 
 
 def _apply_own(layer: nn.Module, model: Any, waiting: _Waiting) -> None:

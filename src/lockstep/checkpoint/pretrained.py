@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -62,7 +63,19 @@ ANOTHER = (
 )
 SHAPES = (
     "load_pretrained({folder!r}): {count} tensors have other shapes than {model} has: {shown}. Make the model from the "
-    "folder's config, AutoConfig.from_pretrained(folder), or replace these layers after the weights are loaded."
+    "folder's config, AutoConfig.from_pretrained(folder), or let these begin as the model makes them, by "
+    "ignore_mismatched_sizes=True. For a larger vocabulary write another folder, once: from_pretrained, "
+    "resize_token_embeddings, save_pretrained."
+)
+RESIZED = (
+    "load_pretrained({folder!r}): {name!r} had the shape {was} then, and has {now} now, before its values are "
+    "read. Write a folder with the new shapes once, and load that: AutoModel.from_pretrained({folder!r}), "
+    "resize_token_embeddings, save_pretrained(NEW_FOLDER)."
+)
+QUANTIZED = (
+    "load_pretrained({folder!r}): its weights are quantized ({method}, says its config.json), and are not what the "
+    "model's parameters are. Give a folder that is not, the one that it was made of say, or write one, once: "
+    "AutoModelForCausalLM.from_pretrained({folder!r}).dequantize(), then save_pretrained(NEW_FOLDER)."
 )
 NOT_FILLED = (
     "load_pretrained({folder!r}): {names} were to get values in {model}, and the layers that had them are gone, "
@@ -160,6 +173,18 @@ class WeightFiles:
         return part
 
 
+def _refuse_quantized(folder: Path) -> None:
+    """Refuse weights that are not those of the model's parameters, which a quantizer of transformers would make."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):  # a folder of weights alone
+        return
+    given = config.get("quantization_config") if isinstance(config, dict) else None
+    if given:
+        method = given.get("quant_method") if isinstance(given, dict) else None
+        raise MisconfigurationException(QUANTIZED.format(folder=str(folder), method=method or "quantization_config"))
+
+
 def _safe_open() -> Any:
     try:
         return importlib.import_module("safetensors").safe_open
@@ -205,12 +230,14 @@ class Source:
     Attributes:
         loading: the call that found it.
         name: in the model.
+        shape: of the whole.
         keys: in the files; several where a conversion of transformers makes one tensor of them.
         conversion: transformers' ``WeightConverter``, and the model's config.
     """
 
     loading: Loading
     name: str
+    shape: torch.Size
     keys: tuple[str, ...]
     conversion: Callable[[], Tensor] | None = None
 
@@ -221,11 +248,11 @@ class Source:
         whole = self.conversion()
         return whole[tuple(box)] if box else whole
 
-    def read_flat(self, shape: torch.Size, start: int, size: int) -> Tensor:
+    def read_flat(self, start: int, size: int) -> Tensor:
         """Elements of the flat tensor, of which the rows are read that hold them."""
-        if not shape:
+        if not self.shape:
             return self.read().reshape(-1)
-        row = max(1, shape[1:].numel())
+        row = max(1, self.shape[1:].numel())
         first = start // row
         rows = self.read([slice(first, -(-(start + size) // row))]).reshape(-1)
         return rows[start - first * row :][:size]
@@ -234,7 +261,7 @@ class Source:
 # -- what fills what -------------------------------------------------------------------------------------------
 
 
-def load_pretrained(model: nn.Module, folder: str | Path) -> None:
+def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_sizes: bool = False) -> None:
     """Let a module begin with the weights of a folder of safetensors, as transformers' ``from_pretrained`` would.
 
     Call it in ``configure_model`` with a module that was built on the meta device: nothing is read yet, and each rank
@@ -242,14 +269,17 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
 
     Names are as ``from_pretrained`` takes them, renamed ones and tied weights included. Parameters that the folder
     lacks begin as the model's ``_init_weights`` makes them, and a warning names them, as it does tensors of the folder
-    that have no place. The dtype is the module's: values of another one are cast.
+    that have no place. The dtype is the module's: values of another one are cast. (``from_config`` makes a module in
+    the config's dtype, which is bfloat16 mostly, unless it is given ``dtype=torch.float32``.)
 
     Args:
         model: of transformers, or any other whose names are those of the files.
         folder: with ``model.safetensors.index.json`` and its parts, or with ``model.safetensors``.
+        ignore_mismatched_sizes: tensors of other shapes than the model has are passed over, as if the folder lacked
+            them; else they are an error.
 
     Raises:
-        MisconfigurationException: the folder is of another model, or holds no safetensors.
+        MisconfigurationException: the folder is of another model, is quantized, or holds no safetensors.
         CorruptCheckpoint: a file is missing or damaged.
 
     Example::
@@ -262,6 +292,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
                     lockstep.load_pretrained(self.model, FOLDER)
     """
     files = WeightFiles(folder)
+    _refuse_quantized(files.folder)
     loading = Loading(files, type(model).__name__)
     places = places_of(model)
     found, unexpected = _sources(model, loading, places)
@@ -270,14 +301,13 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
         raise MisconfigurationException(
             ANOTHER.format(folder=str(folder), count=len(files.shapes), model=loading.model, there=there, here=here)
         )
-    _check_shapes(found, places, loading)
+    passed_over = _of_other_shapes(found, places, loading, ignore_mismatched_sizes)
     missing = _resolve_ties(model, found, places)
     missing, unexpected = _ignored(model, missing, unexpected)
-    _say(loading, found, places, missing, unexpected)
-    vars(model)[FOLDER] = str(files.folder)
     if is_of_transformers(model):
-        for layer in model.modules():  # rotary tables, say, are computed in float32 in a model of any dtype
-            keep_dtype(layer, layer._non_persistent_buffers_set)
+        _keep_dtypes(model, places)
+    _say(loading, found, places, [name for name in missing if name not in passed_over], unexpected)
+    vars(model)[FOLDER] = str(files.folder)
     for name, source in found.items():
         layer, own = places[name]
         vars(layer).setdefault(PLAN, {})[own] = source
@@ -286,6 +316,23 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
         for layer, own, source in planned(model):
             read_into(tensor_at(layer, own), source)
         forget(model)
+
+
+def _keep_dtypes(model: Any, places: Mapping[str, Place]) -> None:
+    """Let what transformers keeps in float32 be in float32 in a model of any dtype.
+
+    These are buffers that are computed (rotary tables, say), and what the model's class names.
+    """
+    kept = {id(layer): set(layer._non_persistent_buffers_set) for layer in model.modules()}
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
+    for name, (layer, own) in places.items():
+        pattern = next((each for each in plan if re.search(each.replace("*", ".*"), name)), None)
+        if pattern is not None:
+            tensor = tensor_at(layer, own)
+            tensor.data = tensor.data.to(plan[pattern])
+            kept[id(layer)].add(own)
+    for layer in model.modules():
+        keep_dtype(layer, kept[id(layer)])
 
 
 FOLDER = "_lockstep_pretrained_folder"
@@ -321,8 +368,12 @@ def _sources(model: nn.Module, loading: Loading, places: Mapping[str, Place]) ->
     if is_of_transformers(model):
         return _as_transformers(model, loading, places)
     keys = loading.files.shapes
-    found = {key: Source(loading, key, (key,)) for key in keys if key in places}
+    found = {key: _as_it_is(loading, key, key) for key in keys if key in places}
     return found, [key for key in keys if key not in places]
+
+
+def _as_it_is(loading: Loading, name: str, key: str) -> Source:
+    return Source(loading, name, torch.Size(loading.files.shapes[key]), (key,))
 
 
 def _as_transformers(model: Any, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
@@ -342,7 +393,7 @@ def _as_transformers(model: Any, loading: Loading, places: Mapping[str, Place]) 
         if name not in known:
             unexpected.append(name)
         elif pattern is None:
-            found.setdefault(name, Source(loading, name, (key,)))
+            found.setdefault(name, _as_it_is(loading, name, key))
         else:
             joined.setdefault(name, (pattern, []))[1].append((key, pattern))
     for first, (pattern, keys) in joined.items():
@@ -382,22 +433,33 @@ def _converted(
     def conversion(target: str) -> Callable[[], Tensor]:
         return lambda: convert(loading.files.read)[target]
 
-    return {target: Source(loading, target, names, conversion(target)) for target in targets if target in known}
+    return {
+        target: Source(loading, target, each.shape, names, conversion(target))
+        for target, each in targets.items()
+        if target in known
+    }
 
 
-def _check_shapes(found: Mapping[str, Source], places: Mapping[str, Place], loading: Loading) -> None:
-    wrong: list[str] = []
-    for name, source in found.items():
-        wanted = tuple(tensor_at(*places[name]).shape)
-        given = loading.files.shapes[source.keys[0]] if source.conversion is None else wanted
-        if given != wanted:
-            wrong.append(f"{name} {given} for {wanted}")
-    if wrong:
-        raise MisconfigurationException(
-            SHAPES.format(
-                folder=str(loading.files.folder), count=len(wrong), model=loading.model, shown=shown(wrong, str)
-            )
-        )
+def _of_other_shapes(
+    found: dict[str, Source], places: Mapping[str, Place], loading: Loading, passes_over: bool
+) -> set[str]:
+    """Refuse tensors that have other shapes than the model's, or take them out of what is found, and say so."""
+    wanted = {name: tensor_at(*places[name]).shape for name in found}
+    wrong = {name for name, source in found.items() if source.shape != wanted[name]}
+    if not wrong:
+        return wrong
+    folder = str(loading.files.folder)
+    said = shown([f"{name} {tuple(found[name].shape)} for {tuple(wanted[name])}" for name in sorted(wrong)], str)
+    if not passes_over:
+        told = SHAPES.format(folder=folder, count=len(wrong), model=loading.model, shown=said)
+        raise MisconfigurationException(told)
+    rank_zero_warn(
+        f"load_pretrained({folder!r}): {len(wrong)} tensors have other shapes than {loading.model} has, and begin as "
+        f"the model makes them: {said}."
+    )
+    for name in wrong:
+        del found[name]
+    return wrong
 
 
 # -- tied weights ----------------------------------------------------------------------------------------------
@@ -428,13 +490,12 @@ def _resolve_ties(model: nn.Module, found: dict[str, Source], places: Mapping[st
 
 def _alike(one: Source, other: Source) -> bool:
     """Whether two tensors of the files are equal; compared in pieces, so that neither is in memory."""
-    shapes = [source.loading.files.shapes[source.keys[0]] for source in (one, other)]
-    if shapes[0] != shapes[1] or one.conversion is not None or other.conversion is not None:
+    if one.shape != other.shape or one.conversion is not None or other.conversion is not None:
         return False
-    if not shapes[0]:
+    if not one.shape:
         return torch.equal(one.read(), other.read())
-    rows = max(1, 2**24 // max(1, torch.Size(shapes[0][1:]).numel()))
-    pieces = [[slice(at, at + rows)] for at in range(0, shapes[0][0], rows)]
+    rows = max(1, 2**24 // max(1, one.shape[1:].numel()))
+    pieces = [[slice(at, at + rows)] for at in range(0, one.shape[0], rows)]
     return all(torch.equal(one.read(piece), other.read(piece)) for piece in pieces)
 
 
@@ -524,6 +585,19 @@ def planned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Source]]:
     for layer in module.modules():
         for own, source in vars(layer).get(PLAN, {}).items():
             yield layer, own, source
+
+
+def check_shapes(module: nn.Module) -> None:
+    """Refuse what has another shape than when `load_pretrained` looked at it.
+
+    Raises:
+        MisconfigurationException: with its name.
+    """
+    for layer, own, source in planned(module):
+        now = tensor_at(layer, own).shape
+        if now != source.shape:
+            folder, was = str(source.loading.files.folder), tuple(source.shape)
+            raise MisconfigurationException(RESIZED.format(folder=folder, name=source.name, was=was, now=tuple(now)))
 
 
 def is_planned(module: nn.Module) -> bool:

@@ -170,22 +170,26 @@ def listed(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
 
 
 KEPT = "_lockstep_keeps_dtype"
-"""The attribute of a layer that names buffers of a dtype of their own, whatever the model's is."""
+"""The attribute of a layer that names parameters and buffers of a dtype of their own, whatever the model's is."""
 
 
-def keep_dtype(layer: nn.Module, buffers: Iterable[str]) -> None:
-    """Let buffers keep their dtype where the model is converted."""
-    vars(layer)[KEPT] = frozenset(buffers)
+def keep_dtype(layer: nn.Module, names: Iterable[str]) -> None:
+    """Let parameters and buffers of a layer keep their dtype where the model is converted."""
+    vars(layer)[KEPT] = frozenset(names)
 
 
 @contextmanager
 def keeping_dtypes(module: nn.Module) -> Iterator[None]:
-    """Around a conversion of a module: buffers that `keep_dtype` named are afterwards as they were."""
+    """Around a conversion of a module: what `keep_dtype` named is afterwards as it was."""
     named = [(layer, name) for layer in module.modules() for name in vars(layer).get(KEPT, ())]
-    kept = [(layer, name, layer._buffers.get(name)) for layer, name in named]
+    buffers = [(layer, name, layer._buffers[name]) for layer, name in named if name in layer._buffers]
+    parameters = [layer._parameters.get(name) for layer, name in named if name in layer._parameters]
+    values = [(parameter, parameter.data) for parameter in parameters if parameter is not None]
     yield
-    for layer, name, buffer in kept:
+    for layer, name, buffer in buffers:
         layer._buffers[name] = buffer
+    for parameter, value in values:
+        parameter.data = value
 
 
 def takes_names_as_they_are(module: nn.Module) -> bool:

@@ -139,6 +139,15 @@ def _meta(module: LightningModule, strategy: str, found: re.Match[str]) -> str |
     )
 
 
+def _other_device(module: LightningModule, strategy: str, found: re.Match[str]) -> str:
+    return (
+        f"{type(module).__name__}: a parameter was given values of another device ({found.string}). Where weights are "
+        "on the meta device (load_pretrained reads them behind `configure_model`), an adapter cannot begin with what "
+        "is computed of them (init_lora_weights='pissa' or 'olora', say): use init_lora_weights=True or 'gaussian', or "
+        "let the model have its weights before the adapter comes, by from_pretrained in `__init__`."
+    )
+
+
 def _sparse(module: LightningModule, strategy: str, found: re.Match[str]) -> str | None:
     names = [repr(name) for name, layer in module.named_modules() if getattr(layer, "sparse", False) is True]
     if not names:
@@ -201,6 +210,7 @@ TOLD: list[tuple[re.Pattern[str], Teller]] = [
         (r"optimizer got an empty parameter list", _no_parameters),
         (r"Parameter with name: (?P<name>\S+) occurs multiple times in optimizer", _twice),
         (r"^Muon only supports 2D parameters whereas .*\(\[(?P<shape>[^]]*)\]\)", _no_matrix),
+        (r"set_data\(tensor\).*incompatible tensor type", _other_device),
         (r"Sparse(CPU|CUDA)' backend|between dense and sparse Tensors", _sparse),
         (r"loss must be a scalar tensor\. If you need", _no_scalar),
         (r"^vars\(\) argument must have __dict__ attribute", _no_output),

@@ -50,10 +50,10 @@ def partition(
     """
     import deepspeed
 
-    rank, world = comm.rank(), comm.world_size()
     align_numbers()
     init = deepspeed.zero.Init(config_dict_or_path=dict(config), enabled=True)
     exact: dict[int, Tensor] = {}
+    room = _Room(module, device)
     for layer in reversed(list(module.modules())):
         mine = [p for p in layer.parameters(recurse=False) if not is_partitioned(p)]
         made = [parameter for parameter in mine if id(parameter) not in sources]
@@ -62,25 +62,50 @@ def partition(
             parameter.data = parameter.data.to(device)
         comm.broadcast_tensors([parameter.data for parameter in made], 0, None)
         for parameter in mine:
-            if id(parameter) in sources:
-                _read(parameter, sources[id(parameter)], device)
-            if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                start, size = span(parameter.numel(), rank, world)
-                exact[id(parameter)] = parameter.data.flatten()[start : start + size].clone()
-                parameter.data = parameter.data.to(dtype)
+            source = sources.get(id(parameter))
+            part = _part_of(parameter, source)
+            own = parameter.dtype
+            kept = dtype if dtype is not None and parameter.is_floating_point() else own
+            if kept != own:
+                exact[id(parameter)] = part.to(device, copy=True)
+            if kept != own or source is not None:
+                parameter.data = room.whole_with(part, parameter.shape, kept)
             init._convert_to_deepspeed_param(parameter)
             cut: Any = parameter
             cut.partition()
     return exact
 
 
-def _read(parameter: nn.Parameter, source: Source, device: torch.device) -> None:
-    """Give a parameter the memory of the whole, and of the values this rank's elements."""
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    start, size = span(whole.numel(), comm.rank(), comm.world_size())
-    if size:
-        whole.view(-1)[start : start + size].copy_(source.read_flat(whole.shape, start, size))
-    parameter.data = whole
+def _part_of(parameter: Tensor, source: Source | None) -> Tensor:
+    """This rank's elements of a parameter, in its type: those that it has, or those of a folder."""
+    start, size = span(parameter.numel(), comm.rank(), comm.world_size())
+    if source is None:
+        return parameter.detach().flatten()[start : start + size]
+    if not size:
+        return torch.empty(0, dtype=parameter.dtype)
+    return source.read_flat(start, size).to(parameter.dtype)
+
+
+class _Room:
+    """Memory in which one parameter after the other is whole while DeepSpeed cuts it.
+
+    Were it taken for each and freed again, the C library would keep up to 64 MiB of what is free.
+
+    Args:
+        module: whose largest parameter fits.
+        device: of the memory.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        sizes = (parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        self._bytes = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
+
+    def whole_with(self, part: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A whole tensor that has this rank's elements in their place, and anything in the others'."""
+        whole = self._bytes[: shape.numel() * dtype.itemsize].view(dtype)
+        start, size = span(shape.numel(), comm.rank(), comm.world_size())
+        whole[start : start + size].copy_(part)
+        return whole.view(shape)
 
 
 def align_numbers() -> None:
