@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep import LightningModule
-from lockstep.strategies import DDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
-from tests.equivalence.models import Plain, Running, Sometimes, Weighted, rows
+from tests.equivalence.models import Plain, Running, Sometimes, rows
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -90,16 +89,6 @@ def test_ddp_spawn(world: int, accumulate: int, clip: str, length: int) -> None:
 ONE_RANK = pytest.param(1, marks=pytest.mark.slow)
 
 
-@pytest.mark.everyday(3)
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("world", [ONE_RANK, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_steps_that_return_their_own_weight(ranks: RankPool, world: int, accumulate: int, length: int) -> None:
-    """On three ranks every day: tests/equivalence/test_engines.py."""
-    report = in_ranks(ranks, world, Weighted, length, accumulate=accumulate, gradient_clip_val=0.5)
-    assert report, report
-
-
 @pytest.mark.parametrize("world", [ONE_RANK, 2, 3])
 def test_a_layer_that_only_some_ranks_use(ranks: RankPool, world: int) -> None:
     """Where no rank uses it, its gradient is None as on one process: momentum and decay leave it alone."""
@@ -111,12 +100,6 @@ def test_a_layer_that_only_some_ranks_use(ranks: RankPool, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_running_buffers_are_those_of_rank_0(ranks: RankPool, world: int) -> None:
     report = in_ranks(ranks, world, Running, 72)
-    assert report, report
-
-
-@pytest.mark.parametrize("options", [{"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": False}])
-def test_ddp_with_options(ranks: RankPool, options: dict[str, Any]) -> None:
-    report = in_ranks(ranks, 3, Plain, 13, accumulate=3, strategy=DDPStrategy(**options), gradient_clip_val=0.5)
     assert report, report
 
 
