@@ -77,7 +77,7 @@ class Reporter:
 def begin(session: pytest.Session, pipe: Connection, name: str) -> None:
     """Part with what a copy cannot share with the others: captured output, the reporter, the folder of ``tmp_path``."""
     config = session.config
-    config.workerinput = {"workerid": name}  # as in a worker of xdist, pytest keeps no list of failed tests here
+    config.workerinput = {"workerid": name}  # so pytest keeps no list of failed tests here
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture.is_globally_capturing():
         capture.stop_global_capturing()

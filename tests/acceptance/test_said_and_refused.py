@@ -55,7 +55,7 @@ def test_an_option_of_sbatch_keeps_the_number_one(
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setattr(sys, "argv", [str(script)])
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)  # a worker of xdist has none
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)  # some runners have none
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
     parser = HyperOptArgumentParser(strategy="grid_search")
     parser.opt_list("--layers", default=1, type=int, options=[1], tunable=True)
