@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -35,6 +36,7 @@ def counted() -> Iterator[list[str]]:
     def noting(name: str) -> Any:
         own = getattr(dist, name)
 
+        @wraps(own)  # the trace, installed by the first fit of a process, reads the names of its arguments
         def call(*args: Any, **kwargs: Any) -> Any:
             groups = [each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)]
             if not groups or dist.get_world_size(groups[0]) > 1:

@@ -181,7 +181,7 @@ class SimulatedMonitor(HangMonitor):
     def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
         return replace(self._ranks(stand), stack=None)
 
-    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
+    def _asked(self, snapshot: RankSnapshot, now: float, for_proof: bool = False) -> RankSnapshot:
         return self._ranks(snapshot.stand)
 
 
