@@ -6,6 +6,8 @@ import functools
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
 from lockstep.verify.imports import Change
 from lockstep.verify.settings import Settings
 from lockstep.verify.watch import put
@@ -21,7 +23,27 @@ _HOMES = {
 
 def changes(settings: Settings) -> dict[str, Change]:
     """What is changed in the modules that define a Trainer, by their names."""
-    return dict.fromkeys(_HOMES, functools.partial(_change, settings))
+    found: dict[str, Change] = dict.fromkeys(_HOMES, functools.partial(_change, settings))
+    if settings.simulated:
+        found["lockstep.cluster.meeting"] = _meet_nobody
+        found["lockstep.ground.agreement"] = _agree_alone
+    return found
+
+
+def _meet_nobody(module: ModuleType) -> None:
+    """Have ranks of lockstep's that are alone wait for no others at a port."""
+    put(module, "meet", lambda *given: dist.HashStore())
+
+
+def _agree_alone(module: ModuleType) -> None:
+    """Have them ask no others whether to stop."""
+    made = module.ConsensusFlags.__init__
+
+    @functools.wraps(made)
+    def init(flags: object, *args: Any, **kwargs: Any) -> None:
+        made(flags, *args, **{**kwargs, "alone": True})
+
+    put(module.ConsensusFlags, "__init__", init)
 
 
 def _change(settings: Settings, module: ModuleType) -> None:
