@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep import seed_everything
+from lockstep.ground.seed import current_seed
 from lockstep.testing import RankFailure, RankPool, RankTimeout, leaks
 from lockstep.testing.leaks import command_line
 from lockstep.testing.pool import Ranks, pool_processes
@@ -229,6 +231,11 @@ def test_what_cannot_be_pickled_fails_with_a_reason(ranks: RankPool) -> None:
         ranks(1).run(threading.Lock)
     with pytest.raises(TypeError, match="pickle"):
         ranks(1).run(str, threading.Lock())
+
+
+def test_a_seed_of_one_call_is_not_the_next_ones(ranks: RankPool) -> None:
+    assert ranks(1).run(lambda: seed_everything(7, verbose=False)) == [7]
+    assert ranks(1).run(current_seed) == [None]
 
 
 def test_an_open_pool_is_no_leak_and_closing_leaves_no_process_and_no_file(

@@ -44,6 +44,7 @@ import torch.distributed as dist
 
 from lockstep.ground.fork import protect_forks, wait_for_torch_threads
 from lockstep.ground.rank import forget_warnings
+from lockstep.ground.seed import hand_down_seed
 from lockstep.testing import leaks
 from lockstep.testing.devices import chosen_backend
 
@@ -195,6 +196,7 @@ def seed(rank: int) -> None:
     torch.manual_seed(rank + 1)
     np.random.seed(rank + 1)
     random.seed(rank + 1)
+    hand_down_seed(None)  # what an earlier call's `seed_everything` has left
 
 
 def _die_with_parent() -> None:
