@@ -38,10 +38,15 @@ class Gradients:
     def __init__(self, engine: HasParameters) -> None:
         self.engine = engine
 
-    def local(self) -> list[Tensor]:
-        """This rank's memory of all gradients, of what waits for a reduction, too; changed in place, they count."""
+    def local(self, stepped: bool = False) -> list[Tensor]:
+        """This rank's memory of all gradients, of what waits for a reduction, too; changed in place, they count.
+
+        Args:
+            stepped: those alone with which the optimizers step.
+        """
         groups = [group["params"] for optimizer in self.engine.optimizers for group in optimizer.param_groups]
-        found = {id(p): p.grad for parameters in [*groups, self.engine.module.parameters()] for p in parameters}
+        every = groups if stepped else [*groups, self.engine.module.parameters()]
+        found = {id(p): p.grad for parameters in every for p in parameters}
         return [gradient for gradient in found.values() if gradient is not None]
 
     @contextmanager

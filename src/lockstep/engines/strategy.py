@@ -242,7 +242,7 @@ class Strategy(Engine):
             # an engine that plays windows sees losses on one rank of each replica
             ranks = self.world.size if self.window is None else self.replicas.count
         factor = _part(ranks, total)
-        multiply(self.gradients.local(), factor)
+        multiply(self.gradients.local(stepped=True), factor)
         return factor
 
     def _on_device(self, weight: float | Tensor) -> Tensor:

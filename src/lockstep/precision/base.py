@@ -201,14 +201,17 @@ class LossScaler:
 
 
 def multiply(gradients: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply gradients in place, those of a device and type together."""
+    """Multiply gradients in place; by a tensor, those of a device and type together."""
+    if not isinstance(factor, Tensor):
+        torch._foreach_mul_(list(gradients) or [torch.empty(0)], factor)  # torch refuses none
+        return
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient
         alike.setdefault((values.device, values.dtype), []).append(values)
     with torch.no_grad():
         for (device, _), tensors in alike.items():
-            torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
+            torch._foreach_mul_(tensors, factor.to(device))
 
 
 def _plain(optimizer: Any) -> Any:

@@ -31,7 +31,7 @@ class ZeroGradients(Gradients):
         super().__init__(engine)
         self._zero = zero
 
-    def local(self) -> list[Tensor]:
+    def local(self, stepped: bool = False) -> list[Tensor]:
         """This rank's parts, and the norms that offloading has noted of them."""
         return [*self._zero.gradients(), *self._zero.norms()]
 

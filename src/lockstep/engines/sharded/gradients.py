@@ -25,9 +25,9 @@ class ShardedGradients(Gradients):
         super().__init__(engine)
         self._shards = shards
 
-    def local(self) -> list[Tensor]:
+    def local(self, stepped: bool = False) -> list[Tensor]:
         """This rank's shards, and whole ones that wait for a reduction."""
-        found = [*super().local(), *self._shards.gathered()[1]]
+        found = [*super().local(stepped), *([] if stepped else self._shards.gathered()[1])]
         return list({id(gradient): local_part(gradient) for gradient in found}.values())
 
     def held(self) -> dict[str, Any]:
