@@ -144,7 +144,7 @@ def test_a_rank_that_cannot_answer_for_a_moment_is_asked_again_soon() -> None:
     world = World()
     world.wait(0, IN_BARRIER)
     world.wait(1, None)
-    assert world.proves(8) is None
+    assert world.proves(16) is None
     world.wait(1, REDUCING)
     assert world.proves(6) is not None  # three seconds
 
