@@ -307,7 +307,7 @@ def test_no_thread_draws() -> None:
 
 
 WIPED = "\r\x1b[J\x1b[?25h"
-"""With this a rank that fails begins: see `lockstep.supervise.stack.wiping`."""
+"""With this a rank that fails begins: see `lockstep.supervise.screen_text.wiping`."""
 WIDE = {"width": 100, "force_terminal": True, "force_interactive": True}
 
 

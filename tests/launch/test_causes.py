@@ -11,8 +11,8 @@ from lockstep.checkpoint.sharded import OnRank
 from lockstep.ground.errors import RankFailed
 from lockstep.launch.processes import Ended
 from lockstep.supervise.causes import Cause, Divergence, Stand, cause_of, first_cause, strayed
+from lockstep.supervise.mailbox import Mailbox, leave_note
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
-from lockstep.supervise.status import Mailbox, leave_note
 
 
 def caught(error: Exception) -> Exception:

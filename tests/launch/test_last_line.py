@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.format import load
-from lockstep.supervise import stack
+from lockstep.supervise import screen_text
 from lockstep.supervise.causes import OTHERS, Cause, also_failed, cause_of, is_told, judgement, named
-from lockstep.supervise.stack import MOST, MOST_ALONE, REASON, one_line, printable, reason_of, shortened
+from lockstep.supervise.screen_text import MOST, MOST_ALONE, REASON, one_line, printable, reason_of, shortened
 from lockstep.testing.pool import RankPool
 from scripts import draw_run
 from tests.scripts.in_rank import run_script
@@ -301,14 +301,14 @@ def test_a_checkpoint_that_is_not_there_is_one_error(tmp_path: Path) -> None:
 def test_a_line_of_ones_own_begins_where_a_bar_stood(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traceback of another rank stood behind rank 0's progress bar, on its line."""
     written: list[tuple[int, bytes]] = []
-    monkeypatch.setattr(stack.os, "write", lambda file, text: written.append((file, text)))
-    stack.wipe_line()  # no terminal here
-    monkeypatch.setattr(stack.os, "isatty", lambda file: file == 2)
+    monkeypatch.setattr(screen_text.os, "write", lambda file, text: written.append((file, text)))
+    screen_text.wipe_line()  # no terminal here
+    monkeypatch.setattr(screen_text.os, "isatty", lambda file: file == 2)
     monkeypatch.setenv("TERM", "dumb")
-    stack.wipe_line()
+    screen_text.wipe_line()
     assert not written
     monkeypatch.setenv("TERM", "xterm")
-    stack.wipe_line()
+    screen_text.wipe_line()
     assert written == [(2, b"\r\x1b[J\x1b[?25h")]
 
 

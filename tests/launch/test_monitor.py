@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.supervise import hang_monitor, monitor, stack, stack_proof
+from lockstep.supervise import hang_monitor, monitor, stack_proof, stack_request
 from lockstep.supervise.causes import Cause, Divergence, Stand
+from lockstep.supervise.mailbox import Mailbox, leave_note
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
-from lockstep.supervise.status import Mailbox, leave_note
 
 IN_BARRIER = Stack(
     (
@@ -22,7 +22,7 @@ IN_BARRIER = Stack(
 )
 WORKING = Stack((Frame("train.py", 3, "training_step"),))
 
-pytestmark = pytest.mark.skipif(stack.ASK is None, reason="needs /proc")
+pytestmark = pytest.mark.skipif(stack_request.ASK is None, reason="needs /proc")
 
 
 class Scene:

@@ -18,8 +18,8 @@ from lockstep.launch import processes
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import GRACE, RankProcesses
 from lockstep.supervise.channel import Channel
+from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.signals import SignalPipe
-from lockstep.supervise.status import Mailbox
 from lockstep.supervise.supervisor import Supervisor
 
 SLEEP = "import time; time.sleep(60)"

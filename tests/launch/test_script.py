@@ -20,7 +20,7 @@ from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.environment import started_in
 from lockstep.launch.script import MAILBOX, RANK_OF, ScriptLauncher, check_not_nested, command_line
-from lockstep.supervise.status import Mailbox
+from lockstep.supervise.mailbox import Mailbox
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 

@@ -25,8 +25,8 @@ from lockstep.launch.processes import RankProcesses
 from lockstep.launch.spawn import ForkLauncher, SpawnLauncher, _failure
 from lockstep.launch.topology import launcher
 from lockstep.supervise.causes import Divergence
+from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
-from lockstep.supervise.status import Mailbox
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 

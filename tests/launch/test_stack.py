@@ -14,18 +14,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.ground.rank import does, marks_in, waits
-from lockstep.supervise import stack as sample
-from lockstep.supervise.stack import (
-    _TORCH_WAITS,
-    LOCKSTEP,
-    TORCH,
-    Frame,
-    Stack,
-    calling,
-    dumped,
-    reason_of,
-    stack_of,
-)
+from lockstep.supervise import stack_request as sample
+from lockstep.supervise.screen_text import reason_of
+from lockstep.supervise.stack import _TORCH_WAITS, LOCKSTEP, TORCH, Frame, Stack, calling, dumped, stack_of
 from lockstep.testing import BoringModel
 
 C10D = Frame(f"{TORCH}distributed/distributed_c10d.py", 9, "all_reduce")
@@ -119,7 +110,7 @@ package = types.ModuleType("lockstep"); package.__path__ = [sys.argv[1]]; sys.mo
 
 WAITS = """
 import threading
-from lockstep.supervise import stack as sample
+from lockstep.supervise import stack_request as sample
 print(sample.offer(), flush=True)
 lock = threading.Lock(); lock.acquire()
 def waits(): lock.acquire()
@@ -136,10 +127,10 @@ def test_a_question_at_the_end_of_a_process_does_not_kill_it() -> None:
     """On a loaded machine a rank that had ended well was asked once more: "rank 1 was killed by signal 43"."""
     asked = (
         "import faulthandler, os\n"
-        "from lockstep.supervise import stack\n"
-        "assert stack.offer()\n"
-        "faulthandler.unregister(stack.ASK)  # as Python does it at its end\n"
-        "os.kill(os.getpid(), stack.ASK)\n"
+        "from lockstep.supervise import stack_request\n"
+        "assert stack_request.offer()\n"
+        "faulthandler.unregister(stack_request.ASK)  # as Python does it at its end\n"
+        "os.kill(os.getpid(), stack_request.ASK)\n"
     )
     assert subprocess.run([sys.executable, "-c", asked], timeout=60).returncode == 0
 
@@ -162,7 +153,7 @@ def test_a_process_that_runs_no_python_answers() -> None:
 
 SLEEPS = """
 import ctypes, time
-from lockstep.supervise import stack as sample
+from lockstep.supervise import stack_request as sample
 print(sample.offer(), flush=True)
 def sleeps(library):
     began = time.monotonic()

@@ -22,8 +22,8 @@ from lockstep.launch.processes import Ended, Foreign, is_stopped
 from lockstep.supervise import client, status
 from lockstep.supervise.causes import Cause, Stand, early_cause, final_cause, judgement
 from lockstep.supervise.channel import Channel
-from lockstep.supervise.stack import shortened
-from lockstep.supervise.status import Mailbox, leave_note
+from lockstep.supervise.mailbox import Mailbox, leave_note
+from lockstep.supervise.screen_text import shortened
 from tests.launch.sessions import members
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -45,7 +45,7 @@ from lockstep.launch.attempts import AGENT, RECORDS, RESUME, RUN, leave_nothing
 from lockstep.launch.environment import HeldPort, names_variables
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import Ended
-from lockstep.supervise.stack import one_line, wipe_line
+from lockstep.supervise.screen_text import one_line, wipe_line
 
 PROMISED = 3.0
 """Seconds that the agent waits for the cause which somebody has promised to hand it."""

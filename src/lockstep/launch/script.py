@@ -19,7 +19,8 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
 from lockstep.launch.environment import SEED, HeldPort, bind_loader_workers, share_cores, started_in
 from lockstep.supervise.client import Side, Supervised, at_launcher
-from lockstep.supervise.status import MAILBOX, noted_call
+from lockstep.supervise.mailbox import MAILBOX
+from lockstep.supervise.status import noted_call
 
 # -- the script, once for each rank --------------------------------------------------------------------------
 

@@ -37,9 +37,11 @@ from lockstep.launch.environment import HeldPort, bind_loader_workers, inherit, 
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import GRACE, Ended, RankProcesses
 from lockstep.supervise.causes import Cause, Divergence, early_cause, first_cause
+from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
-from lockstep.supervise.stack import calling, one_line, wipe_line
-from lockstep.supervise.status import Mailbox, failed, noted_call, watch_uncaught
+from lockstep.supervise.screen_text import one_line, wipe_line
+from lockstep.supervise.stack import calling
+from lockstep.supervise.status import failed, noted_call, watch_uncaught
 
 # -- objects on their way ------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from lockstep.ground.errors import RankFailed
 from lockstep.launch.processes import Ended
-from lockstep.supervise.stack import Stack, calling, one_line, reason_of, shortened, stack_of
+from lockstep.supervise.screen_text import one_line, reason_of, shortened
+from lockstep.supervise.stack import Stack, calling, stack_of
 
 # -- the causes ----------------------------------------------------------------------------------------------
 

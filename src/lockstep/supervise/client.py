@@ -24,8 +24,8 @@ from lockstep.launch.environment import started_in
 from lockstep.launch.parent_death import PARENT
 from lockstep.supervise import status
 from lockstep.supervise.channel import Channel, Message
+from lockstep.supervise.mailbox import MAILBOX, Mailbox, leave_note
 from lockstep.supervise.signals import SignalPipe
-from lockstep.supervise.status import MAILBOX, Mailbox, leave_note
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -26,7 +26,8 @@ from lockstep.ground.collectives import COLLECTIVES, RENAMED
 from lockstep.ground.installed import DEVICE_MARKS, FORK_TRACE, TORCH_COLLECTIVES
 from lockstep.ground.rank import waits
 from lockstep.supervise.device_marks import DeviceMarks
-from lockstep.supervise.stack import FOREIGN, LOCKSTEP, answer_by
+from lockstep.supervise.stack import FOREIGN, LOCKSTEP
+from lockstep.supervise.stack_request import answer_by
 from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own
 from lockstep.supervise.traced_groups import TracedGroup, kind_of_device, kinds_by_backend, sequence_of
 

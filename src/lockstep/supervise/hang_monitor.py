@@ -29,9 +29,10 @@ from lockstep.supervise.hang import (
     position,
     stopped,
 )
+from lockstep.supervise.screen_text import one_line, wipe_line
 from lockstep.supervise.snapshot import GONE, RUNS, SLEEPS, STOPPED, TRACED, RankSnapshot, told
-from lockstep.supervise.stack import ask, ask_stopped, ask_workers, one_line, speak, wipe_line
 from lockstep.supervise.stack_proof import StackProof, is_idle
+from lockstep.supervise.stack_request import ask, ask_stopped, ask_workers, speak
 from lockstep.supervise.trace_memory import Note, Reading
 
 PERIOD = 1.0

@@ -23,7 +23,7 @@ from typing import Any
 from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.local import is_own, loopback_of
 from lockstep.supervise.channel import Message
-from lockstep.supervise.stack import one_line, reason_of, say
+from lockstep.supervise.screen_text import one_line, reason_of, say
 
 IDLE, INTERVAL, PROBES = 10, 5, 4
 """Seconds without a message after which a node is asked whether it is there, seconds between that, and how often."""

@@ -19,10 +19,12 @@ from lockstep.supervise import signals
 from lockstep.supervise.causes import Cause, Divergence, Stand, located, named, was_caught
 from lockstep.supervise.elsewhere import OtherNodes
 from lockstep.supervise.hang_monitor import PERIOD, HangMonitor
+from lockstep.supervise.mailbox import Mailbox
+from lockstep.supervise.screen_text import wipe_line
 from lockstep.supervise.signals import SignalPipe
-from lockstep.supervise.stack import Stack, ask, is_there, wipe_line
+from lockstep.supervise.stack import Stack
 from lockstep.supervise.stack_proof import QUIET
-from lockstep.supervise.status import Mailbox
+from lockstep.supervise.stack_request import ask, is_there
 
 BUSY = 0.05
 """The part of a second of processor time from which on a rank counts as working."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lockstep.supervise.causes import Divergence, First, located
-from lockstep.supervise.stack import say
+from lockstep.supervise.screen_text import say
 
 if TYPE_CHECKING:
     from lockstep.supervise.hub import Hub

@@ -44,10 +44,10 @@ from lockstep.supervise.causes import (
 from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.channel import Channel, Message, caller, door
 from lockstep.supervise.comparison import NotesOfAll
+from lockstep.supervise.mailbox import RANK, Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.nodes import Nodes
-from lockstep.supervise.stack import wipe_line
-from lockstep.supervise.status import RANK, Mailbox
+from lockstep.supervise.screen_text import wipe_line
 
 TICK = 0.1
 """Seconds from one look for the first cause to the next, while it is not certain."""

@@ -38,7 +38,7 @@ UNWATCHED_VARIABLES = frozenset(
 
 LASTING = frozenset(["lockstep-sample", "lockstep-device-marks"])
 """A process that has been a rank keeps these threads, which tell others where it is, and what its device has done
-(`lockstep.supervise.stack`, `lockstep.supervise.device_marks`)."""
+(`lockstep.supervise.stack_request`, `lockstep.supervise.device_marks`)."""
 
 
 @dataclass(frozen=True)

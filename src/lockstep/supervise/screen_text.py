@@ -1,0 +1,157 @@
+"""What a failed run prints on a terminal: short tracebacks, and lines that it shows as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import traceback
+from collections.abc import Iterator
+
+from lockstep.supervise.stack import IN_WORKER, LOCKSTEP, TORCH
+
+WHOLE = "LOCKSTEP_WHOLE_TRACEBACKS"
+"""The variable that, at 1, has all lines printed."""
+
+SHORT = 16
+"""Lines up to which a traceback is shown as it is."""
+
+MOST = 17
+"""Lines of a traceback that are shown, the first and the last, where ranks fail: two of them stay below 40 lines."""
+
+MOST_ALONE = 36
+"""The same on one process, which prints one traceback and nothing else."""
+
+WIDE = 1000
+"""Characters of a line that are shown."""
+
+_FRAME = re.compile(r'^\s*File "(.+)", line \d+')
+_CARETS = re.compile(r"^\s*[\^~]+\s*$")
+
+
+def shortened(error: BaseException, most: int = MOST) -> str:
+    """The traceback of an exception, as Python prints it, without the frames of lockstep and torch if it is long.
+
+    The innermost frame of each traceback stays, whosever it is. Chains and groups of many exceptions and messages of
+    many lines lose their middle, and characters that a terminal would obey are escaped.
+
+    Args:
+        error: the exception.
+        most: lines that are shown.
+    """
+    text = "".join(traceback.format_exception(error))
+    if os.environ.get(WHOLE) == "1":
+        return text
+    lines = text.splitlines()
+    if len(lines) > SHORT:
+        lines = list(_without_inner(lines))
+    if len(lines) > most:
+        first = most // 3
+        last = most - first - 1
+        note = f"... {len(lines) - first - last} lines ({WHOLE}=1 shows them)"
+        lines = [*lines[:first], note, *lines[-last:]]
+    return "".join(f"{printable(_narrow(line))}\n" for line in lines)
+
+
+def wipe_line() -> None:
+    """On a terminal, begin at the left, and show the cursor: another rank may have its bars on this line and below.
+
+    It draws them again, if it is still there.
+    """
+    begin = wiping()
+    if begin:
+        with contextlib.suppress(OSError):  # it is closed
+            os.write(2, begin.encode())
+
+
+def wiping() -> str:
+    """What :func:`wipe_line` writes; in one write with a text, no bar comes between. "" where stderr is no terminal."""
+    try:
+        return "\r\x1b[J\x1b[?25h" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
+    except OSError:
+        return ""
+
+
+def say(words: str) -> None:
+    """Write a line on the screen."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"lockstep: {words}.\n".encode())
+
+
+def _narrow(line: str) -> str:
+    return line if len(line) <= WIDE else f"{line[:WIDE]}... ({len(line)} characters)"
+
+
+def _without_inner(lines: list[str]) -> Iterator[str]:
+    left_out, at = 0, 0
+    while at < len(lines):
+        frame = _FRAME.match(lines[at])
+        if frame is None:
+            yield lines[at]
+            at += 1
+            continue
+        end = at + 1  # of the frame's source and carets, which stand deeper than its first line
+        depth = len(lines[at]) - len(lines[at].lstrip())
+        while end < len(lines) and lines[end].startswith(" " * (depth + 1)) and not _FRAME.match(lines[end]):
+            end += 1
+        goes_on = end < len(lines) and _FRAME.match(lines[end]) is not None
+        if goes_on and frame[1].startswith((LOCKSTEP, TORCH)):
+            left_out += 1
+        else:
+            if left_out:
+                yield f"{' ' * depth}... {left_out} calls in lockstep and torch ({WHOLE}=1 shows them)"
+            left_out = 0
+            yield from (line for line in lines[at:end] if not _CARETS.match(line))
+        at = end
+
+
+REASON = 400
+"""Characters of a reason that are told in the last line."""
+
+
+def one_line(text: str, most: int | None = REASON) -> str:
+    r"""A text in one line that a terminal shows as it is: what does not print is escaped, what is too long is cut.
+
+    Args:
+        text: whatever somebody has said.
+        most: characters; None: all.
+
+    Example:
+        >>> one_line("no\nlockstep: rank 1 failed\x1b[2K")
+        'no\\nlockstep: rank 1 failed\\x1b[2K'
+    """
+    length = len(text)
+    if most is not None and length > 2 * most:  # no more is looked at
+        text = text[:most] + text[-most:]
+    text = "".join(each if each.isprintable() else _escaped(each) for each in text)
+    if most is None or (length <= most and len(text) <= most):
+        return text
+    end = most // 3  # messages end with the way out
+    return f"{text[: most - end]} ... ({length} characters) ... {text[-end:]}"
+
+
+def printable(text: str) -> str:
+    """Lines that a terminal shows as they are: of what does not print, ends of lines and tabs stay."""
+    if text.isascii() and not _CONTROL.search(text):
+        return text
+    return "".join(each if each.isprintable() or each in "\n\t" else _escaped(each) for each in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception in one line, escaped and cut: ``"ValueError: what it said"``."""
+    if isinstance(error, SystemExit):
+        return one_line(f"sys.exit({'' if error.code is None else repr(error.code)}) in the middle of the run")
+    parts = traceback.format_exception_only(type(error), error)
+    if isinstance(error, SyntaxError):  # file and line stand before it
+        parts = [next((part for part in parts if part.startswith(type(error).__name__)), parts[-1])]
+    text = "".join(parts).strip()
+    if IN_WORKER in text:  # the last line of the worker's traceback has it
+        return one_line(text.rsplit("\n", 1)[-1].strip()) + " (in a loader worker)"
+    return one_line(text)
