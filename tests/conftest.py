@@ -41,7 +41,7 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from lockstep.ground import seed  # noqa: E402
-from lockstep.ground.rank import forget_warnings  # noqa: E402
+from lockstep.ground.rank import forget_warnings, rank_zero_only  # noqa: E402
 from lockstep.testing import leaks  # noqa: E402
 from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 from tests.accelerator.left_out import why_not  # noqa: E402
@@ -225,6 +225,7 @@ def begins_alike() -> Iterator[None]:
     a process is said anew."""
     before, seed._current = seed._current, None
     forget_warnings()
+    rank_zero_only.rank = 0  # an environment that an earlier test has made may have set it
     random.seed(0)
     numpy.random.seed(0)
     seed_torch(0)
