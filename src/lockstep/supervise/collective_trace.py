@@ -550,5 +550,6 @@ def _replace(name: str, function: Callable[..., Any]) -> None:
 
 
 def _set(home: object, name: str, value: object) -> None:
-    _replaced.append((home, name, getattr(home, name)))
+    # as it stands in the class: what `getattr` gives of a method of C++ is not bound any more once it is put back
+    _replaced.append((home, name, inspect.getattr_static(home, name)))
     setattr(home, name, value)
