@@ -68,7 +68,7 @@ class FrozenBase:
             for name in [name for name in state if plain(name) in names]:
                 del state[name]
 
-        handle = self._module.register_state_dict_post_hook(drop)  # type: ignore[no-untyped-call]
+        handle = self._module.register_state_dict_post_hook(drop)  # type: ignore[no-untyped-call]  # torch gives no types
         try:
             yield
         finally:

@@ -127,7 +127,7 @@ class Strategy(Engine):
             for name in [name for name in state if name in parameters]:
                 del state[name]
 
-        handle = self.module.register_state_dict_post_hook(drop)  # type: ignore[no-untyped-call]
+        handle = self.module.register_state_dict_post_hook(drop)  # type: ignore[no-untyped-call]  # torch gives no types
         try:
             saved = self.save(weights_only=True).module or {}
         finally:
