@@ -32,6 +32,7 @@ PARTS: tuple[PartPlan, ...] = (
     PartPlan("waits", "places where a step waits for the device", 40, beside=True),
     PartPlan("one_card", "two ranks on one device, against one process", 70, beside=True),
     PartPlan("collectives", "what goes over NCCL: reducer, hooks, objects, shards", 45, beside=True),
+    PartPlan("fine_tune", "pretrained weights, adapters, matrix optimizers, compiled layers", 80, beside=True),
     PartPlan("speed", "steps beside a hand-written loop, torch's DDP, Lightning, Accelerate", 290),
     PartPlan("memory", "peaks, what is left, what a plan predicts", 45),
     PartPlan("kernels", "SyncBatchNorm, offloaded states, copies to the host", 25),

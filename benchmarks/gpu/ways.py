@@ -20,7 +20,8 @@ Tick = Callable[[], None]
 Loss = Callable[..., Tensor]
 HAND, TORCH, TORCH_HOOK, CONTAINER = "by hand", "torch's DDP", "torch's DDP, a hook", "lockstep's DDP"
 TRAINER, LIGHTNING, ACCELERATE = "lockstep's Trainer", "Lightning's Trainer", "Accelerate"
-OWN_MODEL = (TORCH, TORCH_HOOK, CONTAINER, ACCELERATE)
+SHARDED, TRAINER_SHARDED = "fully_shard by hand", "lockstep's Trainer, fsdp"
+OWN_MODEL = (TORCH, TORCH_HOOK, CONTAINER, ACCELERATE, SHARDED, TRAINER_SHARDED)
 """Ways that change the model that they are given, so that each has a copy."""
 
 
@@ -35,6 +36,7 @@ class Work:
         optimizer: makes it for parameters.
         precision: as in ``Trainer(precision=...)``.
         device: its type.
+        module: what the Trainer's fsdp has in shards, and goes on with.
     """
 
     model: nn.Module
@@ -43,6 +45,7 @@ class Work:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     precision: str
     device: str
+    module: Any = None
 
     def autocast(self) -> AbstractContextManager[object]:
         """What a forward runs in."""
@@ -98,6 +101,17 @@ def in_our_container(work: Work, steps: int, tick: Tick) -> None:
     loop(work, DistributedDataParallel(work.model), steps, tick)
 
 
+def in_shards(work: Work, steps: int, tick: Tick) -> None:
+    """The loop over a model whose blocks are cut by torch's ``fully_shard``."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not isinstance(work.model, FSDPModule):
+        for block in work.model.blocks:  # type: ignore[union-attr]
+            fully_shard(block)
+        fully_shard(work.model)
+    loop(work, work.model, steps, tick)
+
+
 def by_trainer(package_name: str, work: Work, steps: int, tick: Tick, **flags: Any) -> None:
     """The steps of a Trainer, which writes nothing."""
     package: Any = importlib.import_module(package_name)
@@ -114,12 +128,16 @@ def by_trainer(package_name: str, work: Work, steps: int, tick: Tick, **flags: A
             return work.optimizer(self.net.parameters())
 
         def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
-            tick()
+            self.tick()
 
+    module = work.module or Module()
+    module.tick = tick
+    if "strategy" in flags:
+        work.module = module
     own = {"accelerator": accelerator_of(work.device), "devices": 1, "precision": work.precision}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        package.Trainer(**{**QUIET, **own, **flags}).fit(Module(), Repeated(work.batch, steps))
+        package.Trainer(**{**QUIET, **own, **flags}).fit(module, Repeated(work.batch, steps))
 
 
 def by_accelerate(work: Work, steps: int, tick: Tick) -> None:
@@ -149,6 +167,8 @@ WAYS: dict[str, Callable[[Work, int, Tick], None]] = {
     TRAINER: lambda work, steps, tick: by_trainer("lockstep", work, steps, tick),
     LIGHTNING: lambda work, steps, tick: by_trainer("lightning.pytorch", work, steps, tick),
     ACCELERATE: by_accelerate,
+    SHARDED: in_shards,
+    TRAINER_SHARDED: lambda work, steps, tick: by_trainer("lockstep", work, steps, tick, strategy="fsdp"),
 }
 
 

@@ -17,6 +17,7 @@ from benchmarks.gpu.modules import QUIET, Classifier, perceptron, rows
 
 HOOKS = ("allreduce", "fp16", "bf16", "power_sgd")
 """PowerSGD keeps an approximation of low rank: of that only the size is looked at."""
+MATRICES = "fsdp, Muon for matrices"
 
 
 def run(part: Part) -> None:
@@ -24,7 +25,7 @@ def run(part: Part) -> None:
     for backend in ("nccl", backend_of(part.device)) if part.is_cuda else (backend_of(part.device),):
         for function in (reduced, *(hooked(name) for name in HOOKS), objects, exchanged):
             part.check(f"{function.__doc__} [{backend}]", on_ranks, part, function, backend)
-        for name in ("optimizer in shards", "fsdp, clipped and saved"):
+        for name in ("optimizer in shards", "fsdp, clipped and saved", MATRICES):
             part.check(f"{name} [{backend}]", on_ranks, part, fitted, backend, name)
     on_cpu = "fsdp on the CPU, clipped and saved"  # of which NCCL alone carries nothing
     part.check(f"{on_cpu} [{backend_of(part.device)}]", on_ranks, part, fitted, backend_of(part.device), on_cpu)
@@ -148,6 +149,17 @@ def exchanged(device: str) -> Numbers:
 # -- by the Trainer --------------------------------------------------------------------------------------------
 
 
+class ByMatrices(Classifier):
+    """Muon updates its matrices, which no rank holds whole, and AdamW the rest."""
+
+    def configure_optimizers(self) -> Any:
+        from lockstep import CombinedOptimizer
+
+        matrices = [parameter for parameter in self.parameters() if parameter.ndim == 2]
+        rest = [parameter for parameter in self.parameters() if parameter.ndim != 2]
+        return CombinedOptimizer(torch.optim.Muon(matrices), torch.optim.AdamW(rest))
+
+
 def fitted(device: str, name: str) -> Numbers:
     """On a rank: a fit that clips by the norm and saves a checkpoint of the whole model."""
     from lockstep import Trainer
@@ -158,13 +170,15 @@ def fitted(device: str, name: str) -> Numbers:
         "optimizer in shards": lambda: DDPStrategy(shard_optimizer=True),
         "fsdp, clipped and saved": FSDPStrategy,
         "fsdp on the CPU, clipped and saved": lambda: FSDPStrategy(cpu_offload=True),
+        MATRICES: FSDPStrategy,
     }
     folder = Path(f"saved-{name}").resolve()
     saved = ModelCheckpoint(dirpath=folder, save_last=True)
     flags: dict[str, Any] = {**QUIET, "accelerator": accelerator_of(device), "devices": dist.get_world_size()}
     flags |= {"enable_checkpointing": True, "callbacks": saved, "gradient_clip_val": 0.5, "max_epochs": 1}
     trainer = Trainer(**flags, strategy=strategies[name]())
-    trainer.fit(Classifier(perceptron()), rows(16, 4), rows(8, 4))
+    make = ByMatrices if name == MATRICES else Classifier
+    trainer.fit(make(perceptron()), rows(16, 4), rows(8, 4))
     numbers = {"loss": float(trainer.callback_metrics["loss"])}
     expect((folder / "last.ckpt").exists(), "no checkpoint was saved", numbers)
     return numbers

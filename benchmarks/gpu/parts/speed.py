@@ -28,17 +28,20 @@ from benchmarks.gpu.ways import (
     HAND,
     LIGHTNING,
     OWN_MODEL,
+    SHARDED,
     TORCH,
     TORCH_HOOK,
     TRAINER,
+    TRAINER_SHARDED,
     WAYS,
     Work,
     quiet_libraries,
 )
 from lockstep.ground.throughput import get_available_flops, measure_flops
 
-AS_FAST, NOT_SLOWER, LIKE_TORCH = 1.02, 1.0, 1.10
-"""Goals: the Trainer over the loop where the device is the limit, over Lightning, the container over torch's."""
+AS_FAST, NOT_SLOWER, LIKE_TORCH, IN_SHARDS = 1.02, 1.0, 1.10, 1.05
+"""Goals: the Trainer over the loop where the device is the limit, over Lightning, the container over torch's, the
+Trainer's fsdp over ``fully_shard`` by hand."""
 SECONDS = 300.0
 """Of the part, for which the cases' own are made: most goes into compiling, profiles, and steps that do not count."""
 NOISE = 0.02
@@ -59,6 +62,7 @@ class Case:
         count: units in a step.
         precision: as in ``Trainer(precision=...)``.
         containers: whether DDP's containers take part.
+        sharded: whether ``fully_shard`` takes part.
         compiled: compile its blocks.
         device_bound: whether the device is the limit, not the program.
         rounds: each takes every way once.
@@ -74,6 +78,7 @@ class Case:
     count: int
     precision: str = "32-true"
     containers: bool = True
+    sharded: bool = False
     compiled: bool = False
     device_bound: bool = True
     rounds: int = 3
@@ -173,8 +178,8 @@ def llama(device: str, small: bool) -> Case:
     whole = count * shape.context
     return Case(
         *("Llama-shaped 1.2B, compiled", lambda: Llama(shape).bfloat16(), batch, language_loss, adamw, "tokens", whole),
-        *("bf16-true", False, True),
-        seconds=22,
+        *("bf16-true", False, True, True),
+        seconds=30,
     )
 
 
@@ -206,6 +211,7 @@ def made(part: Part, case: Case) -> dict[str, Work]:
         name for name, library in ((LIGHTNING, "lightning"), (ACCELERATE, "accelerate")) if not part.has(library)
     ]
     left_out = [*missing, *(() if case.containers else (TORCH, TORCH_HOOK, CONTAINER))]
+    left_out += [] if case.sharded else [SHARDED, TRAINER_SHARDED]
     torch.manual_seed(0)
     with torch.device(part.device):
         origin = case.make()
@@ -300,6 +306,7 @@ def goals_missed(case: Case, times: dict[str, list[float]]) -> list[str]:
     """Goals that were missed, each as a sentence."""
     goals = [(TRAINER, HAND, AS_FAST)] if case.device_bound else []
     goals += [(TRAINER, LIGHTNING, NOT_SLOWER + NOISE), (CONTAINER, TORCH, LIKE_TORCH)]
+    goals += [(TRAINER_SHARDED, SHARDED, IN_SHARDS)]
     missed = []
     for ours, theirs, goal in goals:
         if ours in times and theirs in times:

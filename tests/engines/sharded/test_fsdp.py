@@ -756,6 +756,29 @@ class Fails(Deep):
         return super().training_step(batch, batch_idx)
 
 
+class Around(Plain):
+    """A module around the layers of another one."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+
+def _fits_layers_of_another_module() -> str:
+    first = Plain()
+    quiet(strategy="fsdp", devices=2, max_steps=1, max_epochs=-1).fit(first, rows(8)(2))
+    with pytest.raises(MisconfigurationException) as refused:
+        quiet(strategy="fsdp", devices=2, max_steps=1, max_epochs=-1).fit(Around(first.net), rows(8)(2))
+    quiet(strategy="fsdp", devices=2, max_steps=1, max_epochs=-1).fit(first, rows(8)(2))
+    return str(refused.value)
+
+
+def test_layers_that_another_modules_fit_left_in_shards_are_refused(ranks: RankPool) -> None:
+    """torch said: "Invariant encountered: value was None when it should not be"."""
+    for said in ranks(2).run(_fits_layers_of_another_module):
+        assert "Around.net.0.weight is in shards already" in said
+
+
 def test_a_rank_that_fails_is_named(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="one fails") as raised:
         ranks(2).run(failing_rank, timeout=60)

@@ -229,9 +229,12 @@ class FSDPStrategy(ShardedStrategy):
             find_blocks,
             find_norms,
             find_odd,
+            refuse_unmanaged,
             shard,
             with_memory,
         )
+
+        refuse_unmanaged(module)
 
         if self._offloads and not comm.backend_of(None, "cpu"):
             raise MisconfigurationException(

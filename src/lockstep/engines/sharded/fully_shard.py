@@ -25,6 +25,7 @@ from lockstep.engines.sharded.fsdp_groups import (
     waiting_gradient,
 )
 from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import plain_name
 from lockstep.ground.parts import begins_of, local_part
 from lockstep.ground.tree import tensors_in, tree_map
@@ -136,6 +137,27 @@ def _shared(root: nn.Module, block: nn.Module) -> tuple[str, str] | None:
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on the module itself."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def refuse_unmanaged(module: nn.Module) -> None:
+    """Refuse parameters that are in shards, and that no layer of the module gathers.
+
+    A fit of another module around the same layers leaves them so, and so does ``parallelize_module``.
+
+    Raises:
+        MisconfigurationException: there is one.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    gathered = {id(p) for layer in module.modules() if isinstance(layer, FSDPModule) for p in layer.parameters()}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and id(parameter) not in gathered:
+            raise MisconfigurationException(
+                f"strategy='fsdp': {type(module).__name__}.{name} is in shards already, and no layer of the module "
+                "gathers it. Where a fit of another module left it so, fit that module again, or save a checkpoint of "
+                "it and load it into a new one. Where parallelize_module did it, take ModelParallelStrategy."
+            )
 
 
 def shard(
