@@ -187,7 +187,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     option, stash = item.config.option, item.config.stash
     if option.copies and not option.collectonly and POOL not in stash and "ranks" in getattr(item, "fixturenames", ()):
         value = os.environ.pop(BY_NVML)
-        stash[POOL] = RankPool(0, [*PRELOAD, "tests.preloaded"])
+        more = [] if DEVICE == "cuda" else ["tests.preloaded"]  # of which some touch CUDA, and then no rank can
+        stash[POOL] = RankPool(0, [*PRELOAD, *more])
         os.environ[BY_NVML] = value
 
 

@@ -93,6 +93,14 @@ LEFT_OUT = {
 """Patterns of the tests' names, and the reason, on the made-up device."""
 
 ON_CARD = {
+    "tests/loop/test_fit_messages.py::test_the_first_line_says_devices_strategy_precision_and_folder": SAYS,
+    "tests/loop/test_profiled.py::test_the_actions_of_a_fit": CPUS,
+    "tests/loop/test_lazy_layers.py::test_they_train_as_layers_that_have_seen_a_batch[flags?]": DRAWN,
+    "tests/loop/test_handover.py::*ddp_fork*": FORKED,
+    "tests/loop/test_second_fit.py::*ddp_fork*": FORKED,
+    "tests/launch/test_spawn.py::test_the_port_where_ranks_will_meet*": FORKED,
+    "tests/loop/test_closures.py::test_lbfgs_shows_what_lightning_shows": LIGHTNING,
+    "tests/engines/pipeline/test_block_arguments.py::test_in_one_process": ONE_DEVICE,
     "tests/loop/test_fit.py::test_batches_reach_training_step_as_the_loader_made_them": "a batch is copied to a device",
     "tests/loop/test_memory.py::*": CPUS,
     "tests/loop/test_reload.py::test_loaders_are_asked_for_when_lightning_asks*": LIGHTNING,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
@@ -162,8 +163,9 @@ def test_what_is_not_compiled_says_that_it_is_slow(
 
 
 @pytest.mark.gpu
-def test_the_numbers_on_a_gpu() -> None:
+def test_the_numbers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
+    monkeypatch.setattr(inductor, "compile_threads", 1)  # no processes that would outlive the test
     if torch.cuda.get_device_capability() < formats.FLOAT8:
         pytest.skip("needs a GPU that multiplies in float8")
     check("gpu")

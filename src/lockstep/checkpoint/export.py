@@ -189,8 +189,10 @@ def names_in_files(model: Any, names: Sequence[str]) -> dict[str, str]:
     converters = [each for each in backwards if isinstance(each, loader.WeightConverter)]
     found: dict[str, str] = {}
     for name in names:
-        if loader.apply_converters(name, converters)[1] is None:
-            found[name] = loader.apply_renamings(name, renamings)
+        if all(each.rename_source_key(name)[1] is None for each in converters):
+            found[name] = name
+            for each in renamings:
+                found[name], _ = each.rename_source_key(found[name])
     return found
 
 

@@ -30,6 +30,8 @@ UNWATCHED_VARIABLES = frozenset(
         "KMP_DUPLICATE_LIB_OK",
         "KMP_INIT_AT_FORK",
         "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+        "TRITON_PTXAS_PATH",
         "CUDA_DEVICE_ORDER",
         "CUDA_VISIBLE_DEVICES",
         "PYTORCH_NVML_BASED_CUDA_CHECK",
@@ -218,6 +220,7 @@ def running(before: Snapshot, known: Iterable[int] = ()) -> list[str]:
         for thread in threading.enumerate()
         if id(thread) not in before.threads
         and type(thread).__name__ != "TMonitor"  # tqdm keeps one for good
+        and type(thread).__name__ != "_DummyThread"  # a native one that has called Python: nobody here can end it
         and thread.name not in LASTING
     ]
     return found
