@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / "gpu.log", "w") as log:
+    with open(out / "gpu.log", "a" if args.add else "w") as log:
         found = {
             "format": report.FORMAT,
             "command": command_line(args),

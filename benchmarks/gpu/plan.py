@@ -17,7 +17,8 @@ class PartPlan:
         name: of the part and its file.
         title: what it looks at.
         seconds: its limit, where the whole run has 585.
-        beside: whether it may run while others do: it looks at numbers, bits and counts, and measures no time.
+        beside: whether it may run while others do: it looks at numbers, bits, counts and ends, and measures no time
+            but with limits that leave room.
     """
 
     name: str
@@ -33,10 +34,11 @@ PARTS: tuple[PartPlan, ...] = (
     PartPlan("one_card", "two ranks on one device, against one process", 70, beside=True),
     PartPlan("collectives", "what goes over NCCL: reducer, hooks, objects, shards", 45, beside=True),
     PartPlan("fine_tune", "pretrained weights, adapters, matrix optimizers, compiled layers", 80, beside=True),
-    PartPlan("speed", "steps beside a hand-written loop, torch's DDP, Lightning, Accelerate", 290),
+    PartPlan("life", "how ranks begin and end, failures and hangs", 150, beside=True),
+    PartPlan("speed", "steps beside a hand-written loop, torch's DDP, Lightning, Accelerate", 205),
+    PartPlan("large", "steps of 1.2 billion parameters, compiled, whole and in shards", 150),
     PartPlan("memory", "peaks, what is left, what a plan predicts", 45),
     PartPlan("kernels", "SyncBatchNorm, offloaded states, copies to the host", 25),
-    PartPlan("life", "how ranks begin and end, failures and hangs", 110),
     PartPlan("several", "several devices: equality, scaling, who is late", 120),
 )
 """In the order in which they run: the most valuable first."""

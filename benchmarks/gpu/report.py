@@ -141,7 +141,7 @@ def details(part: PartPlan, told: Found) -> str:
     """The checks of a part: figures in columns where most checks share them, else in words."""
     checks = told["checks"]
     names = list(dict.fromkeys(name for check in checks for name in check.get("numbers", {})))
-    if names and part.name == "speed":
+    if names and part.name in ("speed", "large"):
         return speed(checks)
     rows = [[check["name"], check["result"], _words(check)] for check in checks]
     return table(["check", "verdict", "found"], rows)
