@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import pickle
 import sys
 
@@ -53,6 +54,8 @@ found = {
     "star": ModelCheckpoint is lockstep.callbacks.ModelCheckpoint,  # noqa: F405
     "versions": [lightning.__version__, pl.__version__, ptl.__version__, lightning.fabric.__version__],
     "metadata": [importlib.metadata.version(name) for name in ("lightning", "pytorch-lightning", "lightning-fabric")],
+    "files": [os.path.basename(module.__file__) for module in (lightning, pl, ptl.callbacks, lightning.fabric)],
+    "folder": os.path.dirname(ptl.__file__) == os.path.dirname(lockstep.__file__),
     "requirement": importlib.metadata.metadata("pytorch_lightning")["Name"],
     "spec": importlib.util.find_spec("lightning.pytorch.callbacks").name,
     "arguments": Net(1, depth=2).seen,

@@ -68,6 +68,7 @@ def test_what_a_script_finds_by_lightnings_names(ranks: RankPool, tmp_path: Path
     assert found["star"] is True
     assert found["versions"] == [STANDS_FOR] * 4
     assert found["metadata"] == [STANDS_FOR] * 3
+    assert (found["files"], found["folder"]) == (["__init__.py"] * 3 + ["finder.py"], True)
     assert (found["requirement"], found["spec"]) == ("pytorch-lightning", "lightning.pytorch.callbacks")
     assert found["arguments"] == {"lr": 1, "depth": 2}
     assert (found["seed"], found["filesystem"], found["load"], found["moved"]) == (3, "LocalFileSystem", True, 1.0)

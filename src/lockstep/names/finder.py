@@ -293,6 +293,7 @@ class _Names(Loader):
         home = None if self._home is None else import_module(self._home)
         rows = Answers(module, self._rows, home).rows
         module.__doc__ = f"Lightning's names of {module.__name__}, from where lockstep has them."
+        module.__file__ = __file__ if home is None else home.__file__
         own = [name for name, value in vars(home or module).items() if getattr(value, "__module__", "") == self._home]
         public = {*getattr(home, "__all__", own), *(name for name in rows if not isinstance(rows[name], Refused))}
         vars(module)["__all__"] = sorted(name for name in public if not name.startswith("_"))
