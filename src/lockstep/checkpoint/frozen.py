@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.pretrained import FOLDER, shown
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import plain_name, whole_shape
+from lockstep.ground.parameters import plain_name, state_dicts_without, whole_shape
 from lockstep.ground.parts import begins_of, local_part, stands_in
 from lockstep.ground.rank import rank_zero_warn
 
@@ -59,20 +59,10 @@ class FrozenBase:
         self._names = frozenset(name for name in _frozen(module) if known is None or name in known)
         self._recorded: tuple[list[str], dict[str, Any]] = [], {}
 
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Inside, state dicts of the module lack what is frozen, so that nobody gathers it."""
+    def left_out(self) -> AbstractContextManager[None]:
+        """Inside, state dicts of the module lack what is frozen."""
         names = self._names.intersection(_frozen(self._module))
-
-        def drop(module: nn.Module, state: dict[str, Any], *_: object) -> None:
-            for name in [name for name in state if plain(name) in names]:
-                del state[name]
-
-        handle = self._module.register_state_dict_post_hook(drop)  # type: ignore[no-untyped-call]  # torch gives no types
-        try:
-            yield
-        finally:
-            handle.remove()
+        return state_dicts_without(self._module, lambda name: plain(name) in names)
 
     def record(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """What a checkpoint says of what it leaves out. Collective, when it is first asked for.

@@ -21,7 +21,7 @@ from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.device import make_current, widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks
-from lockstep.ground.parameters import beside
+from lockstep.ground.parameters import beside, state_dicts_without
 from lockstep.ground.tree import tensors_in
 from lockstep.ground.usable import check_usable
 from lockstep.memory.recompute import Layers, Policy, Save
@@ -122,16 +122,8 @@ class Strategy(Engine):
     def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Name and value, on the CPU, of each buffer that a checkpoint has. Collective."""
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-
-        def drop(module: LightningModule, state: dict[str, Any], *_: object) -> None:
-            for name in [name for name in state if name in parameters]:
-                del state[name]
-
-        handle = self.module.register_state_dict_post_hook(drop)  # type: ignore[no-untyped-call]  # torch gives no types
-        try:
+        with state_dicts_without(self.module, parameters.__contains__):
             saved = self.save(weights_only=True).module or {}
-        finally:
-            handle.remove()
         yield from self.broadcast(
             {name: value.cpu() for name, value in saved.items() if isinstance(value, Tensor)}
         ).items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -167,6 +167,21 @@ def beside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
 def listed(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
     """Each of an optimizer's parameters, by the list's own iterator: a sharded one's waits for what is under way."""
     return list.__iter__(parameters) if isinstance(parameters, list) else iter(parameters)
+
+
+@contextmanager
+def state_dicts_without(module: nn.Module, is_left_out: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, state dicts of a module lack some of its names, so that nobody gathers what they stand for."""
+
+    def drop(module: nn.Module, state: dict[str, Any], *_: object) -> None:
+        for name in [name for name in state if is_left_out(name)]:
+            del state[name]
+
+    handle = module.register_state_dict_post_hook(drop)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 KEPT = "_lockstep_keeps_dtype"
