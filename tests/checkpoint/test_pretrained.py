@@ -399,10 +399,18 @@ def test_other_shapes_may_be_passed_over(ranks: RankPool, tmp_path: Path) -> Non
 class Resized(Tuned):
     """Gets more words when its weights are not read yet."""
 
+    takes_mean = False
+
     def configure_model(self) -> None:
         super().configure_model()
         model: Any = self.model
-        model.resize_token_embeddings(WORDS + 4, mean_resizing=False)
+        model.resize_token_embeddings(WORDS + 4, mean_resizing=self.takes_mean)
+
+
+class Averaged(Resized):
+    """New words begin as the mean of the others."""
+
+    takes_mean = True
 
 
 def resized(folder: str, strategies: list[str]) -> list[str]:
@@ -420,6 +428,13 @@ def test_a_vocabulary_that_grows_before_its_weights_are_read_is_refused(ranks: R
         for said in found:
             assert "'model.embed_tokens.weight' had the shape (48, 16) then, and has (52, 16) now" in said
             assert "resize_token_embeddings, save_pretrained(NEW_FOLDER)" in said
+
+
+def test_a_mean_of_weights_that_are_not_read_is_refused(tmp_path: Path) -> None:
+    module = Averaged(str(write_folder(tmp_path, "llama")), "llama")
+    with pytest.raises(Exception, match="what computes with values comes too early") as raised:
+        quiet(max_steps=1).fit(module, texts())
+    assert "resize_token_embeddings, save_pretrained(NEW_FOLDER)" in str(raised.value)
 
 
 def test_layers_that_are_replaced_before_they_are_filled_are_named(tmp_path: Path) -> None:

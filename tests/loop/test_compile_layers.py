@@ -283,11 +283,15 @@ def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     def none() -> str:
         raise RuntimeError("No working C++ compiler found")
 
+    class Waits(Net):
+        def configure_model(self) -> None:
+            raise AssertionError("no weights are to be read for it")
+
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     with pytest.raises(
         MisconfigurationException, match=r"finds none \(No working C\+\+ compiler found\): install g\+\+"
     ):
-        quiet(compile=True).fit(Net(), loader())
+        quiet(compile=True).fit(Waits(), loader())
 
 
 def test_a_layer_of_torchs_own_is_told_by_its_class() -> None:

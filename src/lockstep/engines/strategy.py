@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
@@ -66,6 +67,7 @@ class Strategy(Engine):
         plugins: a cluster, a CheckpointIO or a precision that came with it; the Trainer takes them as its own.
         instead: the strategy that the Trainer takes when it is given this one; None: this one.
         traffic: reductions of gradients in this fit so far, and the bytes that this rank gave to them.
+        check_update: refuses an optimizer whose update the engine cannot do, by its class; None: it can do any.
         waits_in: methods, by owner and name, in which this rank waits for others past torch's collectives.
     """
 
@@ -88,6 +90,7 @@ class Strategy(Engine):
         self.instead: Strategy | None = None
         self.rounds = 0
         self.traffic = (0, 0)
+        self.check_update: Callable[[Optimizer], None] | None = None
         self.waits_in: list[tuple[object, str]] = []
         self.sync_batchnorm = False
 

@@ -32,6 +32,7 @@ from lockstep.loop import state
 from lockstep.loop.choice import reconsider
 from lockstep.loop.contradictions import check_contradictions
 from lockstep.loop.device_left import leave_device
+from lockstep.loop.early_optimizers import check_early
 from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden, is_replaced
 from lockstep.loop.loaders import RunLoaders
@@ -339,10 +340,15 @@ def _callbacks_log(callbacks: list[Callback], module: LightningModule) -> Iterat
 def _configure_model(session: Session) -> None:
     """``configure_model``, whose layers are made where the engine wants them, in the precision's type."""
     strategy, made_in = session.strategy, session.strategy.precision.init_context
+    if session.config.compile is not None:
+        from lockstep.loop.compile_layers import check_compiler  # not for runs that compile nothing
+
+        check_compiler(strategy, session.config.compile)
     if is_overridden("configure_sharded_model", session.module, ModuleHooks):  # its old name
         session.hooks.own("configure_sharded_model")
     with strategy.building(session.module), made_in() if made_in else nullcontext():
         session.hooks.own("configure_model")
+        check_early(session)  # behind this weights are read
 
 
 def _agree_on_ends(session: Session, signals: Signals | None) -> None:

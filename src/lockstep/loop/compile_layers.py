@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.config.compile import CompileOptions
 from lockstep.engines.sharded.fully_shard import blocks_by, find_blocks
+from lockstep.engines.strategy import Strategy
 from lockstep.ground.compiled import CompiledForward, is_compiled_layer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
@@ -36,6 +37,27 @@ SHOWN = 20
 """Lines of recompilations, and of graph breaks, that are shown at most."""
 
 
+def check_compiler(strategy: Strategy, options: CompileOptions) -> None:
+    """Refuse to compile where no compiler is, or none that can follow; nothing of the module is needed for it.
+
+    Raises:
+        MisconfigurationException: with the way out.
+    """
+    if strategy.drives_all_devices and len(strategy.devices) > 1:
+        raise MisconfigurationException(
+            f"Trainer(compile=...) with {type(strategy).__name__}: it runs copies of the layers in threads, which "
+            'torch\'s compiler cannot follow: use strategy="ddp".'
+        )
+    if options.backend != "inductor" or strategy.root_device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:  # torch's own class has moved between releases
+        raise MisconfigurationException(NO_COMPILER.format(error=str(error) or type(error).__name__)) from None
+
+
 class CompiledLayers:
     """The layers of a module that a call compiles.
 
@@ -44,19 +66,11 @@ class CompiledLayers:
             by hooks lies outside of the compiled code.
 
     Raises:
-        MisconfigurationException: the options do not go with the module or the strategy, or no compiler is there.
+        MisconfigurationException: the options do not go with the module.
     """
 
     def __init__(self, session: Session, options: CompileOptions) -> None:
-        strategy = session.strategy
-        if strategy.drives_all_devices and len(strategy.devices) > 1:
-            raise MisconfigurationException(
-                f"Trainer(compile=...) with {type(strategy).__name__}: it runs copies of the layers in threads, which "
-                'torch\'s compiler cannot follow: use strategy="ddp".'
-            )
-        if options.backend == "inductor" and strategy.root_device.type == "cpu":
-            _check_compiler()
-        layers = [*_chosen(session.module, options, strategy.world_size > 1)]
+        layers = [*_chosen(session.module, options, session.strategy.world_size > 1)]
         self._forwards = [CompiledForward(layer, options.options) for layer in layers]
         for forward in self._forwards:
             vars(forward.layer)["forward"] = forward
@@ -128,15 +142,6 @@ def _from_the_top(module: nn.Module) -> Iterator[nn.Module]:
 def _counted(layers: list[nn.Module]) -> str:
     kinds = Counter(type(layer).__name__ for layer in layers)
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) + (" are" if len(layers) > 1 else " is")
-
-
-def _check_compiler() -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        get_cpp_compiler()
-    except Exception as error:  # torch's own class has moved between releases
-        raise MisconfigurationException(NO_COMPILER.format(error=str(error) or type(error).__name__)) from None
 
 
 # -- what the compiler did -----------------------------------------------------------------------------------

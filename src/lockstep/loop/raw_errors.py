@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import nn
 
+from lockstep.checkpoint.pretrained import is_of_transformers
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.loop.device_errors import device_error
 from lockstep.module import LightningModule
@@ -133,6 +134,13 @@ def _meta(module: LightningModule, strategy: str, found: re.Match[str]) -> str |
     names = _named(module, lambda parameter: parameter.is_meta)
     if not names:
         return None
+    if any(map(is_of_transformers, module.modules())):
+        return (
+            f"{type(module).__name__}: parameter {names} is on the meta device, and has no values before those of the "
+            "folder that `load_pretrained` names are read, behind `configure_model`: what computes with values comes "
+            "too early there, as resize_token_embeddings does (it takes a mean). For a larger vocabulary write another "
+            "folder, once, and load that: from_pretrained, resize_token_embeddings, save_pretrained(NEW_FOLDER)."
+        )
     return (
         f"{type(module).__name__}: parameter {names} is on the meta device, and has no values: make the layer in "
         "`configure_model`, or call `to_empty(device=...)` and initialize it, before the fit."

@@ -65,11 +65,14 @@ class ShardedStrategy(RankedStrategy):
     runs_padding = True
     places_first = True  # and later calls go on with the parts
     gathers_updates = False
+    check_update: Callable[[Optimizer], None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._built: ShardedInit | None = None
         self._late: LateParameters | None = None
+        # bound to nothing: a strategy is freed when the last one lets go of it
+        self.check_update = partial(_check_update, type(self).__name__, self.engine, self.gathers_updates)
 
     @staticmethod
     def _take_others(kind: type, others: Mapping[str, object], no_effect: Mapping[str, str]) -> None:
@@ -118,22 +121,10 @@ class ShardedStrategy(RankedStrategy):
         self._refuse_sparse()
         for optimizer in with_parameters(optimizers):
             update_one_by_one(optimizer, self.module.parameters())
-            self._check_update(optimizer)
+            self.check_update(optimizer)
             for parameter in beside(self.module, [optimizer]).values():
                 name, shape = type(optimizer).__name__, tuple(parameter.shape)
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
-
-    def _check_update(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that needs more of a parameter than a rank has."""
-        name = type(optimizer).__name__
-        said = None
-        if needs_whole(optimizer):
-            said = None if self.gathers_updates else LAID_END_TO_END
-        elif name in NOT_ELEMENTWISE:
-            said = ALL_AT_ONCE if name in TOGETHER else UNKNOWN
-        if said is not None:
-            strategy = type(self).__name__
-            raise MisconfigurationException(said.format(strategy=strategy, optimizer=name, engine=self.engine))
 
     def _refuse_sparse(self) -> None:
         parameters = dict(self.module.named_parameters())
@@ -209,3 +200,14 @@ class ShardedStrategy(RankedStrategy):
     def _reads_into(self) -> sharded.Place:
         """What makes the tensors into which this rank's parts are read."""
         raise NotImplementedError
+
+
+def _check_update(strategy: str, engine: str, gathers_updates: bool, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that needs more of a parameter than a rank has."""
+    name, said = type(optimizer).__name__, None
+    if needs_whole(optimizer):
+        said = None if gathers_updates else LAID_END_TO_END
+    elif name in NOT_ELEMENTWISE:
+        said = ALL_AT_ONCE if name in TOGETHER else UNKNOWN
+    if said is not None:
+        raise MisconfigurationException(said.format(strategy=strategy, optimizer=name, engine=engine))
