@@ -120,6 +120,25 @@ def test_the_call_that_looks_leaves_nothing_behind(tmp_path: Path, capfd: pytest
     assert all(torch.equal(one, other) for one, other in zip(*(m.parameters() for m in found), strict=True))
 
 
+class Hooked(Tuned):
+    """Hangs a hook on each parameter, also on those of a layer that has its values from the beginning."""
+
+    def __init__(self, folder: str, kind: str) -> None:
+        super().__init__(folder, kind)
+        self.head = torch.nn.Linear(2, 2)
+
+    def configure_optimizers(self) -> Any:
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: 2 * gradient)
+        return super().configure_optimizers()
+
+
+def test_a_hook_that_is_hung_on_a_parameter_is_there_once(tmp_path: Path) -> None:
+    module = Hooked(str(write_folder(tmp_path, "llama")), "llama")
+    quiet(max_epochs=1).fit(module, texts())
+    assert {len(parameter._backward_hooks or ()) for parameter in module.parameters()} == {1}
+
+
 def test_a_hook_that_asks_for_the_number_of_steps_is_called_when_there_are_loaders(tmp_path: Path) -> None:
     module = Notes(str(write_folder(tmp_path, "llama")), "llama")
     module.early = True

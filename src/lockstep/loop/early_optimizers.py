@@ -10,6 +10,8 @@ from contextlib import contextmanager, redirect_stdout
 from copy import copy
 from typing import Any
 
+import torch
+from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.pretrained import is_planned
@@ -20,8 +22,11 @@ from lockstep.loop.optimizers import optimizers_in
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 
-OF_LOADERS = ("estimated_stepping_batches", "num_training_batches", "train_dataloader", "datamodule", "fit_loop")
-"""Attributes of the Trainer by which loaders are asked for, which come later."""
+NOT_YET = (
+    *("estimated_stepping_batches", "num_training_batches", "train_dataloader", "datamodule", "fit_loop"),
+    *("model", "lightning_module"),
+)
+"""Attributes of the Trainer by which loaders are asked for, which come later, or the module itself."""
 
 
 def check_early(session: Session) -> None:
@@ -64,21 +69,44 @@ def _unnoticed() -> Iterator[None]:
 
 
 def _copied(module: LightningModule, session: Session) -> LightningModule:
-    """A module with the same layers and parameters; attributes that are set in it are not set in the first one."""
-    made: LightningModule = object.__new__(type(module))
-    own = {name: copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
-    vars(made).update(own, _trainer=_EarlyTrainer(session.trainer))
+    """The module with other layers and parameters, which have shapes and no memory.
+
+    What is set in them, or hung on them, is not set in the module: a hook of a parameter would run twice.
+    """
+    made: LightningModule = _twin(module, {})
+    vars(made).update({name: copy(value) for name, value in vars(made).items() if isinstance(value, dict)})
+    vars(made)["_trainer"] = _EarlyTrainer(session.trainer)
     return made
 
 
+def _twin(layer: Any, memo: dict[int, Any]) -> Any:
+    """A layer of the same class with the same attributes, whose parameters and inner layers are others."""
+    if id(layer) not in memo:
+        made = memo[id(layer)] = object.__new__(type(layer))
+        vars(made).update(vars(layer))
+        vars(made)["_parameters"] = {name: _shape_of(p, memo) for name, p in layer._parameters.items()}
+        vars(made)["_modules"] = {name: inner and _twin(inner, memo) for name, inner in layer._modules.items()}
+    return memo[id(layer)]
+
+
+def _shape_of(parameter: Parameter | None, memo: dict[int, Any]) -> Parameter | None:
+    """A parameter of the same shape on the meta device; the same one again for a tied one."""
+    if parameter is None:
+        return None
+    if id(parameter) not in memo:
+        memo[id(parameter)] = Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    found: Parameter = memo[id(parameter)]
+    return found
+
+
 class _EarlyTrainer:
-    """A Trainer that has no loaders yet."""
+    """A Trainer that has no loaders and no module yet."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def __getattr__(self, name: str) -> Any:
-        if name in OF_LOADERS:
+        if name in NOT_YET:
             raise LookupError(name)
         return getattr(self._trainer, name)
 
