@@ -12,9 +12,10 @@ from typing_extensions import Self
 
 from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
 from lockstep.checkpoint.sharded import load as load_checkpoint
-from lockstep.ground.device import is_there, move_data_to_device
+from lockstep.ground.device import is_there
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import HyperparametersMixin
+from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 
 if TYPE_CHECKING:

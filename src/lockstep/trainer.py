@@ -46,10 +46,12 @@ from lockstep.config.run import (
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
 from lockstep.engines.table import check_balances, drives_all_devices, make_strategy
+from lockstep.ground.accelerators import Accelerator, find_accelerator
 from lockstep.ground.copies import kept
-from lockstep.ground.device import Accelerator, creating, find_accelerator, warn_of_untried_torch
+from lockstep.ground.creating import creating
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
+from lockstep.ground.tried import warn_of_untried_torch
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule, Trainer, seed_everything
-from lockstep.ground.device import TorchAccelerator
+from lockstep.ground.accelerators import TorchAccelerator
 from lockstep.loop.planning import profile_module
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy

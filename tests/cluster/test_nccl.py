@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lockstep.cluster import nccl
 from lockstep.cluster.nccl import NcclVariables, built_for, check_nccl, mapped, obstacle
 from lockstep.engines.ddp.strategy import DDPStrategy
-from lockstep.ground import device
+from lockstep.ground import accelerators
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.trainer import Trainer
 
@@ -200,9 +200,9 @@ def test_the_nccl_of_this_machine_is_right() -> None:
 def test_a_driver_that_is_too_old_is_named_where_no_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(device, "cuda_driver_version", lambda: 12040)
+    monkeypatch.setattr(accelerators, "cuda_driver_version", lambda: 12040)
     with pytest.raises(MisconfigurationException, match=r"CUDA 13\.0, and the driver .* CUDA 12\.4: update the driver"):
         Trainer(accelerator="gpu")
-    monkeypatch.setattr(device, "cuda_driver_version", lambda: 13000)
+    monkeypatch.setattr(accelerators, "cuda_driver_version", lambda: 13000)
     with pytest.raises(MisconfigurationException, match="finds no such device here: use"):
         Trainer(accelerator="gpu")

@@ -14,20 +14,18 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.config.devices import announce_device
-from lockstep.ground.device import (
+from lockstep.ground.accelerators import (
     ACCELERATORS,
     PACKAGES,
     Accelerator,
     carries,
     find_accelerator,
-    garbage_collection_cuda,
-    is_oom_error,
-    move_data_to_device,
-    recursive_detach,
     resolve_accelerator,
-    untried,
 )
+from lockstep.ground.device_memory import garbage_collection_cuda, is_oom_error
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.moving import move_data_to_device, recursive_detach
+from lockstep.ground.tried import untried
 
 META = torch.device("meta")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.ground.device import TimedEvent
+from lockstep.ground.streams import TimedEvent
 from lockstep.loop.step_times import BACKWARD, DATA, FORWARD, PAUSE, WAITING, DeviceTimes, StepTimes
 from lockstep.supervise.collective_trace import wrapped
 from lockstep.testing.pool import RankPool

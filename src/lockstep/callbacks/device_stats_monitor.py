@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.callbacks.base import Callback
-from lockstep.ground.device import memory_stats
+from lockstep.ground.device_memory import memory_stats
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 
 if TYPE_CHECKING:

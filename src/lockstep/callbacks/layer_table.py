@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.parameters import whole_shape
 from lockstep.ground.rank import warn_once
 from lockstep.ground.seed import isolate_rng

@@ -11,7 +11,9 @@ from typing import TypedDict
 import torch
 
 from lockstep.cluster.detect import explained
-from lockstep.ground.device import CUDAAccelerator, accelerator_kinds, device_name, devices_of, total_memory
+from lockstep.ground.accelerators import CUDAAccelerator
+from lockstep.ground.device import accelerator_kinds, device_name, devices_of
+from lockstep.ground.device_memory import total_memory
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.environment import cores, in_force
 

@@ -11,9 +11,10 @@ from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint.storage import is_remote
 from lockstep.cluster.torchelastic import sees_all_devices
 from lockstep.config.run import RunConfig, check_writable, whole
-from lockstep.ground.device import Accelerator, untried
+from lockstep.ground.accelerators import Accelerator
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.tried import untried
 from lockstep.launch.environment import fix_cublas_workspaces
 
 # -- where a run takes place ---------------------------------------------------------------------------------

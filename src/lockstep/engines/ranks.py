@@ -23,7 +23,7 @@ from lockstep.cluster.world import World
 from lockstep.engines.collectives import column_group, group_among
 from lockstep.engines.strategy import Strategy
 from lockstep.ground import comm
-from lockstep.ground.device import carries
+from lockstep.ground.accelerators import carries
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle, settle_at_exit
 from lockstep.ground.installed import EXIT_GROUP

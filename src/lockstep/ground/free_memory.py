@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.ground.device import memory_cached, memory_info
+from lockstep.ground.device_memory import memory_cached, memory_info
 
 _LIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 _CGROUP = Path("/sys/fs/cgroup")
@@ -25,14 +25,6 @@ def free_memory(device: torch.device, ranks: int = 1) -> int | None:
         return None if known is None else known[0] + memory_cached(device)
     found = [free for free in (_of_host(ranks), *_within_limits(), _of_container(ranks)) if free is not None]
     return max(0, min(found)) if found else None
-
-
-def empty_cache(device: torch.device) -> None:
-    """Give the memory that torch keeps for later tensors on ``device`` back to it; the CPU's has none."""
-    if device.type != "cpu":
-        empty = getattr(torch.get_device_module(device), "empty_cache", None)
-        if empty is not None:
-            empty()
 
 
 def _of_host(ranks: int) -> int | None:

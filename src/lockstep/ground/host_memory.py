@@ -7,7 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from lockstep.ground.device import has_pinned_memory, synchronize
+from lockstep.ground.device import synchronize
+from lockstep.ground.moving import has_pinned_memory
 
 BLOCK = 2**26
 """Bytes of a block; a larger tensor has the next power of two, whose rest is for others."""

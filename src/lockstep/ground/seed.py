@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, SupportsInt
 
 import torch
@@ -164,6 +164,12 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         yield
     finally:
         set_random_states(states)
+
+
+def forked_random_numbers(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Inside, random numbers are drawn that will be drawn again: of the CPU and of devices, all of one type."""
+    gpus = sorted({device for device in devices if device.type != "cpu"}, key=str)
+    return torch.random.fork_rng(gpus, device_type=gpus[0].type if gpus else "cpu")
 
 
 def _checked(seed: SupportsInt | str) -> int:

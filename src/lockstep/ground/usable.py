@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.ground.device import device_module, device_name, memory_cached, memory_held, memory_info
+from lockstep.ground.device import device_module, device_name
+from lockstep.ground.device_memory import memory_cached, memory_held, memory_info
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_prefixed_message, rank_zero_only
 

@@ -15,8 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_unflatten
 
 from lockstep.data.combined import unpack
-from lockstep.ground.device import move_data_to_device, total_memory
+from lockstep.ground.device_memory import total_memory
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.launch.environment import cores

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
 from lockstep.ground.copies import kept
-from lockstep.ground.device import move_data_to_device
+from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.rank import warn_once
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.hooks import ModuleHooks

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.ground.device import plus, widest
+from lockstep.ground.device_numbers import widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.logged_rows import NEUTRAL, extreme
 
@@ -162,7 +162,7 @@ class Entry:
                 if op == "mean":
                     value = value * weight
                 if isinstance(value, Tensor) and value.dtype == torch.float32:  # the device has no float64
-                    self.total, self.lost = plus(self.total, self.lost, value)
+                    self.total, self.lost = _plus(self.total, self.lost, value)
                 else:
                     self.total = self.total + value
             elif isinstance(value, Tensor):
@@ -252,3 +252,16 @@ def _reduction(name: str, reduce_fx: object) -> str:
             "torchmetrics.Metric for a reduction of your own."
         )
     return found
+
+
+def _plus(total: Tensor | float, lost: Tensor | float, value: Tensor) -> tuple[Tensor, Tensor]:
+    """``total + value``, and what rounding takes from it, for the next value: sums in float32 that stay exact to a bit.
+
+    Args:
+        total: so far.
+        lost: what the last sum gave; 0 at first.
+        value: to be added.
+    """
+    rest = value - lost
+    found = total + rest
+    return found, (found - total) - rest

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.engines.sharded.fully_shard import find_blocks
 from lockstep.ground.compiled import has_compiled
-from lockstep.ground.device import is_oom_error
+from lockstep.ground.device_memory import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.usable import held_by_others
 from lockstep.loop.session import Session

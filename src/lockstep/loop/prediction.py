@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.base import Callback
-from lockstep.ground.device import memory_peak, synchronize
+from lockstep.ground.device import synchronize
+from lockstep.ground.device_memory import memory_peak
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import plain_name
 from lockstep.ground.rank import rank_zero_info

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.engines.engine import MicroBatch
 from lockstep.ground.closures import demands_closure, takes_closure
-from lockstep.ground.device import widest
+from lockstep.ground.device_numbers import widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.loop.feed import Window

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.ground.device import current_stream, has_pinned_memory, has_streams, in_stream, new_stream
 from lockstep.ground.host_memory import HostMemory
+from lockstep.ground.moving import has_pinned_memory
+from lockstep.ground.streams import current_stream, has_streams, in_stream, new_stream
 
 PART = 64 * 2**20
 """Bytes of parameters whose states are fetched together; a parameter is not cut."""

@@ -13,7 +13,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_summary import ModelSummary
 from lockstep.callbacks.progress.tqdm import TQDMProgressBar
-from lockstep.ground.device import CUDAAccelerator
+from lockstep.ground.accelerators import CUDAAccelerator
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_deprecation
 

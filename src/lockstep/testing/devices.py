@@ -6,7 +6,7 @@ import os
 
 import torch.distributed as dist
 
-from lockstep.ground.device import Accelerator
+from lockstep.ground.accelerators import Accelerator
 
 VARIABLE = "LOCKSTEP_TEST_ACCELERATOR"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.ground.device import CUDAAccelerator, Devices
+from lockstep.ground.accelerators import CUDAAccelerator
+from lockstep.ground.asked_devices import Devices
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import host_group
 

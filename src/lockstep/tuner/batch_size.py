@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.callbacks.base import Callback
 from lockstep.data.combined import LENGTHS, unpack
 from lockstep.data.source import length_of
-from lockstep.ground.device import garbage_collection_cuda, is_oom_error
+from lockstep.ground.device_memory import garbage_collection_cuda, is_oom_error
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import STEP_OUTPUT, TrainerFn

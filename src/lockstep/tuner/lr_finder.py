@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground import comm
-from lockstep.ground.device import widest
+from lockstep.ground.device_numbers import widest
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import STEP_OUTPUT, LRSchedulerConfig

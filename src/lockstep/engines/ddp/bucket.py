@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedParameter
 
-from lockstep.ground.device import pinned
+from lockstep.ground.moving import pinned
 from lockstep.ground.rank import warn_once
 
 # -- plans ---------------------------------------------------------------------------------------------------

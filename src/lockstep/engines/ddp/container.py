@@ -42,9 +42,9 @@ from lockstep.engines.ddp.torch_names import IGNORED, TorchNames
 from lockstep.engines.dp import replicas as copies
 from lockstep.engines.dp.replicas import Device, as_device, as_id, choose_devices
 from lockstep.ground import comm
-from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle_at_exit
+from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.rank import warn_once
 
 if TYPE_CHECKING:

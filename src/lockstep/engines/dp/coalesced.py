@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter, is_lazy
 
-from lockstep.ground.device import has_pinned_memory
+from lockstep.ground.moving import has_pinned_memory
 from lockstep.ground.tensor_groups import grouped
 
 TOGETHER = 2**24

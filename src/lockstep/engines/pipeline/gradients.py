@@ -14,7 +14,8 @@ from lockstep.engines.gradients import Gradients, HasParameters
 from lockstep.engines.pipeline.layout import Ownership
 from lockstep.engines.pipeline.weights import WholeModule
 from lockstep.ground import comm
-from lockstep.ground.device import pinned, widest
+from lockstep.ground.device_numbers import widest
+from lockstep.ground.moving import pinned
 from lockstep.ground.rank import waits
 from lockstep.ground.tensor_groups import grouped
 from lockstep.ground.tree import tree_leaves

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from lockstep.engines.pipeline.chain import Extras
 from lockstep.engines.pipeline.stages import Stages, extra_on
-from lockstep.ground.device import current_device, forked_random_numbers, synchronize
+from lockstep.ground.device import current_device, synchronize
 from lockstep.ground.parts import stands_in
+from lockstep.ground.seed import forked_random_numbers
 
 PASSES = 5, 20
 """Passes through all blocks, of which each block's median counts: at least, and while they take little time."""

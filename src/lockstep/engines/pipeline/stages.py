@@ -26,8 +26,9 @@ from lockstep.engines.pipeline.layout import Layout
 from lockstep.engines.pipeline.split_check import SplitCheck
 from lockstep.engines.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes
 from lockstep.ground import comm
-from lockstep.ground.device import current_device, forked_random_numbers
+from lockstep.ground.device import current_device
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.seed import forked_random_numbers
 from lockstep.ground.tree import tree_map
 from lockstep.memory.recompute import running_again
 from lockstep.planner.timeline import IN_ROUNDS, Action, actions_of, in_one_row

@@ -1,0 +1,276 @@
+"""Accelerators: the kinds of devices that a run can use, and the one that ``Trainer(accelerator=...)`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from lockstep.ground.asked_devices import Devices, count_of, indices_of
+from lockstep.ground.cuda_driver import cuda_driver_version
+from lockstep.ground.device import device_module
+from lockstep.ground.errors import MisconfigurationException
+
+
+class Accelerator:
+    """A kind of device: whether it is here, and which of them ``Trainer(devices=...)`` stands for.
+
+    One that is to come derives from this class and gets a row in ``ACCELERATORS``.
+    """
+
+    name: str = ""
+    """As in ``Trainer(accelerator=...)``."""
+    device_type: str = ""
+    """As in ``torch.device(type)``."""
+    process_group_backend: str = ""
+    """What carries the tensors of several ranks, as torch writes it; "": torch's own for the kind of device."""
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether this machine has such a device."""
+        raise NotImplementedError
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """How many devices ``devices="auto"`` takes."""
+        raise NotImplementedError
+
+    def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
+        """This node's devices, one for each rank.
+
+        Args:
+            devices: as in ``Trainer(devices=...)``.
+
+        Raises:
+            MisconfigurationException: devices that are not there, or a value that names none.
+        """
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class CPUAccelerator(Accelerator):
+    """The processor; ``devices`` is the number of processes."""
+
+    name = device_type = "cpu"
+
+    @staticmethod
+    def is_available() -> bool:
+        """Always."""
+        return True
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """One process."""
+        return 1
+
+    def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
+        """The processor, once for each process."""
+        count = 1 if devices == "auto" else count_of(devices)
+        if count is None or count < 1:
+            raise MisconfigurationException(
+                f"devices={devices!r} with accelerator='cpu': give the number of processes, 1 or more, or 'auto'"
+            )
+        return [torch.device("cpu")] * count
+
+
+class TorchAccelerator(Accelerator):
+    """A kind of accelerator by the interface that torch has for all: ``torch.xpu``, or the module that a package of its
+    maker's brings (``torch_tpu``, say: a backend out of torch's tree).
+
+    Args:
+        kind: as in ``torch.device(kind)``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.name = self.device_type = kind
+
+    def is_available(self) -> bool:  # type: ignore[override]  # a static method of classes that are for one kind
+        """Whether torch finds one."""
+        return bool(device_module(self.device_type).is_available())
+
+    def auto_device_count(self) -> int:  # type: ignore[override]
+        """All that torch sees, where a backend of process groups carries their tensors; else one."""
+        present = int(device_module(self.device_type).device_count())
+        return present if carries(None, self.device_type) else min(present, 1)
+
+    def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
+        """The devices of these numbers, in the order given."""
+        kind = self.device_type
+        present = self.auto_device_count() if devices == "auto" else int(device_module(kind).device_count())
+        return [torch.device(kind, index) for index in indices_of(devices, present, kind)]
+
+
+class CUDAAccelerator(TorchAccelerator):
+    """NVIDIA's GPUs, and AMD's under a ROCm build of torch, which has the same name there."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether torch finds one."""
+        return torch.cuda.is_available()
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """All that torch sees, which ``CUDA_VISIBLE_DEVICES`` may limit."""
+        return torch.cuda.device_count()
+
+
+class MPSAccelerator(TorchAccelerator):
+    """Apple's GPU."""
+
+    def __init__(self) -> None:
+        super().__init__("mps")
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether torch finds one."""
+        return torch.backends.mps.is_available()
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """It is one."""
+        return 1
+
+
+ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
+    "cpu": CPUAccelerator,
+    "xpu": partial(TorchAccelerator, "xpu"),
+    "mps": MPSAccelerator,
+    "cuda": CUDAAccelerator,
+}
+"""Name to what makes one. ``"auto"`` is the backend that is not in torch itself, else the last of these that is
+available, ``"gpu"`` the last of ``GPUS`` that is."""
+GPUS = ("xpu", "mps", "cuda")
+PACKAGES = {
+    "tpu": "the package torch_tpu brings it, for the version of torch that it names: install both, and leave "
+    "TORCH_DEVICE_BACKEND_AUTOLOAD on, by which torch finds it",
+    "xla": "tensors of torch_xla are not torch's own, and its steps run when they are asked for: on TPUs, install "
+    "torch_tpu and give accelerator='tpu'",
+    "hpu": "Intel's package brings it: import it before the Trainer is made",
+    "ipu": "the maker's package for torch has ended",
+}
+"""Kinds of devices of which users know, and where they come from."""
+
+
+def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
+    """The accelerator for a name or an object.
+
+    Args:
+        asked: ``"auto"`` (an accelerator if there is one), ``"gpu"`` (NVIDIA's or AMD's, Apple's or Intel's),
+            ``"cpu"``, ``"cuda"``, ``"mps"``, ``"xpu"``, ``"tpu"``, the name of any device that torch has, or an
+            Accelerator.
+
+    Raises:
+        MisconfigurationException: one that torch does not have, or that is not here.
+    """
+    if isinstance(asked, Accelerator):
+        found = asked
+    elif asked == "auto":
+        return next(made for made in _all_made() if made.is_available())
+    elif asked == "gpu":
+        of_gpus = [_make(name) for name in reversed(GPUS)]
+        found = next((made for made in of_gpus if made.is_available()), of_gpus[0])
+    else:
+        found = _by_name(asked)
+    if not found.is_available():
+        raise MisconfigurationException(
+            f"accelerator={asked!r}, but torch {torch.__version__} finds no such device here{_old_driver()}: "
+            "use accelerator='auto' or 'cpu', or install a build of torch for your GPU"
+        )
+    return found
+
+
+def resolve_accelerator(
+    accelerator: str | Accelerator = "auto", devices: Devices = "auto"
+) -> tuple[str, list[torch.device]]:
+    """The device type and this node's devices, one for each rank.
+
+    Args:
+        accelerator: as in `find_accelerator`.
+        devices: how many (``2``, ``"2"``), which (``[0, 2]``, ``"0,2"``), all (``-1``, ``"-1"``), or
+            ``"auto"``, which is all of an accelerator. On the CPU the number of processes; ``"auto"`` is one.
+
+    Returns:
+        ``("cuda", [cuda:0, cuda:2])``, ``("cpu", [cpu, cpu])``.
+
+    Raises:
+        MisconfigurationException: an unknown accelerator, devices that are not there.
+
+    Example:
+        >>> resolve_accelerator("cpu", 2)
+        ('cpu', [device(type='cpu'), device(type='cpu')])
+    """
+    found = find_accelerator(accelerator)
+    return found.device_type, found.get_parallel_devices(devices)
+
+
+def carries(backend: str | None, kind: str) -> bool:
+    """Whether a backend of process groups carries tensors of a kind of device.
+
+    Args:
+        backend: as torch writes it, "gloo" or "cpu:gloo,cuda:nccl"; None: the kind's own.
+        kind: "cpu", "mps".
+    """
+    if not dist.is_available():
+        return False
+    if backend is None:
+        backend = dist.Backend.default_device_backend_map.get(kind, "undefined")
+    if ":" in backend:
+        return any(entry.startswith(f"{kind}:") for entry in backend.split(","))
+    return kind in dist.Backend.backend_capability.get(backend, ())
+
+
+def _all_made() -> Iterator[Accelerator]:
+    """One of each kind, in the order in which ``"auto"`` asks them."""
+    outside = torch.accelerator.current_accelerator()
+    if outside is not None and outside.type not in ACCELERATORS:
+        yield TorchAccelerator(outside.type)
+    yield from map(_make, reversed(ACCELERATORS))
+
+
+def _by_name(asked: object) -> Accelerator:
+    """The accelerator of a name that is one kind's.
+
+    Raises:
+        MisconfigurationException: torch has no device of the name, or no module for it.
+    """
+    if isinstance(asked, str) and asked in ACCELERATORS:
+        return _make(asked)
+    try:
+        made = TorchAccelerator(torch.device(asked).type if isinstance(asked, str) and asked != "meta" else "")
+        there = made.name == asked and all(
+            hasattr(device_module(made.name), needed) for needed in ("is_available", "device_count")
+        )
+    except RuntimeError:  # no such device, or no module for it
+        there = False
+    if there:
+        return made
+    if isinstance(asked, str) and asked in PACKAGES:
+        raise MisconfigurationException(
+            f"accelerator={asked!r}: torch {torch.__version__} has no such device here: {PACKAGES[asked]}; or use "
+            "accelerator='auto' or 'cpu'"
+        )
+    raise MisconfigurationException(
+        f"accelerator={asked!r} is not known: use 'auto', {', '.join(map(repr, ACCELERATORS))}, 'gpu', 'tpu', or the "
+        "name of a device that a package has added to torch (import it before the Trainer is made)"
+    )
+
+
+def _old_driver() -> str:
+    """What to add where the driver is older than the CUDA that torch was built for."""
+    built = torch.version.cuda
+    driver = cuda_driver_version()  # 0: there is none
+    if built is None or not 0 < driver < 1000 * int(built.partition(".")[0]):
+        return ""
+    known = f"{driver // 1000}.{driver % 1000 // 10}"
+    return f" (it was built for CUDA {built}, and the driver of this machine knows CUDA {known}: update the driver)"
+
+
+def _make(name: str) -> Accelerator:
+    return ACCELERATORS[name]()
