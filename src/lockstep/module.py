@@ -384,7 +384,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             gradient_clip_val: bound; None for the Trainer's, or for no clipping where it has none.
             gradient_clip_algorithm: "norm" (total 2-norm over all parameters) or "value" (each element).
         """
-        self.trainer.fit_loop.step.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.trainer.fit_loop.step.update.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_gradient_clipping(
         self,

@@ -158,9 +158,11 @@ def test_actions_by_closure_and_by_hand() -> None:
 def test_nothing_of_it_stays_behind() -> None:
     trainer, module = profiled(Notes(), max_epochs=1), Validated()
     trainer.fit(module, numbers(2), numbers(1))
-    for owner in (trainer, trainer.strategy, trainer.fit_loop, trainer.fit_loop.step, trainer.hooks, module):
+    step = trainer.fit_loop.step
+    parts = (step, step.update, step.batches)
+    for owner in (trainer, trainer.strategy, trainer.fit_loop, *parts, trainer.hooks, module):
         assert not [name for name, value in vars(owner).items() if "Instruments" in repr(value)], owner
-    assert trainer.fit_loop.step.module is module
+    assert step.update.module is module
 
 
 def test_a_run_that_fails_is_left_clean() -> None:

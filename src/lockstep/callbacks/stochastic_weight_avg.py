@@ -173,7 +173,7 @@ class StochasticWeightAveraging(Callback):
                 )
             replaced = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
             self._install(trainer)
-            trainer.fit_loop.step.schedulers.use(trainer.lr_scheduler_configs)
+            trainer.fit_loop.step.update.schedulers.use(trainer.lr_scheduler_configs)
             if replaced:
                 rank_zero_info(
                     f"StochasticWeightAveraging: from epoch {epoch} on, SWALR sets the learning rate in the place of "

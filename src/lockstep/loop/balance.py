@@ -23,7 +23,7 @@ from lockstep.ground.streams import has_timed_events
 from lockstep.ground.window_times import WindowTimes, typical
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed, Window
-from lockstep.loop.memory import Windows
+from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.session import Session
 from lockstep.loop.step_times import DeviceTimes, StepTimes
 
@@ -68,12 +68,12 @@ def _warn_of_batch_norm(session: Session) -> None:
             return
 
 
-def measure(session: Session, step: Windows, validation: EvaluationLoop) -> Balance | None:
+def measure(session: Session, batches: MicroBatches, validation: EvaluationLoop) -> Balance | None:
     """What measures the steps of this fit; None where nobody has asked for it.
 
     Args:
         session: of the fit.
-        step: what plays its windows, set up.
+        batches: its micro-batches, set up.
         validation: of the fit.
 
     Raises:
@@ -94,7 +94,7 @@ def measure(session: Session, step: Windows, validation: EvaluationLoop) -> Bala
             f"{type(listeners[0]).__name__}: {name} plays forward and backward of all ranks or of whole windows by "
             'itself, so that their times cannot be told apart; use strategy="ddp" or "fsdp", or leave it out.'
         )
-    return Balance(session, step, validation, listeners, shares)
+    return Balance(session, batches, validation, listeners, shares)
 
 
 # -- the looks ------------------------------------------------------------------------------------------------
@@ -108,16 +108,21 @@ class Balance:
 
     Args:
         session: of the fit.
-        step: what plays its windows.
+        batches: its micro-batches, set up.
         validation: of the fit.
         listeners: callbacks that are told of each look.
         shares: whether shares change.
     """
 
     def __init__(
-        self, session: Session, step: Windows, validation: EvaluationLoop, listeners: Sequence[Callback], shares: bool
+        self,
+        session: Session,
+        batches: MicroBatches,
+        validation: EvaluationLoop,
+        listeners: Sequence[Callback],
+        shares: bool,
     ) -> None:
-        self._session, self._step, self._validation = session, step, validation
+        self._session, self._batches, self._validation = session, batches, validation
         self._listeners, self._changes = listeners, shares
         device = session.strategy.root_device
         by_events = has_timed_events(device)
@@ -138,7 +143,7 @@ class Balance:
     def attached(self) -> Iterator[None]:
         """Inside, steps are measured."""
         try:
-            with self._times.attached(self._session.strategy, self._step, self._validation):
+            with self._times.attached(self._session.strategy, self._batches, self._validation):
                 yield
         finally:
             if self._rows is not None:

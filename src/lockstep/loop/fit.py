@@ -300,7 +300,7 @@ class FitLoop:
         self._sanity_check()
         session.state.stage = RunningStage.TRAINING
         self.setup_data()
-        holds = not session.strategy.steps_itself and not self.step.needs_closure
+        holds = not session.strategy.steps_itself and not self.step.update.needs_closure
         fit.resumed = fit.run_batches.settle(session.config, fit.loaded, fit.progress, fit.resumed, holds)
         if fit.shares is not None:
             with taking(session.ckpt_path, "its shares"):
@@ -313,7 +313,7 @@ class FitLoop:
         if session.config.balance or any(callback._hears_step_times for callback in session.callbacks):
             from lockstep.loop.balance import measure
 
-            self.balance = measure(session, self.step, self.validation)
+            self.balance = measure(session, self.step.batches, self.validation)
         if self.balance is not None:
             measured.enter_context(self.balance.attached())
 
@@ -449,7 +449,7 @@ class FitLoop:
         if self.balance is not None:
             self.balance.begin_epoch(feed, progress.epoch, accumulate)
         feed.begin(progress.epoch, progress.batch, accumulate)
-        self.step.counted = feed.rows_at if feed.counting.is_replanned else int
+        self.step.update.counted = feed.rows_at if feed.counting.is_replanned else int
         session.results.enter("training_step")
         whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
         self._act_on_signals()
@@ -493,9 +493,9 @@ class FitLoop:
                         self._updated(log_every)
                     if validates and self._validation_due(not left):
                         self._validate(not left)
-                if step.ended_by_user:
-                    step.ended_by_user, whole = False, True
-                    step.schedulers.after_epoch()
+                if step.batches.ended_by_user:
+                    step.batches.ended_by_user, whole = False, True
+                    step.update.schedulers.after_epoch()
                     break
                 self._after_window()
                 if balance is not None:
@@ -520,8 +520,8 @@ class FitLoop:
     def _after_window(self) -> None:
         """At a boundary: schedulers that watch a metric, and whether the fit stops here."""
         progress, session = self.session.fit.progress, self.session
-        if self.step.schedulers.plateau_by_step:
-            self.step.schedulers.watch_metric("step", self.step.counted(progress.batch))
+        if self.step.update.schedulers.plateau_by_step:
+            self.step.update.schedulers.watch_metric("step", self.step.update.counted(progress.batch))
         progress.windows += 1
         progress.phase = WINDOW_END
         stop = session.should_stop or progress.global_step >= self._most_steps
@@ -560,8 +560,8 @@ class FitLoop:
         for_loggers = session.published.publish(of_epoch)
         self.nan_watch.look_at([*newest, *of_epoch])
         self.nan_watch.look_at_weights()
-        if whole and self.step.watch is not None:
-            self.step.watch.epoch_ended()
+        if whole:
+            self.step.update.watch.epoch_ended()
         # a third party may have put its callback on one rank alone, and reducing takes all of them
         if hooks.on_train_epoch_end is not None or session.world_size > 1:
             hooks.call("on_train_epoch_end")
@@ -582,7 +582,7 @@ class FitLoop:
         resumed_at_end = whole and progress.phase == EPOCH_END  # after the end's hooks
         for_loggers = {} if resumed_at_end else self._call_end_hooks(whole)
         if whole:
-            self.step.schedulers.watch_metric("epoch", progress.epoch + 1)
+            self.step.update.schedulers.watch_metric("epoch", progress.epoch + 1)
         if for_loggers:
             session.log_metrics(for_loggers, progress.windows - 1)
         session.record()
@@ -670,7 +670,7 @@ class FitLoop:
         return self._validates and self._validation_due(True)
 
     def _validation_due(self, at_window_end: bool) -> bool:
-        session, at_once = self.session, self.step.at_once
+        session, at_once = self.session, self.step.way.at_once
         if at_once > 1 and not at_window_end:
             return False  # the window was played in one piece
         if self.timing.due(session.fit.progress, at_window_end, at_once):
@@ -753,7 +753,8 @@ class FitLoop:
         Returns:
             the number of batches that this rank had samples for, but for those that are None.
         """
-        feed, step, strategy, results = self.session.fit.loaded, self.step, self.session.strategy, self.session.results
+        feed, strategy, results = self.session.fit.loaded, self.session.strategy, self.session.results
+        batches = self.step.batches
         hook, table, muted = results.hook, results.table, results.muted
         results.enter("training_step")
         feed.begin(self.progress.epoch, 0)
@@ -765,9 +766,9 @@ class FitLoop:
                 with torch.no_grad(), strategy.leaving_out(absent) if absent else nullcontext():
                     used = bool(weight) and batch is not None
                     if used:
-                        batch = step.transfer(batch) if step.moves else batch
-                        arguments = (batch, number) if step.takes_idx else (batch,)
-                        strategy.run(step.training_step, *arguments)
+                        batch = batches.transfer(batch) if batches.moves else batch
+                        arguments = (batch, number) if batches.takes_idx else (batch,)
+                        strategy.run(batches.training_step, *arguments)
                 number += 1
                 drawn += used
         results.hook, results.table, results.muted = hook, table, muted

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lockstep.ground.device_memory import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.usable import held_by_others
 from lockstep.loop.session import Session
+from lockstep.loop.step import Step
 from lockstep.memory.meter import Activations, MemoryUse, parts_of, readable
 
 ASKED = (
@@ -76,14 +77,7 @@ def countable(session: Session) -> Activations | None:
     return None if compiled or session.strategy.drives_all_devices else Activations(session.module, gathered)
 
 
-class Windows(Protocol):
-    """What plays the windows of a fit: see `lockstep.loop.step.Step`."""
-
-    window: Callable[..., Iterator[None]]
-    training_step: Callable[..., Any]
-
-
-def watch_first_window(session: Session, step: Windows, told: Callable[[], None]) -> None:
+def watch_first_window(session: Session, step: Step, told: Callable[[], None]) -> None:
     """Count what the first forward of a fit keeps; later ones are as they are without this.
 
     Args:
@@ -93,7 +87,8 @@ def watch_first_window(session: Session, step: Windows, told: Callable[[], None]
     """
     session.used = session.activations = None
     activations = countable(session)
-    road, own = step.window, step.training_step
+    batches, road = step.batches, step.window
+    own = batches.training_step
 
     def first(*args: Any) -> Iterator[None]:
         step.window = road
@@ -104,7 +99,7 @@ def watch_first_window(session: Session, step: Windows, told: Callable[[], None]
 
     @wraps(own)
     def counting(*args: Any, **kwargs: Any) -> Any:
-        step.training_step = own
+        batches.training_step = own
         if activations is None or session.activations is not None:
             return own(*args, **kwargs)
         session.activations = activations
@@ -114,7 +109,7 @@ def watch_first_window(session: Session, step: Windows, told: Callable[[], None]
 
     step.window = first
     if activations is not None:
-        step.training_step = counting
+        batches.training_step = counting
 
 
 # -- out of memory -------------------------------------------------------------------------------------------

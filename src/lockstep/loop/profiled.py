@@ -16,6 +16,7 @@ from lockstep.engines.strategy import Strategy
 from lockstep.ground.types import TrainerStatus
 from lockstep.loop.feed import EvaluationFeed, Feed
 from lockstep.loop.hooks import NAMES, Hooks, Transfer, is_overridden, owner_of
+from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 
@@ -170,30 +171,36 @@ class Instruments:
 
     def _time_fit(self, trainer: Trainer) -> None:
         fit_loop, step = trainer.fit_loop, trainer.fit_loop.step
-        setup, begin, end = step.setup, step._begin, step._end
+        setup = step.setup
 
         def timed_setup() -> None:
             setup()
-            self._replace(step, "module", _TimedModule(step.module, self))
-            # the module's own methods do what the step does itself where nobody overrides them
-            step._own_zero_grad = step._own_clipping = step.schedulers.own_step = True
-            step.schedulers.module = step.module
-            self._time_transfer(step.transfer)
+            update = step.update
+            self._replace(update, "module", _TimedModule(update.module, self))
+            # the module's own methods do what the update does itself where nobody overrides them
+            update.own_zero_grad = update.own_clipping = update.schedulers.own_step = True
+            update.schedulers.module = update.module
+            self._time_batches(step.batches)
+
+        self._replace(step, "setup", timed_setup)
+        self._replace(fit_loop, "epoch", self.timed(EPOCH, fit_loop.epoch))
+
+    def _time_batches(self, batches: MicroBatches) -> None:
+        begin, end = batches.begin, batches.end
 
         def timed_begin(*args: Any) -> Any:
             batch = begin(*args)
-            if not step.ended_by_user:
+            if not batches.ended_by_user:
                 self.start(BATCH)
             return batch
 
-        def timed_end(*args: Any) -> None:
+        def timed_end(*args: Any, **kwargs: Any) -> None:
             self.stop(BATCH)
-            end(*args)
+            end(*args, **kwargs)
 
-        self._replace(step, "setup", timed_setup)
-        self._replace(step, "_begin", timed_begin)
-        self._replace(step, "_end", timed_end)
-        self._replace(fit_loop, "epoch", self.timed(EPOCH, fit_loop.epoch))
+        self._replace(batches, "begin", timed_begin)
+        self._replace(batches, "end", timed_end)
+        self._time_transfer(batches.transfer)
 
     def _time_transfer(self, transfer: Transfer) -> None:
         """The transfer hooks of training; an evaluation makes its own way to the device, which is not timed."""

@@ -18,7 +18,7 @@ from lockstep.engines.strategy import Strategy
 from lockstep.ground.streams import TimedEvent, current_stream, has_streams, timed_event
 from lockstep.ground.window_times import WindowTimes
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.memory import Windows
+from lockstep.loop.micro_batches import MicroBatches
 from lockstep.supervise.collective_trace import wrapped
 
 DATA, FORWARD, BACKWARD, WAITING, PAUSE = range(5)
@@ -53,15 +53,15 @@ class StepTimes:
     # -- what is measured
 
     @contextmanager
-    def attached(self, strategy: Strategy, step: Windows, validation: EvaluationLoop) -> Iterator[None]:
+    def attached(self, strategy: Strategy, batches: MicroBatches, validation: EvaluationLoop) -> Iterator[None]:
         """Inside, windows are measured.
 
         Args:
             strategy: of the fit, set up.
-            step: of the fit, set up.
+            batches: of the fit, set up.
             validation: of the fit; it is no part of a window.
         """
-        self._replace(step, "training_step", FORWARD)
+        self._replace(batches, "training_step", FORWARD)
         self._replace(strategy, "backward", BACKWARD)
         self._replace(validation, "evaluate", PAUSE)
         for owner, name in strategy.waits_in:

@@ -1,0 +1,162 @@
+"""The update at the end of a window: gradients are dropped, weighed, unscaled and clipped, and schedulers step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lockstep.ground.closures import demands_closure, takes_closure
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop.hooks import is_overridden, is_replaced
+from lockstep.loop.optimizers import LightningOptimizer
+from lockstep.loop.schedulers import Schedulers
+from lockstep.loop.session import Session
+from lockstep.loop.step_output import StepOutputs
+from lockstep.loop.step_watch import StepWatch
+from lockstep.module import LightningModule
+
+
+class Update:
+    """Updates the parameters of a fit by its optimizers.
+
+    Attributes:
+        module: whose methods may stand for parts of the update.
+        optimizer: the one of automatic optimization; None in manual optimization.
+        wrapped: the optimizers as users get them.
+        watch: of the optimizers' own steps.
+        needs_closure: whether the optimizer's step cannot be made without a closure.
+        by_closure: whether ``optimizer.step`` plays the last micro-batch: an optimizer or an ``optimizer_step`` wants
+            it so.
+        schedulers: of the fit.
+        counted: micro-batches of an epoch as the run's plan counts them.
+    """
+
+    def __init__(self, session: Session, outputs: StepOutputs) -> None:
+        self._session = session
+        self._strategy = session.strategy
+        self._hooks = session.hooks
+        self._fit, self._progress = session.fit, session.fit.progress
+        self._config = session.config
+        self._scaler = session.strategy.precision.scaler
+        self._shared = session.world_size > 1
+        self._outputs = outputs
+        self.module = session.module
+        self.own_zero_grad = is_replaced("optimizer_zero_grad", self.module, LightningModule)
+        self.own_clipping = is_replaced("configure_gradient_clipping", self.module, LightningModule)
+        self._clips = self.own_clipping or self._config.gradient_clip_val is not None
+        self.schedulers = Schedulers(session)
+        self.counted: Callable[[int], int] = int
+        self._use_optimizers()
+        self.by_closure = self._steps_by_closure()
+
+    # -- the optimizers ------------------------------------------------------------------------------------
+
+    def _use_optimizers(self) -> None:
+        automatic = self.module.automatic_optimization
+        self.optimizers = [*self._strategy.optimizers]
+        self.wrapped = [
+            LightningOptimizer(optimizer, self._stepped_by_user, self.module, self._strategy.synchronize)
+            for optimizer in self.optimizers
+        ]
+        self.optimizer: Optimizer | None = self.optimizers[0] if automatic else None
+        self.watch = StepWatch(self._session, self.optimizers, counts=not automatic)
+        self.needs_closure = self.optimizer is not None and demands_closure(self.optimizer)
+
+    def _steps_by_closure(self) -> bool:
+        by_engine = self._strategy.window is not None
+        is_own = is_overridden if by_engine else is_replaced
+        own_step = is_own("optimizer_step", self.module, LightningModule)
+        may = not (self._strategy.steps_itself or by_engine)
+        wants = may and any(takes_closure(optimizer) for optimizer in self.optimizers)
+        return self.module.automatic_optimization and (self.needs_closure or own_step or wants)
+
+    def change_optimizers(self) -> None:
+        """The user has put others in their place (``trainer.optimizers = [...]``): step those from here on."""
+        if self.optimizer is not None and not self.by_closure and demands_closure(self._strategy.optimizers[0]):
+            raise MisconfigurationException(
+                f"trainer.optimizers: {type(self._strategy.optimizers[0]).__name__}, which needs a closure, takes the "
+                f"place of {type(self.optimizer).__name__} in the middle of a fit: begin with it in "
+                "`configure_optimizers`, or step both yourself (`self.automatic_optimization = False`)."
+            )
+        self._strategy.change_optimizers()
+        self.watch.detach()
+        self._use_optimizers()
+
+    # -- in a window ---------------------------------------------------------------------------------------
+
+    def zero_grad(self, batch_idx: int) -> None:
+        """Drop the gradients of the window before, with the hook and the module's own way."""
+        if self._hooks.on_before_zero_grad is not None:
+            self._strategy.steps_end()  # what the hook writes in parameters stays
+            self._hooks.call("on_before_zero_grad", self.optimizer)
+        optimizer = self.optimizer
+        assert optimizer is not None
+        if self.own_zero_grad:
+            self.module.optimizer_zero_grad(self._progress.epoch, batch_idx, optimizer)
+        else:
+            optimizer.zero_grad()
+
+    def prepare(self) -> None:
+        """The window's gradient is whole: divide the users' weights out, unscale, run the hook, clip."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        if self._outputs.weighs is not False or self._fit.weights is not None:
+            self._outputs.divide_weights()
+        if self._scaler is not None:
+            self._scaler.forget(optimizer)
+            self._scaler.unscale(optimizer)
+        if self._hooks.on_before_optimizer_step is not None:
+            self._hooks.call("on_before_optimizer_step", optimizer)
+        if self._clips:
+            value, algorithm = self._config.gradient_clip_val, self._config.gradient_clip_algorithm
+            if self.own_clipping:
+                self.module.configure_gradient_clipping(optimizer, value, algorithm)
+            else:
+                self._strategy.clip(optimizer, value, algorithm)  # type: ignore[arg-type]  # which `_clips` tells
+
+    def end_window(self, batch_idx: int, updated: bool) -> None:
+        """Count the update and step the schedulers, unless there was nothing to step for, or gradients overflowed."""
+        updated = updated and not self._strategy.left_out
+        updated = updated and (self._scaler is None or not self.watch.left_out)
+        if updated:
+            self._progress.global_step += 1
+        if self._shared:
+            self._session.agreement.settle(True)
+        if updated and self.schedulers.by_step:
+            self.schedulers.after_update(self.counted(batch_idx + 1))
+        if self._progress.last:
+            self.schedulers.after_epoch()
+
+    # -- what users call -----------------------------------------------------------------------------------
+
+    def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of one optimizer, with the Trainer's settings where none are given."""
+        value = self._config.gradient_clip_val if value is None else value
+        if value is None:
+            return
+        algorithm = self._config.gradient_clip_algorithm if algorithm is None else str(algorithm).lower()
+        if algorithm not in ("norm", "value"):
+            raise MisconfigurationException(
+                f'clip_gradients(gradient_clip_algorithm={algorithm!r}): choose "norm" or "value".'
+            )
+        self._strategy.clip(optimizer, value, algorithm)
+
+    def _stepped_by_user(self, optimizer: Optimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        """``LightningOptimizer.step``: in ``optimizer_step`` the closure is the window's, in manual the user's."""
+        if not self.module.automatic_optimization:
+            own = closure
+
+            def closure() -> Any:
+                result = own() if own is not None else None
+                self.watch.settle(optimizer)
+                if self._hooks.on_before_optimizer_step is not None:
+                    self._hooks.call("on_before_optimizer_step", optimizer)
+                return result
+
+        before = self._progress.global_step
+        result = self._strategy.step(optimizer, closure, **options)
+        if self.optimizer is None and self._progress.global_step == before:  # else the window's end counts it
+            self._progress.global_step += not self.watch.left_out  # one without hooks
+        return result
