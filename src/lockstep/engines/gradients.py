@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
@@ -26,17 +26,22 @@ class HasParameters(Protocol):
         """Those of the module, and those that the optimizers alone have."""
 
 
-class Gradients:
+Holder = TypeVar("Holder", covariant=True)
+
+
+class Gradients(Generic[Holder]):
     """What backwards have left, for those who look at gradients between the window's last backward and its step.
 
     An engine that holds gradients in another way hands over a subclass as ``strategy.gradients``.
 
     Args:
         engine: whose gradients they are.
+        holder: the object of the engine that has them, where that is not ``.grad``.
     """
 
-    def __init__(self, engine: HasParameters) -> None:
+    def __init__(self, engine: HasParameters, holder: Holder) -> None:
         self.engine = engine
+        self.holder = holder
 
     def local(self, stepped: bool = False) -> list[Tensor]:
         """This rank's memory of all gradients, of what waits for a reduction, too; changed in place, they count.

@@ -79,7 +79,7 @@ class Strategy(Engine):
         super().__init__()
         self.collectives = Collectives()
         self.checkpoints = CheckpointWriter()
-        self.gradients = Gradients(self)
+        self.gradients: Gradients[object] = Gradients(self, None)
         self.copies = ModelCopies()
         self.replicas = ReplicaMap.each(World.single())
         self.peers: comm.Group = None

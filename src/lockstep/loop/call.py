@@ -251,43 +251,48 @@ def check_module(session: Session, fn: TrainerFn) -> None:
     module, loaders, kind = session.module, session.loaders, type(session.module).__name__
     check_removed_hooks(module, fn)
     check_uncalled(session.strategy, session.callbacks, module, session.datamodule)
-
-    def has(name: str) -> bool:
-        return is_overridden(name, module, LightningModule)
-
     if fn is TrainerFn.FITTING:
-        for name in ("training_step", "configure_optimizers"):
-            if not has(name):
-                raise MisconfigurationException(f"trainer.fit({kind}): the module has no `{name}`; define it.")
-        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-            raise MisconfigurationException(
-                f"trainer.fit({kind}): `training_step(dataloader_iter)` is not supported: the order of data and which "
-                "ranks have samples are planned batch by batch. Define `training_step(batch, batch_idx)`."
-            )
-        if not loaders.defined("train"):
-            raise MisconfigurationException(
-                f"trainer.fit({kind}): no training data: pass `train_dataloaders=` or `datamodule=`, or define "
-                "`train_dataloader` in the module."
-            )
-        if loaders.defined("val") != has("validation_step"):
-            there, lacking = ("a val_dataloader", "validation_step")
-            if has("validation_step"):
-                there, lacking = ("a validation_step", "val_dataloader")
-            rank_zero_warn(f"{kind}: there is {there} but no {lacking}: validation is left out.")
-        if not module.automatic_optimization:
-            _check_manual(session.config)
-        check_contradictions(session)
+        _check_fitted(session)
     elif fn in STEP_OF:
         stage = "val" if fn is TrainerFn.VALIDATING else "test"
-        if not has(STEP_OF[fn]):
+        if not _has(module, STEP_OF[fn]):
             raise MisconfigurationException(f"trainer.{fn}({kind}): the module has no `{STEP_OF[fn]}`; define it.")
         _check_loader(loaders, fn, stage)
     else:
-        if not has("predict_step") and type(module).forward is torch.nn.Module.forward:
+        if not _has(module, "predict_step") and type(module).forward is torch.nn.Module.forward:
             raise MisconfigurationException(
                 f"trainer.predict({kind}): the module has neither `predict_step` nor `forward`; define one."
             )
         _check_loader(loaders, fn, "predict")
+
+
+def _has(module: LightningModule, name: str) -> bool:
+    return is_overridden(name, module, LightningModule)
+
+
+def _check_fitted(session: Session) -> None:
+    module, loaders, kind = session.module, session.loaders, type(session.module).__name__
+    for name in ("training_step", "configure_optimizers"):
+        if not _has(module, name):
+            raise MisconfigurationException(f"trainer.fit({kind}): the module has no `{name}`; define it.")
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise MisconfigurationException(
+            f"trainer.fit({kind}): `training_step(dataloader_iter)` is not supported: the order of data and which "
+            "ranks have samples are planned batch by batch. Define `training_step(batch, batch_idx)`."
+        )
+    if not loaders.defined("train"):
+        raise MisconfigurationException(
+            f"trainer.fit({kind}): no training data: pass `train_dataloaders=` or `datamodule=`, or define "
+            "`train_dataloader` in the module."
+        )
+    if loaders.defined("val") != _has(module, "validation_step"):
+        there, lacking = ("a val_dataloader", "validation_step")
+        if _has(module, "validation_step"):
+            there, lacking = ("a validation_step", "val_dataloader")
+        rank_zero_warn(f"{kind}: there is {there} but no {lacking}: validation is left out.")
+    if not module.automatic_optimization:
+        _check_manual(session.config)
+    check_contradictions(session)
 
 
 def _check_loader(loaders: RunLoaders, fn: TrainerFn, stage: str) -> None:

@@ -222,9 +222,7 @@ class EvaluationLoop:
         loader = 0
         for batch, batch_idx, dataloader_idx, weight, is_padding in self._batches(feed):
             if dataloader_idx != loader:
-                results.end_loader(loader)
-                if not sanity_steps:
-                    session.published.preview(results.epoch_so_far(loader))
+                self._end_loader(loader, shows=not sanity_steps)
                 loader = dataloader_idx
             if session.interruption is not None and ends_at_once:
                 raise KeyboardInterrupt
@@ -250,6 +248,13 @@ class EvaluationLoop:
         results.hook, results.among_batches = ("", -1), False
         if several:
             results.end_loader(loader)
+
+    def _end_loader(self, loader: int, shows: bool) -> None:
+        """A loader is through, and another one follows; ``shows``: users see what was logged so far."""
+        results = self.session.results
+        results.end_loader(loader)
+        if shows:
+            self.session.published.preview(results.epoch_so_far(loader))
 
     def _batches(self, feed: EvaluationFeed) -> Iterator[tuple[Any, int, int, float, bool]]:
         """This rank's batches, and whether each is a padding batch, as engines need whose forwards communicate."""

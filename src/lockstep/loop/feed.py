@@ -587,25 +587,36 @@ class Feed:
         last = False
         while number < stop and not last:
             room = int(min(accumulate, stop - number))
-            held.extend(itertools.islice(batches, room - len(held)))
-            after = self._source.state_dict()
-            if number + room < stop:
-                held.extend(itertools.islice(batches, room + 1 - len(held)))
+            after = self._fetch(batches, held, room, number + room < stop)
             mine, held = held[:room], held[room:]
             absent, of_rank, last, of_parts = self._agree([weight for _, weight in mine], bool(held), room)
             size = len(absent)
             if size == 0:
                 return
-            if self._padded:
-                if len(mine) < size and padding is _END:
-                    padding = mine[-1][0] if mine else self._any_batch()
-                padding = mine[-1][0] if mine else padding
+            if self._padded and mine:
+                padding = mine[-1][0]
+            elif self._padded and padding is _END:
+                padding = self._any_batch()
             mine += [(padding, 0.0)] * (size - len(mine))
             of_rows = [getattr(weight, "parts", [0.0] * len(of_parts)) for _, weight in mine]
             among = partial(self._among, [weight for _, weight in mine], of_rows, of_rank, of_parts)
             drawn = self._handed_out(mine[begun:], after)
             yield Window(drawn, among(None), last, of_rank, begun, absent, among, _first_gap(of_parts, of_rank))
             number, begun = number + size, 0
+
+    def _fetch(
+        self, batches: Iterator[tuple[Any, float]], held: list[tuple[Any, float]], room: int, goes_on: bool
+    ) -> dict[str, Any]:
+        """Have the batches of a window in ``held``, and one more where the epoch may go on behind it.
+
+        Returns:
+            the state of the source behind the window.
+        """
+        held.extend(itertools.islice(batches, room - len(held)))
+        after = self._source.state_dict()
+        if goes_on:
+            held.extend(itertools.islice(batches, room + 1 - len(held)))
+        return after
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
         """The batches of a window; until the last is out, the feed's state is that before the window."""

@@ -69,7 +69,7 @@ def collect(
         alone: ask no other rank: leave out what each has to itself, and go back to the window's beginning.
         trainable_only: leave out weights that are frozen, and say which they are.
     """
-    module, datamodule, progress, strategy = session.module, session.datamodule, session.fit.progress, session.strategy
+    progress, strategy = session.fit.progress, session.strategy
     with session.base.left_out() if trainable_only else nullcontext():
         engine = strategy.save(alone, weights_only)
     base = session.base.record(strategy.named_parameters()) if trainable_only else {}
@@ -93,17 +93,25 @@ def collect(
         checkpoint[OWN]["optimizers"] = [class_of(optimizer) for optimizer in strategy.optimizers]
         checkpoint.update(_training(session, engine))
         checkpoint[OWN].update(_resume_alone(session, engine) if alone else _resume(session, engine))
-    for source in (module, datamodule):
+    checkpoint.update(_of_users(session, weights_only))
+    session.hooks.call("on_save_checkpoint", checkpoint)
+    return checkpoint
+
+
+def _of_users(session: Session, weights_only: bool) -> dict[str, Any]:
+    """Hyperparameters of the module and the data module, and the state of that one."""
+    found: dict[str, Any] = {}
+    datamodule = session.datamodule
+    for source in (session.module, datamodule):
         if source is not None and source.hparams:
-            checkpoint[source.CHECKPOINT_HYPER_PARAMS_KEY] = plain_hyperparameters(source.hparams)
+            found[source.CHECKPOINT_HYPER_PARAMS_KEY] = plain_hyperparameters(source.hparams)
             if source._hparams_name is not None:
-                checkpoint[source.CHECKPOINT_HYPER_PARAMS_NAME] = source._hparams_name
+                found[source.CHECKPOINT_HYPER_PARAMS_NAME] = source._hparams_name
     if datamodule is not None and not weights_only:
         saved = datamodule.state_dict()
         if saved:
-            checkpoint[type(datamodule).__qualname__] = saved
-    session.hooks.call("on_save_checkpoint", checkpoint)
-    return checkpoint
+            found[type(datamodule).__qualname__] = saved
+    return found
 
 
 def _resume(session: Session, engine: EngineState) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from lockstep.engines.owners import NOT_ELEMENTWISE, TOGETHER
 from lockstep.engines.sharded.fully_shard import find_blocks
 from lockstep.ground.combined import parts_of
 from lockstep.ground.device import current_device, synchronize
-from lockstep.ground.seed import random_states, set_random_states
+from lockstep.ground.seed import isolate_rng
 from lockstep.ground.streams import has_timed_events, timed_event
 from lockstep.ground.torch_parts import PLAN, refuse_without
 from lockstep.ground.tree import tensors_in
@@ -383,18 +383,14 @@ def _traced(step: TracedStep, units: dict[str, nn.Module], batch: object, again:
     refuse_without(PLAN, "a plan", "name a strategy")
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    states = random_states()
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as after:
-            after.callback(fake(step.module, step.dtype))
-            if again:
-                after.callback(recompute(step.module))
-            # views of the batch are views of these, and no memory of the step's
-            stand_ins = [mode.from_tensor(tensor) for tensor in tensors_in(batch, 6)]
-            trace, optimizers = trace_step(step, list(units.values()), [batch, stand_ins])
-            parameters = _parameters(step.module, units, optimizers, trace)
-    finally:
-        set_random_states(states)
+    with isolate_rng(), FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as after:
+        after.callback(fake(step.module, step.dtype))
+        if again:
+            after.callback(recompute(step.module))
+        # views of the batch are views of these, and no memory of the step's
+        stand_ins = [mode.from_tensor(tensor) for tensor in tensors_in(batch, 6)]
+        trace, optimizers = trace_step(step, list(units.values()), [batch, stand_ins])
+        parameters = _parameters(step.module, units, optimizers, trace)
     parts = [part for optimizer in optimizers for part in parts_of(optimizer)]
     return _Traced(trace, parameters, [type(part).__name__ for part in parts])
 
@@ -505,12 +501,10 @@ def measure_step(
     """
     by_name = dict(step.module.named_modules())
     units = [by_name[block.name] for block in profile.blocks]
-    tensors = [*step.module.parameters(), *step.module.buffers()]
-    before = [tensor.detach().clone() for tensor in tensors]
-    states, optimizers = random_states(), list(step.optimizers())
     found: list[dict[tuple[str, int], float]] = []
     begun = time.perf_counter()
-    try:
+    with _put_back(step.module):
+        optimizers = list(step.optimizers())
         for number in range(warm_up + steps):
             clock = _Clock(units, device)
             with current_device(device):
@@ -519,13 +513,27 @@ def measure_step(
                 found.append(clock.seconds())
             if time.perf_counter() - begun > patience and len(found) >= 2:
                 break
+    return replace(profile, steps=_timed_steps(profile, found), device=device.type)
+
+
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """Parameters, buffers and random states are on leaving what they were on entering; gradients are dropped."""
+    tensors = [*module.parameters(), *module.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    try:
+        with isolate_rng():
+            yield
     finally:
         with torch.no_grad():
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
         for tensor in tensors:
             tensor.grad = None
-        set_random_states(states)
+
+
+def _timed_steps(profile: ModelProfile, found: list[dict[tuple[str, int], float]]) -> dict[str, StepProfile]:
+    """The steps of a profile with seconds, given those of each block in each step that was measured."""
     medians = _pooled(profile, {key: statistics.median([one.get(key, 0.0) for one in found]) for key in found[0]})
     totals = sorted(sum(one.values()) for one in found)
     spread = (totals[(3 * len(totals)) // 4] - totals[len(totals) // 4]) / statistics.median(totals)
@@ -536,7 +544,7 @@ def measure_step(
             if block.repeated:
                 again[BACKWARD, number] = medians.get((BACKWARD, number), 0.0) + medians.get((FORWARD, number), 0.0)
         timed["recomputed"] = _timed(profile.steps["recomputed"], again, spread)
-    return replace(profile, steps=timed, device=device.type)
+    return timed
 
 
 def _pooled(profile: ModelProfile, seconds: dict[tuple[str, int], float]) -> dict[tuple[str, int], float]:

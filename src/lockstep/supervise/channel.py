@@ -23,10 +23,10 @@ class Channel:
     """One end of it. Any thread may send; one thread at a time may receive.
 
     Args:
-        connection: a connected stream socket; it belongs to the line from now on.
+        connection: a connected stream socket; it belongs to the channel from now on.
 
     Example:
-        >>> here, there = map(Line, socket.socketpair())
+        >>> here, there = map(Channel, socket.socketpair())
         >>> here.send({"say": "hello"}), there.receive()
         (True, {'say': 'hello'})
         >>> here.close()
@@ -75,7 +75,7 @@ class Channel:
         return message if isinstance(message, dict) else None
 
     def receive_with_file(self) -> tuple[Message | None, int | None]:
-        """The first message of a line, and the file that came with it."""
+        """The first message of a channel, and the file that came with it."""
         try:
             text, descriptors, _, _ = socket.recv_fds(self._socket, 2**16, 1)
         except OSError:

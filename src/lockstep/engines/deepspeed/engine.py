@@ -436,23 +436,29 @@ class ZeroEngine:
         self.optimizer.load_state_dict({**saved, "state": {}})
         states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for number, parameter in self._numbered(saved):
-            piece, state = self.pieces.get(id(parameter)), saved["state"].get(number, {})
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            for key, value in state.items():
-                is_flat = isinstance(value, Tensor) and value.shape == shape and key != "step"
-                part = self._cut(parameter, value) if is_flat and not value.is_meta else None
-                if piece is None or (isinstance(value, Tensor) and value.is_meta):
-                    continue
-                if part is not None:
-                    flat = states[piece.flat].setdefault(key, torch.zeros_like(piece.flat, requires_grad=False))
-                    piece.of(flat).copy_(part)
-                else:
-                    states[piece.flat][key] = value.clone() if isinstance(value, Tensor) else value
+            for key, value in saved["state"].get(number, {}).items():
+                self._take_state(states, parameter, key, value)
         for flat, found in states.items():
             self._stepping.state[flat].update(found)
         if self.stage != 3 and states:
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
+
+    def _take_state(self, states: dict[Tensor, dict[str, Any]], parameter: Parameter, key: str, value: object) -> None:
+        """Take this rank's part of one value of a parameter's state into those of flat tensors."""
+        shape, part = getattr(parameter, "ds_shape", parameter.shape), None
+        if isinstance(value, Tensor) and value.is_meta:
+            return
+        if isinstance(value, Tensor) and value.shape == shape and key != "step":
+            part = self._cut(parameter, value)  # on all ranks: a tensor in parts is put together
+        piece = self.pieces.get(id(parameter))
+        if piece is None:
+            return
+        if part is not None:
+            flat = states[piece.flat].setdefault(key, torch.zeros_like(piece.flat, requires_grad=False))
+            piece.of(flat).copy_(part)
+        else:
+            states[piece.flat][key] = value.clone() if isinstance(value, Tensor) else value
 
     def _cut(self, parameter: Parameter, value: Tensor) -> Tensor | None:
         """What this rank needs of a whole tensor, or of one in parts."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.engines.deepspeed.engine import ZeroEngine
-from lockstep.engines.gradients import Gradients, HasParameters
+from lockstep.engines.gradients import Gradients
 from lockstep.ground.errors import MisconfigurationException
 
 MIDDLE = (
@@ -19,26 +19,17 @@ MIDDLE = (
 )
 
 
-class ZeroGradients(Gradients):
-    """Of DeepSpeed's engine; ``.grad`` is empty.
-
-    Args:
-        engine: whose gradients they are.
-        zero: has them.
-    """
-
-    def __init__(self, engine: HasParameters, zero: ZeroEngine) -> None:
-        super().__init__(engine)
-        self._zero = zero
+class ZeroGradients(Gradients[ZeroEngine]):
+    """Of DeepSpeed's engine; ``.grad`` is empty."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
         """This rank's parts, and the norms that offloading has noted of them."""
-        return [*self._zero.gradients(), *self._zero.norms()]
+        return [*self.holder.gradients(), *self.holder.norms()]
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, ``.grad`` is the whole gradient, to be looked at: what is done to it is lost. Collective."""
-        zero = self._zero
+        zero = self.holder
         if not zero.has_gradients:
             yield
             return

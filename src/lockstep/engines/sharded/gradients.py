@@ -6,33 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lockstep.engines.gradients import Gradients, HasParameters
+from lockstep.engines.gradients import Gradients
 from lockstep.ground.parts import local_part
 
 if TYPE_CHECKING:
-    from lockstep.engines.sharded.fully_shard import ShardedModule
+    pass
 
 
-class ShardedGradients(Gradients):
-    """Of a module whose parameters are shards, but for some that are whole.
-
-    Args:
-        engine: whose gradients they are.
-        shards: its module.
-    """
-
-    def __init__(self, engine: HasParameters, shards: ShardedModule) -> None:
-        super().__init__(engine)
-        self._shards = shards
+class ShardedGradients(Gradients["ShardedModule"]):
+    """Of a module whose parameters are shards, but for some that are whole."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
         """This rank's shards, and whole ones that wait for a reduction."""
-        found = [*super().local(stepped), *([] if stepped else self._shards.gathered()[1])]
+        found = [*super().local(stepped), *([] if stepped else self.holder.gathered()[1])]
         return list({id(gradient): local_part(gradient) for gradient in found}.values())
 
     def held(self) -> dict[str, Any]:
         """Those of parameters that are whole, and what each rank has to itself of the others, as ``"sharded"``."""
-        named, shards = self.engine.named_parameters(), self._shards
+        named, shards = self.engine.named_parameters(), self.holder
         whole = {name: p.grad for name, p in named.items() if name not in shards.parameters and p.grad is not None}
         return {"gradients": {n: each.detach().cpu().clone() for n, each in whole.items()}, "sharded": shards.held()}
 
@@ -40,9 +31,9 @@ class ShardedGradients(Gradients):
         """Take this rank's part of gradients that come whole."""
         from lockstep.engines.sharded.fully_shard import cut_like
 
-        given, parts = saved.get("gradients", {}), self._shards.parameters
+        given, parts = saved.get("gradients", {}), self.holder.parameters
         super().hold({"gradients": {name: each for name, each in given.items() if name not in parts}})
         for name, gradient in given.items():
             if name in parts:
                 parts[name].grad = cut_like(parts[name], gradient.to(parts[name].dtype))
-        self._shards.hold(saved.get("sharded", {}))
+        self.holder.hold(saved.get("sharded", {}))
