@@ -147,10 +147,10 @@ def test_a_checkpoint_moves(ranks: RankPool, tmp_path: Path, wrote: str, many: i
             torch.testing.assert_close(value, uninterrupted[name], rtol=1e-7, atol=1e-10, msg=name)
 
 
-def resumed_to_bits(batch: int, folder: str, shards: bool) -> bool:
+def resumed_to_bits(kind: str, batch: int, folder: str, shards: bool) -> bool:
     def fit(resume: str | None = None) -> dict[str, Any]:
         trainer = quiet(
-            strategy=fsdp(accumulate_shards=shards),
+            strategy=FSDPStrategy(state_dict_type=kind, accumulate_shards=shards),
             devices=2,
             max_epochs=3,
             accumulate_grad_batches=3,
@@ -166,11 +166,18 @@ def resumed_to_bits(batch: int, folder: str, shards: bool) -> bool:
     return all(torch.equal(whole["weights"][name], value) for name, value in again["weights"].items())
 
 
-@pytest.mark.parametrize(("batch", "shards"), [(1, True), pytest.param(0, False, marks=pytest.mark.slow)])
+WITHIN = [("full", 0, True), ("full", 1, False), ("sharded", 1, True)]
+SLOW = [("full", n, shards) for n in (0, 1, 2, 4) for shards in (True, False)] + [("sharded", 0, False)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "shards"),
+    [*WITHIN, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in WITHIN)],
+)
 def test_a_run_resumes_to_the_same_bits_within_a_window(
-    ranks: RankPool, tmp_path: Path, batch: int, shards: bool
+    ranks: RankPool, tmp_path: Path, kind: str, batch: int, shards: bool
 ) -> None:
-    found = ranks(2).run(resumed_to_bits, batch, str(tmp_path), shards, timeout=60)
+    found = ranks(2).run(resumed_to_bits, kind, batch, str(tmp_path), shards, timeout=60)
     assert found == [True, True]
 
 

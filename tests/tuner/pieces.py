@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import LightningDataModule, LightningModule
+from lockstep import Callback, LightningDataModule, LightningModule
 
 FEATURES = 4
 
@@ -97,6 +97,19 @@ def contents(trainer: Any) -> dict[str, Any]:
             "gradients": [parameter.grad for parameter in module.parameters()],
         }
     )
+
+
+class Compare(Callback):
+    """Notes everything before and after a finder, which stands between two of these."""
+
+    def __init__(self) -> None:
+        self.notes: list[dict[str, Any]] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.notes.append(contents(trainer))
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.notes.append(contents(trainer))
 
 
 def same(left: Any, right: Any) -> bool:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.callbacks import BatchSizeFinder, Callback
+from lockstep.callbacks import BatchSizeFinder
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.tuner import Tuner
 from lockstep.tuner.batch_size import BatchSizeSearch, search
 from lockstep.utilities.combined_loader import CombinedLoader
 from tests.loop.pieces import Recorder, Slope, numbers, quiet
-from tests.tuner.pieces import Data, Net, contents, differences
+from tests.tuner.pieces import Compare, Data, Net, differences
 
 
 @pytest.fixture(autouse=True)
@@ -206,17 +206,6 @@ def test_a_validation_inside_a_fit_searches_nothing() -> None:
 
 
 # -- what it leaves ----------------------------------------------------------------------------------------
-
-
-class Compare(Callback):
-    def __init__(self) -> None:
-        self.notes: list[dict[str, Any]] = []
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.notes.append(contents(trainer))
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.notes.append(contents(trainer))
 
 
 class InMidFit(BatchSizeFinder):

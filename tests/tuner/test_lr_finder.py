@@ -20,7 +20,7 @@ from lockstep.tuner import Tuner
 from lockstep.tuner.lr_finder import LRFinder
 from lockstep.utilities.combined_loader import CombinedLoader
 from tests.loop.pieces import QUIET, Recorder, Slope, numbers, quiet
-from tests.tuner.pieces import Data, Net, contents, differences, samples
+from tests.tuner.pieces import Compare, Data, Net, differences, samples
 
 FREE: dict[str, Any] = {"early_stop_threshold": None}
 
@@ -144,19 +144,6 @@ def test_too_few_results_suggest_nothing() -> None:
 
 
 # -- what it leaves ----------------------------------------------------------------------------------------
-
-
-class Compare(Callback):
-    """Notes everything before and after the finder, which stands between two of these."""
-
-    def __init__(self) -> None:
-        self.notes: list[dict[str, Any]] = []
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.notes.append(contents(trainer))
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.notes.append(contents(trainer))
 
 
 class InMidFit(LearningRateFinder):

@@ -19,7 +19,7 @@ from lockstep.ground.device_memory import total_memory
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.ground.seed import random_states, set_random_states
+from lockstep.ground.seed import isolate_rng
 from lockstep.launch.environment import cores
 from lockstep.loop.hooks import Transfer
 from lockstep.memory.meter import readable
@@ -56,8 +56,8 @@ def first_batch(trainer: Trainer) -> Any:
     Raises:
         MisconfigurationException: there is no training data.
     """
-    states, data = random_states(), trainer.datamodule
-    try:
+    data = trainer.datamodule
+    with isolate_rng():
         if data is not None:
             data.prepare_data()
             data.setup("fit")
@@ -68,10 +68,7 @@ def first_batch(trainer: Trainer) -> Any:
         batches = [next(iter(loader), None) for loader in loaders]
         if not batches or any(batch is None for batch in batches):
             raise MisconfigurationException("a plan needs a batch, and a training loader gives none.")
-        batch = batches[0] if nest is None else tree_unflatten(batches, nest)
-    finally:
-        set_random_states(states)
-    return batch
+        return batches[0] if nest is None else tree_unflatten(batches, nest)
 
 
 @contextmanager

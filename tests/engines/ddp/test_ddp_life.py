@@ -19,31 +19,20 @@ from torch.utils.data import DataLoader
 
 from lockstep.engines.ddp.container import DistributedDataParallel
 from lockstep.testing.pool import RankPool
-
-
-def _net(norm: bool = False) -> nn.Sequential:
-    torch.manual_seed(2)
-    layers: list[nn.Module] = [nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)]
-    if norm:
-        layers.insert(1, nn.BatchNorm1d(5))
-    return nn.Sequential(*layers).double()
-
-
-def _batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+from tests.engines.ddp.nets import batch_of, make_net
 
 
 def _expected(step: int, world: int = 2) -> list[Tensor]:
-    net = _net()
+    net = make_net()
     for rank in range(world):
-        (net(_batch(step, rank)).square().mean() / world).backward()
+        (net(batch_of(step, rank)).square().mean() / world).backward()
     return [p.grad for p in net.parameters() if p.grad is not None]
 
 
 def _right(model: nn.Module, step: int = 0, world: int = 2) -> bool:
-    """Whether a step of ``model`` (weights as of `_net`) has the gradients of one process."""
+    """Whether a step of ``model`` (weights as of `make_net`) has the gradients of one process."""
     model.zero_grad()
-    model(_batch(step, dist.get_rank())).square().mean().backward()
+    model(batch_of(step, dist.get_rank())).square().mean().backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     pairs = list(zip(grads, _expected(step, world), strict=True))
     return all(bool((grad - right).abs().max() <= 1e-12 * right.abs().max()) for grad, right in pairs)
@@ -109,11 +98,11 @@ def test_buffers_are_rank_zeros_before_a_forward(ranks: RankPool, keep: str, fir
 
 def _two_forwards_before_a_backward() -> bool:
     """BatchNorm saves its statistics for the backward, and the second forward gets rank 0's before."""
-    net = _net(norm=True)
+    net = make_net(norm=True)
     net[1].eval()  # saves the buffers themselves
     model = DistributedDataParallel(net)
-    one = model(_batch(0, 0)).square().mean()
-    (one + model(_batch(1, 0)).square().mean()).backward()
+    one = model(batch_of(0, 0)).square().mean()
+    (one + model(batch_of(1, 0)).square().mean()).backward()
     return net[0].weight.grad is not None
 
 
@@ -125,7 +114,7 @@ def test_buffers_that_a_backward_needs_may_be_taken_before_it(ranks: RankPool) -
 
 
 def _module_hooks() -> list[list[str]]:
-    net = _net()
+    net = make_net()
     heard: list[str] = []
     net.register_forward_pre_hook(lambda *_: heard.append("root before"))
     net.register_forward_hook(lambda *_: heard.append("root after"))
@@ -149,7 +138,9 @@ def test_hooks_of_the_module_and_its_parts_run(ranks: RankPool) -> None:
 
 
 def _copies(how: str) -> list[bool]:
-    model = DistributedDataParallel(_net(), bucket_cap_mb=0.0002, device_ids=["cpu"], static_graph=how == "deepcopy")
+    model = DistributedDataParallel(
+        make_net(), bucket_cap_mb=0.0002, device_ids=["cpu"], static_graph=how == "deepcopy"
+    )
     own = _right(model)
     if how == "pickle":
         other = pickle.loads(pickle.dumps(model))
@@ -174,7 +165,7 @@ def test_copies_train_on_their_own(ranks: RankPool, how: str) -> None:
 
 
 def _copy_on_one_rank() -> bool:
-    model = DistributedDataParallel(_net())
+    model = DistributedDataParallel(make_net())
     if dist.get_rank() == 0:  # an average of weights, kept by one rank only
         kept = copy.deepcopy(model)
         with torch.no_grad():
@@ -189,7 +180,7 @@ def test_a_copy_needs_no_other_rank(ranks: RankPool) -> None:
 
 def _of_another_group() -> str:
     group = dist.new_group([0, 1])
-    model = DistributedDataParallel(_net(), process_group=group)
+    model = DistributedDataParallel(make_net(), process_group=group)
     assert copy.deepcopy(model).process_group is group
     with pytest.raises(RuntimeError) as raised:
         pickle.dumps(model)
@@ -208,12 +199,12 @@ def _halves() -> tuple[bool, int]:
     """Two groups of two ranks train each for itself."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     rank = dist.get_rank()
-    net = _net()
+    net = make_net()
     model = DistributedDataParallel(net, process_group=groups[rank // 2])
-    model(_batch(0, rank)).square().mean().backward()
-    alone = _net()
+    model(batch_of(0, rank)).square().mean().backward()
+    alone = make_net()
     for other in (rank // 2 * 2, rank // 2 * 2 + 1):
-        (alone(_batch(0, other)).square().mean() / 2).backward()
+        (alone(batch_of(0, other)).square().mean() / 2).backward()
     right = torch.allclose(net[0].weight.grad, alone[0].weight.grad, rtol=1e-12)  # type: ignore[arg-type]
     return right, model.reducer.rounds
 
@@ -223,12 +214,12 @@ def test_groups_of_some_ranks_train_each_for_itself(ranks: RankPool) -> None:
 
 
 def _moved() -> list[bool]:
-    model = DistributedDataParallel(_net().float())
-    model(_batch(0, 0).float()).sum().backward()
+    model = DistributedDataParallel(make_net().float())
+    model(batch_of(0, 0).float()).sum().backward()
     model.zero_grad()
     model.double()
     with torch.no_grad():
-        for mine, right in zip(model.parameters(), _net().parameters(), strict=True):
+        for mine, right in zip(model.parameters(), make_net().parameters(), strict=True):
             mine.copy_(right)
     found = [_right(model), _right(model, 1)]
     assert model.eval() is model
@@ -242,11 +233,11 @@ def test_a_container_can_be_cast_and_changes_mode(ranks: RankPool) -> None:
 
 
 def _another_group() -> list[bool]:
-    model = DistributedDataParallel(_net())
+    model = DistributedDataParallel(make_net())
     found = [_right(model)]
     model._update_process_group(dist.new_group([0, 1]))
     found.append(_right(model, 1))
-    late = DistributedDataParallel(_net())
+    late = DistributedDataParallel(make_net())
     late._set_static_graph()
     return [*found, _right(late), _right(late, 1), _right(late, 2)]
 
@@ -265,7 +256,7 @@ def _own_backend(address: str) -> list[bool]:
     dist.Backend.register_backend("own", make, devices=["cpu"])
     rank = int(os.environ["RANK"])
     dist.init_process_group("own", init_method=address, rank=rank, world_size=2)
-    model = DistributedDataParallel(_net(), shared_memory=False)
+    model = DistributedDataParallel(make_net(), shared_memory=False)
     return [dist.get_backend() == "own", _right(model), _right(model, 1)]
 
 
@@ -277,9 +268,9 @@ def test_another_backend_than_gloo_and_nccl(ranks: RankPool, tmp_path: Path) -> 
 
 
 def _grad_on_one_rank() -> bool:
-    model = DistributedDataParallel(_net(), forward_sync_buffers=False)
+    model = DistributedDataParallel(make_net(), forward_sync_buffers=False)
     if dist.get_rank() == 0:
-        x = _batch(5, 0).requires_grad_()
+        x = batch_of(5, 0).requires_grad_()
         with torch.enable_grad():
             (found,) = torch.autograd.grad(model(x).sum(), x)
             several = torch.autograd.grad(model(x).sum(), list(model.parameters()))
@@ -294,13 +285,13 @@ def test_autograd_grad_on_one_rank_hangs_nobody(ranks: RankPool) -> None:
 
 def _with_func() -> list[bool]:
     """torch.func over the container on one rank, and steps before and after."""
-    model = DistributedDataParallel(_net())
+    model = DistributedDataParallel(make_net())
     before = _right(model)
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    x = _batch(0, 0)
+    x = batch_of(0, 0)
     loss = lambda weights: torch.func.functional_call(model, weights, (x,)).square().mean()  # noqa: E731
     found = torch.func.grad(loss)(own)
-    alone = _net()
+    alone = make_net()
     alone(x).square().mean().backward()
     same = [torch.allclose(found[f"module.{name}"], p.grad) for name, p in alone.named_parameters()]  # type: ignore
     return [before, all(same), model.reducer.rounds == 1, _right(model, 1)]
@@ -316,7 +307,7 @@ def test_torch_func_differentiates_the_container(ranks: RankPool) -> None:
 
 def _with_hooks(how: str) -> list[bool]:
     """Hooks on the parameters, put there when the model is wrapped already, double each gradient."""
-    net, alone = _net(), _net()
+    net, alone = make_net(), make_net()
     model = DistributedDataParallel(net, bucket_cap_mb=0.0001)
 
     def double(parameter: Tensor) -> None:
@@ -334,9 +325,9 @@ def _with_hooks(how: str) -> list[bool]:
     for step in range(3):
         model.zero_grad()
         alone.zero_grad()
-        model(_batch(step, dist.get_rank())).square().mean().backward()
+        model(batch_of(step, dist.get_rank())).square().mean().backward()
         for rank in range(2):
-            alone(_batch(step, rank)).square().mean().backward()  # twice the half
+            alone(batch_of(step, rank)).square().mean().backward()  # twice the half
         pairs = zip(net.parameters(), alone.parameters(), strict=True)
         found.append(all(torch.allclose(p.grad, q.grad, rtol=1e-12) for p, q in pairs))  # type: ignore[arg-type]
     return found
@@ -364,9 +355,9 @@ def _with_other_memory(big: bool, held: bool, settings: dict[str, Any]) -> list[
             for each in (model, alone):
                 if zero != "never":
                     each.zero_grad(set_to_none=zero == "to None")
-            model(_batch(step, dist.get_rank())).square().mean().backward()
+            model(batch_of(step, dist.get_rank())).square().mean().backward()
             for rank in range(2):
-                (alone(_batch(step, rank)).square().mean() / 2).backward()
+                (alone(batch_of(step, rank)).square().mean() / 2).backward()
             old = []
             for (name, p), q in zip(net.named_parameters(), alone.parameters(), strict=True):
                 assert p.grad is not None
@@ -393,8 +384,8 @@ def test_gradients_whose_data_was_replaced_are_averaged_in_the_next_step(
 
 
 def _with_workers() -> list[bool]:
-    model = DistributedDataParallel(_net())
-    data = [_batch(step, dist.get_rank()) for step in range(4)]
+    model = DistributedDataParallel(make_net())
+    data = [batch_of(step, dist.get_rank()) for step in range(4)]
     found = []
     for _ in range(2):
         for step, batch in enumerate(DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")):
@@ -446,10 +437,10 @@ def _compiled(how: str) -> tuple[bool, list[str], bool]:
         right = True
         for step in range(3):
             net.zero_grad()
-            model(_batch(step, dist.get_rank())).square().mean().backward()
+            model(batch_of(step, dist.get_rank())).square().mean().backward()
             alone.zero_grad()
             for rank in range(2):
-                (alone(_batch(step, rank)).square().mean() / 2).backward()
+                (alone(batch_of(step, rank)).square().mean() / 2).backward()
             for mine, other in zip(net.parameters(), alone.parameters(), strict=True):
                 right = right and torch.allclose(mine.grad, other.grad, rtol=1e-12)  # type: ignore[arg-type]
     told = [str(warning.message) for warning in caught if "compiled as a whole" in str(warning.message)]
@@ -480,8 +471,8 @@ def test_compiled_models(ranks: RankPool, how: str) -> None:
 
 
 def _dropped() -> list[int]:
-    net = _net()
-    loss = DistributedDataParallel(net)(_batch(0, dist.get_rank())).square().mean()
+    net = make_net()
+    loss = DistributedDataParallel(net)(batch_of(0, dist.get_rank())).square().mean()
     kept = len(net[0].weight._post_accumulate_grad_hooks)
     loss.backward()  # the outputs keep their container until here
     right = [torch.allclose(p.grad, g, rtol=1e-12) for p, g in zip(net.parameters(), _expected(0), strict=True)]
@@ -494,7 +485,7 @@ def test_a_container_that_nobody_uses_lets_go_of_the_model(ranks: RankPool) -> N
 
 
 def _wrapped_again() -> list[bool]:
-    net = _net()
+    net = make_net()
     found = []
     for _ in range(2):
         model = DistributedDataParallel(net)

@@ -13,25 +13,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lockstep.engines.ddp.container import DistributedDataParallel
 from lockstep.testing.pool import RankPool
+from tests.engines.ddp.nets import batch_of, make_net
 
 COUNTS = [2, 4, 3]
 """Batches by rank."""
 
 
-def _net(norm: bool = False) -> nn.Sequential:
-    torch.manual_seed(2)
-    layers: list[nn.Module] = [nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)]
-    if norm:
-        layers.insert(1, nn.BatchNorm1d(5))
-    return nn.Sequential(*layers).double()
-
-
-def _batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def _joined(by_all: bool, zero: bool, epochs: int = 1, checked: bool = False) -> tuple[list[Tensor], int, bool]:
-    net = _net()
+    net = make_net()
     model = DistributedDataParallel(net, bucket_cap_mb=0.0002, check_reduction=checked)
     optimizer: Any
     if zero:
@@ -44,20 +33,20 @@ def _joined(by_all: bool, zero: bool, epochs: int = 1, checked: bool = False) ->
         with Join(joinables, divide_by_initial_world_size=by_all) if zero else model.join(by_all):
             for step in range(COUNTS[rank]):
                 optimizer.zero_grad()
-                model(_batch(step, rank)).square().mean().backward()
+                model(batch_of(step, rank)).square().mean().backward()
                 optimizer.step()
     return [p.detach().clone() for p in net.parameters()], model.reducer.rounds, model._join_config.enable
 
 
 def _alone(by_all: bool, epochs: int = 1) -> list[Tensor]:
-    net = _net()
+    net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(epochs):
         for step in range(max(COUNTS)):
             optimizer.zero_grad()
             there = [rank for rank in range(3) if step < COUNTS[rank]]
             for rank in there:
-                (net(_batch(step, rank)).square().mean() / (3 if by_all else len(there))).backward()
+                (net(batch_of(step, rank)).square().mean() / (3 if by_all else len(there))).backward()
             optimizer.step()
     return [p.detach().clone() for p in net.parameters()]
 
@@ -82,12 +71,12 @@ def test_join_and_check_reduction(ranks: RankPool) -> None:
 
 def _accumulating() -> list[Tensor]:
     """One more batch on rank 1, and gradients that are reduced in every second one."""
-    net = _net()
+    net = make_net()
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with model.join():
         for step in range(4 + 2 * dist.get_rank()):
-            loss_of = lambda step=step: model(_batch(step, dist.get_rank())).square().mean()  # noqa: E731
+            loss_of = lambda step=step: model(batch_of(step, dist.get_rank())).square().mean()  # noqa: E731
             if step % 2 == 0:
                 with model.no_sync():
                     loss_of().backward()
@@ -99,12 +88,12 @@ def _accumulating() -> list[Tensor]:
 
 
 def test_accumulation_in_join(ranks: RankPool) -> None:
-    net = _net()
+    net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(6):
         for rank in range(2):
             if step < 4 + 2 * rank:
-                (net(_batch(step, rank)).square().mean() / 2).backward()
+                (net(batch_of(step, rank)).square().mean() / 2).backward()
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -114,13 +103,13 @@ def test_accumulation_in_join(ranks: RankPool) -> None:
 
 
 def _buffers() -> list[Any]:
-    net = _net(norm=True)
+    net = make_net(norm=True)
     model = DistributedDataParallel(net)
     with model.join():
         for step in range(1 + 2 * dist.get_rank()):
-            model(_batch(step, dist.get_rank()) + dist.get_rank()).square().mean().backward()
+            model(batch_of(step, dist.get_rank()) + dist.get_rank()).square().mean().backward()
     # outside of it everything is as before
-    model(_batch(9, 0)).square().mean().backward()
+    model(batch_of(9, 0)).square().mean().backward()
     return [int(net[1].num_batches_tracked), net[1].running_mean.clone()]
 
 
@@ -131,12 +120,12 @@ def test_buffers_and_the_final_model_are_those_of_a_rank_that_trained(ranks: Ran
 
 
 def _throwing() -> str:
-    model = DistributedDataParallel(_net())
+    model = DistributedDataParallel(make_net())
 
     def train() -> None:
         with model.join(throw_on_early_termination=True):
             for step in range(1 + dist.get_rank()):
-                model(_batch(step, 0)).square().mean().backward()
+                model(batch_of(step, 0)).square().mean().backward()
 
     with pytest.raises(RuntimeError) as raised:
         train()
@@ -150,10 +139,10 @@ def test_all_ranks_can_be_made_to_raise_when_one_has_run_out(ranks: RankPool) ->
 
 
 def _not_enabled() -> int:
-    model = DistributedDataParallel(_net())
+    model = DistributedDataParallel(make_net())
     with model.join(enable=False):
         for step in range(2):
-            model(_batch(step, 0)).square().mean().backward()
+            model(batch_of(step, 0)).square().mean().backward()
     return model.reducer.rounds
 
 
@@ -190,7 +179,7 @@ def _chained(in_turn: bool) -> list[Any]:
     try:
         with Join([first, second]):
             for step in range(1 + 2 * dist.get_rank()):
-                batch = _batch(step, dist.get_rank())
+                batch = batch_of(step, dist.get_rank())
                 if in_turn:
                     first(batch).square().mean().backward()
                     second(batch).square().mean().backward()

@@ -31,7 +31,7 @@ from lockstep.strategies import DDPStrategy, FSDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure
 from tests.equivalence.models import Idle, Normed, Plain, Sometimes, Weighted, rows
-from tests.loop.pieces import SaveAt, quiet
+from tests.loop.pieces import quiet
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -426,39 +426,6 @@ def test_a_checkpoint_goes_from_strategy_to_strategy(
     for found in ranks(more).run(fit_to, 5, reads, path, timeout=60):
         for name, value in found.items():
             torch.testing.assert_close(value, whole[name], rtol=1e-7, atol=1e-10, msg=name)
-
-
-RESUMES = [(1, True), (2, True), (4, True), (0, False), (2, False), (4, False)]
-
-
-def resumed_to_bits(batch: int, folder: str, shards: bool) -> bool:
-    def fit(resume: str | None = None) -> dict[str, Tensor]:
-        trainer = quiet(
-            strategy=FSDPStrategy(accumulate_shards=shards),
-            devices=2,
-            max_epochs=2,
-            accumulate_grad_batches=3,
-            callbacks=[] if resume else [SaveAt(batch, f"{folder}/at.ckpt", epoch=1)],
-            gradient_clip_val=0.5,
-        )
-        trainer.seed = 5
-        torch.manual_seed(1 + dist.get_rank())
-        module = Adam()
-        trainer.fit(module, [(x.float(), y.float()) for x, y in rows(24)(4)], ckpt_path=resume)
-        return {name: value.clone() for name, value, _ in trainer.strategy.whole_parameters()}
-
-    whole = fit()
-    again = fit(f"{folder}/at.ckpt")
-    return all(torch.equal(whole[name], value) for name, value in again.items())
-
-
-@pytest.mark.parametrize(
-    ("batch", "shards"), [(0, True), (1, False), *(pytest.param(b, s, marks=pytest.mark.slow) for b, s in RESUMES)]
-)
-def test_a_run_resumes_to_the_same_bits_also_within_a_window(
-    ranks: RankPool, tmp_path: Path, batch: int, shards: bool
-) -> None:
-    assert ranks(2).run(resumed_to_bits, batch, str(tmp_path), shards, timeout=60) == [True, True]
 
 
 def best_of_a_fit(folder: str) -> list[float]:
