@@ -22,7 +22,7 @@ from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.shared_memory import SharedReduction
 from lockstep.engines.dp import strategy as dp
 from lockstep.loop import feed
-from lockstep.loop.feed import Window
+from lockstep.loop.window import Window
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, Running, Sometimes, Weighted, rows

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from lockstep.engines.engine import MicroBatch, WindowPlayer
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.feed import Window
 from lockstep.loop.micro_batches import Begun, MicroBatches
 from lockstep.loop.parts import StepParts
 from lockstep.loop.session import Session
 from lockstep.loop.step_output import StepOutputs, detached
 from lockstep.loop.update import Update
 from lockstep.loop.weighing import share_of
+from lockstep.loop.window import Window
 
 
 class Ahead:

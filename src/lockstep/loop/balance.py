@@ -22,10 +22,11 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.streams import has_timed_events
 from lockstep.ground.window_times import WindowTimes, typical
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.feed import Feed, Window
+from lockstep.loop.feed import Feed
 from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.session import Session
 from lockstep.loop.step_times import DeviceTimes, StepTimes
+from lockstep.loop.window import Window
 
 PERIOD = 8
 """Windows from one look at the ranks' times to the next."""

@@ -13,186 +13,22 @@ from operator import mul, not_
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader
 
 from lockstep.data.combined import LENGTHS, Mixed, RowWeight, checked_shares, make_sources, unpack
 from lockstep.data.cut import WindowPlan
-from lockstep.data.source import Gather, LoaderSource, Replicas, Reshare, SourceSpec, length_of
+from lockstep.data.source import LoaderSource, Replicas, Reshare, SourceSpec
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.loop.batch_counting import BatchCounting, ResumePoint
+from lockstep.loop.loader_checks import Limit, check_alike, check_batches, check_trainable, limited, longest, no_batches
 from lockstep.loop.weighing import Part, weigh, weigh_parts
-
-# -- what feeds are made of ----------------------------------------------------------------------------------
-
-
-Limit = int | float | None
-"""As of a ``limit_*_batches`` flag: a number of batches, a part of the length (float), 1.0 or None: all."""
-
-
-def limited(limit: Limit, length: int | float, flag: str) -> int | float:
-    """Number of micro-batches under a ``limit_*_batches`` flag.
-
-    Raises:
-        MisconfigurationException: a part of a length that is not known, or less than one batch.
-    """
-    if limit is None or (isinstance(limit, float) and limit == 1.0):
-        return length
-    if isinstance(limit, int) or limit == 0:
-        return min(int(limit), length)
-    if math.isinf(length):
-        raise MisconfigurationException(
-            f"{flag}={limit} is a part of the loader's length, but the loader has none (no `__len__`): give "
-            f"a number of batches, such as {flag}=100, or 1.0 for all."
-        )
-    count = int(length * limit)
-    if count == 0 and length > 0:
-        raise MisconfigurationException(
-            f"{flag}={limit} of {length} batches is less than one: give at least {1 / length:.4g}, or a "
-            f"number of batches, such as {flag}=1."
-        )
-    return count
-
-
-def longest(count: int | float, gather: Gather) -> int | float:
-    """The number of micro-batches of the rank that has most."""
-    most = gather(torch.tensor(count, dtype=torch.float64)).max().item()
-    return most if math.isinf(most) else int(most)
-
-
-@does("comparing the loaders of the ranks")
-def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -> bool:
-    """Whether loaders are of the same length on all ranks; those that lockstep shares out must be.
-
-    Raises:
-        MisconfigurationException: the ranks have different data sets or batch sizes.
-    """
-    if spec.gather is None or not parts:
-        return True
-    mine = [[-1 if math.isinf(part.length) else int(part.length), part.even, part.batch, part.rest] for part in parts]
-    ranks = spec.gather(torch.tensor(mine, dtype=torch.int64))
-    same = (ranks == ranks[0]).all(dim=2).all(dim=0).tolist()
-    for number, (part, name) in enumerate(zip(parts, names, strict=True)):
-        if not same[number] and not part.own:
-            lengths = ", ".join(str(length) for length in ranks[:, number, 0].tolist())
-            raise MisconfigurationException(
-                f"{name} is not the same on all ranks (batches by rank: {lengths}). lockstep shares one data "
-                "set out over the ranks: build the same loader on each; or, if each rank has data of its "
-                "own, set Trainer(use_distributed_sampler=False)."
-            )
-    return all(same)
-
-
-def check_batches(parts: list[LoaderSource], loaders: list[Any], names: list[str], ranks: int) -> None:
-    """Refuse training loaders without batches on so many ranks.
-
-    Raises:
-        MisconfigurationException: with the reason.
-    """
-    for part, loader, name in zip(parts, loaders, names, strict=True):
-        if part.planned(ranks) == 0:
-            raise MisconfigurationException(no_batches(loader, name, ranks))
-
-
-def check_trainable(source: object, loaders: list[Any], mode: str) -> None:
-    """Refuse what a training hook returned, where it is no loader, or loaders one after the other.
-
-    Raises:
-        MisconfigurationException: with the reason.
-    """
-    if mode == "sequential":
-        raise MisconfigurationException(
-            'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
-            '"max_size" or "max_size_cycle".'
-        )
-    if not loaders:
-        raise MisconfigurationException(f"train_dataloader gave no loaders, but {source!r}: return at least one.")
-
-
-def no_batches(loader: object, name: str, size: int) -> str:
-    """Why a loader gives no batches."""
-    samples = length_of(getattr(loader, "dataset", None))
-    if not isinstance(loader, DataLoader) or not samples:
-        return f"{name} has no batches: its data set is empty (length 0)."
-    if loader.drop_last:
-        needed = f"batch_size={loader.batch_size}" + (f" x {size} ranks" if size > 1 else "")
-        return (
-            f"{name} has no batches: drop_last=True drops a global batch that is not full, and the {samples} "
-            f"samples do not fill one ({needed}). Set drop_last=False or a smaller batch_size."
-        )
-    return f"{name} has no batches: its sampler yields no samples (its `len()` is 0)."
-
-
-# -- feeds ---------------------------------------------------------------------------------------------------
-
+from lockstep.loop.window import Window, first_gap
 
 CountingFor = Callable[[int, list[int], bool], BatchCounting]
 """How a run counts batches, given the number of replicas, the ``batch_size`` of its loaders and whether they can be cut
 into windows of any size."""
 
 _END = object()
-
-
-class Window:
-    """The micro-batches of one optimizer step, as this rank draws them; to be iterated once.
-
-    Iterating gives (batch, weight, share): ``weight`` is the number of samples drawn for the micro-batch (0.0
-    where this rank's part is empty; the batch is None then, or a padding batch), ``share`` what its loss is
-    multiplied with, so that the average over the ranks of the sum over the window is the mean over all samples of
-    the window: weight x ranks / (sum of the weights of all ranks and micro-batches).
-
-    Attributes:
-        size: number of micro-batches that are left, the same on all ranks.
-        begun: micro-batches of this window that an earlier attempt of the run has done.
-        last: whether this is the epoch's last window.
-        absent: of each micro-batch, the ranks whose part is empty; None where there are none in the window.
-        of_rank: each rank's samples in the window.
-        gap: a rank, and a loader of which it has no samples in a micro-batch of which it has others; else None.
-    """
-
-    __slots__ = ("_among", "_batches", "_parts", "absent", "begun", "gap", "last", "of_rank", "size")
-
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        parts: Sequence[Part],
-        last: bool,
-        of_rank: Sequence[float],
-        begun: int = 0,
-        absent: Sequence[tuple[int, ...]] | None = None,
-        among: Callable[[Sequence[int] | None], Sequence[Part]] | None = None,
-        gap: tuple[int, int] | None = None,
-    ) -> None:
-        self.gap, self.of_rank = gap, of_rank
-        self.absent = absent[begun:] if absent is not None and any(absent) else None
-        self._batches = batches
-        self._parts = parts[begun:] if begun else parts
-        self.size = len(parts) - begun
-        self.begun = begun
-        self.last = last
-        self._among = among  # the parts where some ranks average; None: their weights are equal
-
-    def share_among(self, ranks: Sequence[int]) -> None:
-        """Let gradients be averaged over these ranks alone, this one among them: to the mean over their samples."""
-        if self._among is not None:
-            self._parts = self._among(ranks)[self.begun :]
-
-    def __iter__(self) -> Iterator[tuple[Any, float, float]]:
-        batches = self._batches
-        for weight, share in self._parts:
-            batch = next(batches, _END)
-            if batch is _END:
-                raise RuntimeError("A training loader ended before the length that it had given (its `len()`).")
-            yield batch, weight, share
-
-
-def _first_gap(of_parts: Sequence[Sequence[float]], of_rank: Sequence[float]) -> tuple[int, int] | None:
-    """The first rank, and its loader, that has samples of a micro-batch and none of this loader's."""
-    for loader, part in enumerate(of_parts):
-        for rank, weight in enumerate(part):
-            if of_rank[rank] and not weight:
-                return rank, loader
-    return None
 
 
 class Feed:
@@ -601,7 +437,7 @@ class Feed:
             of_rows = [getattr(weight, "parts", [0.0] * len(of_parts)) for _, weight in mine]
             among = partial(self._among, [weight for _, weight in mine], of_rows, of_rank, of_parts)
             drawn = self._handed_out(mine[begun:], after)
-            yield Window(drawn, among(None), last, of_rank, begun, absent, among, _first_gap(of_parts, of_rank))
+            yield Window(drawn, among(None), last, of_rank, begun, absent, among, first_gap(of_parts, of_rank))
             number, begun = number + size, 0
 
     def _fetch(

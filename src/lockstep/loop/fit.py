@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.config.run import RunConfig, set_flag
+from lockstep.config.run import set_flag
 from lockstep.ground.copies import kept
 from lockstep.ground.errors import Inner, MisconfigurationException, no_inner_part
 from lockstep.ground.rank import does, rank_zero_warn
@@ -22,7 +21,7 @@ from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.feed import Feed, Window
+from lockstep.loop.feed import Feed
 from lockstep.loop.fit_messages import say
 from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.nan_watch import NanWatch
@@ -31,105 +30,14 @@ from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals
 from lockstep.loop.state_checks import taking
 from lockstep.loop.step import Step
+from lockstep.loop.validation_timing import ValidationTiming
+from lockstep.loop.window import Window
 from lockstep.loop.window_start import WindowStart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.loop.balance import Balance
-
-# -- when a fit validates ------------------------------------------------------------------------------------
-
-
-class ValidationTiming:
-    """The flags ``val_check_interval`` and ``check_val_every_n_epoch`` of one fit.
-
-    Attributes:
-        every: training batches between two validations; infinite: at the epoch's end; None: by time, or not planned.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.every: int | float | None = None
-        self._counted: Callable[[int], int] | None = None
-        self._seconds = math.inf
-        self._since = 0.0
-        self._flag = 0
-
-    def start(self) -> None:
-        """The fit begins; the ranks can agree on things."""
-        interval = self._session.config.val_check_interval
-        self._seconds = interval.total_seconds() if isinstance(interval, timedelta) else math.inf
-        self._since = time.monotonic()
-        self._flag = self._session.agreement.register("validate")
-
-    def plan(self, batches: int | float, counted: Callable[[int], int] | None = None) -> None:
-        """Take in how many training batches an epoch has.
-
-        Args:
-            batches: by the count of the run's plan.
-            counted: tells that count from this rank's; None: they are the same.
-
-        Raises:
-            MisconfigurationException: an interval that does not go with this number.
-        """
-        self.every = _interval(self._session.config, batches)
-        self._counted = counted
-
-    def in_epoch(self, epoch: int) -> bool:
-        """Whether this epoch is validated at all."""
-        every = self._session.config.check_val_every_n_epoch
-        return self._session.enable_validation and (every is None or (epoch + 1) % every == 0)
-
-    def due(self, progress: Progress, at_window_end: bool, batches: int = 1) -> bool:
-        """Whether the interval is over after a training batch, or within the last ones, which were played at once."""
-        every = self.every
-        if every is None:
-            return at_window_end and self._time_is_up()
-        if every == math.inf:
-            return progress.last
-        earlier = progress.earlier if self._session.config.check_val_every_n_epoch is None else 0
-        counted = self._counted or int
-        before, after = (earlier + counted(number) for number in (progress.batch - batches, progress.batch))
-        return before // every < after // every  # a batch of ours may step over the one at which it is due
-
-    def _time_is_up(self) -> bool:
-        """Rank 0's clock decides, and all ranks learn of it at the same boundary."""
-        session, up = self._session, time.monotonic() - self._since >= self._seconds
-        if session.world_size == 1:
-            return up
-        if up and session.is_global_zero:
-            session.agreement.request(self._flag)
-        return bool(session.agreement.is_up(self._flag))
-
-    def done(self) -> None:
-        """A validation has ended; the clock begins anew."""
-        self._since = time.monotonic()
-        self._session.agreement.lower(self._flag)
-
-
-def _interval(config: RunConfig, batches: int | float) -> int | float | None:
-    interval = config.val_check_interval
-    if isinstance(interval, timedelta):
-        return None
-    if isinstance(interval, int):
-        if interval > batches > 0 and config.check_val_every_n_epoch is not None and config.limit_val_batches:
-            raise MisconfigurationException(
-                f"Trainer(val_check_interval={interval}): an epoch has {batches} training batches, so validation "
-                "would never run; give a smaller number, or check_val_every_n_epoch=None to count across epochs."
-            )
-        return interval
-    if batches == math.inf:
-        if interval != 1.0:
-            raise MisconfigurationException(
-                f"Trainer(val_check_interval={interval}) is a fraction of an epoch whose length is not known: give "
-                "an int (training batches), a time, or 1.0 for the epoch's end."
-            )
-        return math.inf
-    return max(1, int(batches * interval))
-
-
-# -- the loop ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

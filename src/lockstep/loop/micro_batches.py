@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from lockstep.ground.rank import warn_once
-from lockstep.loop.feed import Window
 from lockstep.loop.hooks import Transfer
 from lockstep.loop.padding import padding
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
 from lockstep.loop.signatures import takes_idx
 from lockstep.loop.update import Update
+from lockstep.loop.window import Window
 
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
 SKIPPED = (

@@ -1,0 +1,109 @@
+"""What loaders are asked before a feed is made of them: how many batches they give, and whether ranks have the same."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.data.source import Gather, LoaderSource, SourceSpec, length_of
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import does
+
+Limit = int | float | None
+"""As of a ``limit_*_batches`` flag: a number of batches, a part of the length (float), 1.0 or None: all."""
+
+
+def limited(limit: Limit, length: int | float, flag: str) -> int | float:
+    """Number of micro-batches under a ``limit_*_batches`` flag.
+
+    Raises:
+        MisconfigurationException: a part of a length that is not known, or less than one batch.
+    """
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        return length
+    if isinstance(limit, int) or limit == 0:
+        return min(int(limit), length)
+    if math.isinf(length):
+        raise MisconfigurationException(
+            f"{flag}={limit} is a part of the loader's length, but the loader has none (no `__len__`): give "
+            f"a number of batches, such as {flag}=100, or 1.0 for all."
+        )
+    count = int(length * limit)
+    if count == 0 and length > 0:
+        raise MisconfigurationException(
+            f"{flag}={limit} of {length} batches is less than one: give at least {1 / length:.4g}, or a "
+            f"number of batches, such as {flag}=1."
+        )
+    return count
+
+
+def longest(count: int | float, gather: Gather) -> int | float:
+    """The number of micro-batches of the rank that has most."""
+    most = gather(torch.tensor(count, dtype=torch.float64)).max().item()
+    return most if math.isinf(most) else int(most)
+
+
+@does("comparing the loaders of the ranks")
+def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -> bool:
+    """Whether loaders are of the same length on all ranks; those that lockstep shares out must be.
+
+    Raises:
+        MisconfigurationException: the ranks have different data sets or batch sizes.
+    """
+    if spec.gather is None or not parts:
+        return True
+    mine = [[-1 if math.isinf(part.length) else int(part.length), part.even, part.batch, part.rest] for part in parts]
+    ranks = spec.gather(torch.tensor(mine, dtype=torch.int64))
+    same = (ranks == ranks[0]).all(dim=2).all(dim=0).tolist()
+    for number, (part, name) in enumerate(zip(parts, names, strict=True)):
+        if not same[number] and not part.own:
+            lengths = ", ".join(str(length) for length in ranks[:, number, 0].tolist())
+            raise MisconfigurationException(
+                f"{name} is not the same on all ranks (batches by rank: {lengths}). lockstep shares one data "
+                "set out over the ranks: build the same loader on each; or, if each rank has data of its "
+                "own, set Trainer(use_distributed_sampler=False)."
+            )
+    return all(same)
+
+
+def check_batches(parts: list[LoaderSource], loaders: list[Any], names: list[str], ranks: int) -> None:
+    """Refuse training loaders without batches on so many ranks.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    for part, loader, name in zip(parts, loaders, names, strict=True):
+        if part.planned(ranks) == 0:
+            raise MisconfigurationException(no_batches(loader, name, ranks))
+
+
+def check_trainable(source: object, loaders: list[Any], mode: str) -> None:
+    """Refuse what a training hook returned, where it is no loader, or loaders one after the other.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    if mode == "sequential":
+        raise MisconfigurationException(
+            'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
+            '"max_size" or "max_size_cycle".'
+        )
+    if not loaders:
+        raise MisconfigurationException(f"train_dataloader gave no loaders, but {source!r}: return at least one.")
+
+
+def no_batches(loader: object, name: str, size: int) -> str:
+    """Why a loader gives no batches."""
+    samples = length_of(getattr(loader, "dataset", None))
+    if not isinstance(loader, DataLoader) or not samples:
+        return f"{name} has no batches: its data set is empty (length 0)."
+    if loader.drop_last:
+        needed = f"batch_size={loader.batch_size}" + (f" x {size} ranks" if size > 1 else "")
+        return (
+            f"{name} has no batches: drop_last=True drops a global batch that is not full, and the {samples} "
+            f"samples do not fill one ({needed}). Set drop_last=False or a smaller batch_size."
+        )
+    return f"{name} has no batches: its sampler yields no samples (its `len()` is 0)."

@@ -1,0 +1,72 @@
+"""A window: the micro-batches of one optimizer step, as a rank draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from lockstep.loop.weighing import Part
+
+_END = object()
+
+
+class Window:
+    """The micro-batches of one optimizer step, as this rank draws them; to be iterated once.
+
+    Iterating gives (batch, weight, share): ``weight`` is the number of samples drawn for the micro-batch (0.0
+    where this rank's part is empty; the batch is None then, or a padding batch), ``share`` what its loss is
+    multiplied with, so that the average over the ranks of the sum over the window is the mean over all samples of
+    the window: weight x ranks / (sum of the weights of all ranks and micro-batches).
+
+    Attributes:
+        size: number of micro-batches that are left, the same on all ranks.
+        begun: micro-batches of this window that an earlier attempt of the run has done.
+        last: whether this is the epoch's last window.
+        absent: of each micro-batch, the ranks whose part is empty; None where there are none in the window.
+        of_rank: each rank's samples in the window.
+        gap: a rank, and a loader of which it has no samples in a micro-batch of which it has others; else None.
+    """
+
+    __slots__ = ("_among", "_batches", "_parts", "absent", "begun", "gap", "last", "of_rank", "size")
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        parts: Sequence[Part],
+        last: bool,
+        of_rank: Sequence[float],
+        begun: int = 0,
+        absent: Sequence[tuple[int, ...]] | None = None,
+        among: Callable[[Sequence[int] | None], Sequence[Part]] | None = None,
+        gap: tuple[int, int] | None = None,
+    ) -> None:
+        self.gap, self.of_rank = gap, of_rank
+        self.absent = absent[begun:] if absent is not None and any(absent) else None
+        self._batches = batches
+        self._parts = parts[begun:] if begun else parts
+        self.size = len(parts) - begun
+        self.begun = begun
+        self.last = last
+        self._among = among  # the parts where some ranks average; None: their weights are equal
+
+    def share_among(self, ranks: Sequence[int]) -> None:
+        """Let gradients be averaged over these ranks alone, this one among them: to the mean over their samples."""
+        if self._among is not None:
+            self._parts = self._among(ranks)[self.begun :]
+
+    def __iter__(self) -> Iterator[tuple[Any, float, float]]:
+        batches = self._batches
+        for weight, share in self._parts:
+            batch = next(batches, _END)
+            if batch is _END:
+                raise RuntimeError("A training loader ended before the length that it had given (its `len()`).")
+            yield batch, weight, share
+
+
+def first_gap(of_parts: Sequence[Sequence[float]], of_rank: Sequence[float]) -> tuple[int, int] | None:
+    """The first rank, and its loader, that has samples of a micro-batch and none of this loader's."""
+    for loader, part in enumerate(of_parts):
+        for rank, weight in enumerate(part):
+            if of_rank[rank] and not weight:
+                return rank, loader
+    return None
