@@ -48,7 +48,7 @@ class Channel:
         Returns:
             whether it went out; not where the other end is gone, or takes nothing in for a second.
         """
-        text = json.dumps(message).encode() + b"\n"
+        text = line_of(message)
         with self._lock:
             try:
                 if descriptor is not None:
@@ -68,11 +68,7 @@ class Channel:
                 return None
             self._rest += more
         text, _, self._rest = self._rest.partition(b"\n")
-        try:
-            message = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        return message if isinstance(message, dict) else None
+        return message_in(text)
 
     def receive_with_file(self) -> tuple[Message | None, int | None]:
         """The first message of a channel, and the file that came with it."""
@@ -99,6 +95,20 @@ class Channel:
         except OSError as error:
             self.error = error
             return b""
+
+
+def line_of(message: Message) -> bytes:
+    """A message as it is sent."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def message_in(line: bytes) -> Message | None:
+    """The message that a line is; None if it is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def door(name: str) -> socket.socket | None:

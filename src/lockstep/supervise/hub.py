@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import errno
 import hmac
-import json
 import resource
 import secrets
 import socket
@@ -22,7 +21,7 @@ from typing import Any
 
 from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.local import is_own, loopback_of
-from lockstep.supervise.channel import Message
+from lockstep.supervise.channel import LONGEST, Message, line_of, message_in
 from lockstep.supervise.screen_text import one_line, reason_of, say
 
 IDLE, INTERVAL, PROBES = 10, 5, 4
@@ -42,9 +41,6 @@ HELLO = 2**16
 
 NAME = 100
 """Characters of a host's name that are shown."""
-
-LONGEST = 4 * 2**20
-"""Bytes of a message. None is longer; whoever sends more is none of ours."""
 
 WAITING = 16 * LONGEST
 """Bytes that wait for a connection to take them in, above which it is given up."""
@@ -179,7 +175,7 @@ class Hub:
         except OSError:
             return False
         try:
-            opened.sendall(_text({"token": token, "node": self.node, "host": self.host, "name": self._name}))
+            opened.sendall(line_of({"token": token, "node": self.node, "host": self.host, "name": self._name}))
             welcome = opened.recv(1)  # the hub's first byte: nothing else is sent before it
             self.is_refused = welcome == TAKEN
         except OSError:
@@ -207,7 +203,7 @@ class Hub:
         Returns:
             whether it will go out to any node. Not if it has more than `LONGEST` bytes.
         """
-        text = _text({"node": self.node, "topic": topic, "body": body, **({} if to is None else {"to": to})})
+        text = line_of({"node": self.node, "topic": topic, "body": body, **({} if to is None else {"to": to})})
         return len(text) <= LONGEST and self._pass(topic, text, to, newest=newest)
 
     def close(self, last: object = None) -> None:
@@ -216,7 +212,7 @@ class Hub:
         Args:
             last: what those who listen for a "farewell" get.
         """
-        self._pass("farewell", _text({"node": self.node, "farewell": True, "body": last}), None)
+        self._pass("farewell", line_of({"node": self.node, "farewell": True, "body": last}), None)
         self._end()
 
     # -- the thread
@@ -406,7 +402,7 @@ class Hub:
             return
         topic = str(message.get("topic"))
         if self.node == 0 and "to" not in message:
-            self._pass(topic, _text(message), None, but=connection.node)
+            self._pass(topic, line_of(message), None, but=connection.node)
         heard = self._listeners.get(topic)
         if heard is not None:
             heard(node, message["body"])
@@ -460,16 +456,6 @@ def _nobody(node: int, body: object) -> None:
     """Who hears what nobody listens for."""
 
 
-def _text(message: Message) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
 def _message(line: bytes) -> Message | None:
     """The message that a line is; None if it is none, or not whole."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    return message_in(line) if line.endswith(b"\n") else None
