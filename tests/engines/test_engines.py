@@ -26,7 +26,7 @@ from tests.engines.averaging import AveragingStrategy
 from tests.engines.test_contract import fit as answers_of_contract
 from tests.engines.windows import ForwardsFirst
 from tests.equivalence.models import Idle, Plain, Sometimes, Weighted, rows
-from tests.loop.pieces import Slope, numbers, quiet
+from tests.loop.pieces import SaveAt, Slope, Validated, numbers, quiet
 
 # -- a strategy of 60 lines ----------------------------------------------------------------------------------
 
@@ -176,6 +176,22 @@ def test_a_checkpoint_between_windows_of_an_engine_goes_on_to_the_same_bits(
     ranks: RankPool, tmp_path: Path, every: int
 ) -> None:
     assert ranks(1).run(resumed, tmp_path, every) == [True]
+
+
+def validated(path: Path) -> list[list[int]]:
+    flags: dict[str, Any] = {"accumulate_grad_batches": 4, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    whole, again = Validated(), Validated()
+    for module, callbacks, start in ((whole, [SaveAt(3, path)], None), (again, [], path)):
+        trainer = quiet(strategy=ForwardsFirst(), devices=1, max_epochs=1, callbacks=callbacks, **flags)
+        trainer.fit(module, numbers(8), numbers(1), ckpt_path=start)
+    return [whole.validated, again.validated]
+
+
+def test_a_resume_behind_a_window_of_an_engine_left_out_the_validation_that_was_due_within_it(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """The first window of a fit is watched for its memory, and was not known as one that is played ahead."""
+    assert ranks(1).run(validated, tmp_path / "at.ckpt") == [[[4, 8], [0, 4]]]
 
 
 def refused() -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lockstep.loop import fit
+from lockstep.loop import validation_timing
 from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import QUIET, Stream, Validated, numbers, on_ranks, quiet
@@ -147,7 +147,7 @@ class Ticks(Validated):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(fit, "time", made)
+    monkeypatch.setattr(validation_timing, "time", made)
     monkeypatch.setattr(Ticks, "clock", made, raising=False)
     return made
 
