@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
-import os
 import typing
 import warnings
 from pathlib import Path
@@ -21,16 +19,6 @@ from lockstep.config.run import RunConfig
 from lockstep.ground.types import RunningStage
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import QUIET, Recorder, Slope, Validated, numbers, on_ranks, quiet
-
-
-@pytest.fixture(scope="session")
-def lightning() -> Any:
-    before = os.environ.copy()
-    library = pytest.importorskip("lightning.pytorch")
-    for name in set(os.environ) - set(before):  # its import sets variables
-        del os.environ[name]
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    return library
 
 
 def public(trainer: Any) -> set[str]:

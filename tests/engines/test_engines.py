@@ -25,21 +25,12 @@ from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.engines.averaging import AveragingStrategy
 from tests.engines.test_contract import fit as answers_of_contract
 from tests.engines.windows import ForwardsFirst
-from tests.equivalence.models import Idle, Plain, Sometimes, Weighted, rows
+from tests.equivalence.models import CASES, Plain, rows
 from tests.loop.pieces import SaveAt, Slope, Validated, numbers, quiet
 
 # -- a strategy of 60 lines ----------------------------------------------------------------------------------
 
 SLOW = pytest.mark.slow
-CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
-    "even": (Plain, 72, {}),
-    "uneven last batch": (Plain, 23, {}),
-    "empty shares": (Plain, 25, {"batch_size": 2, "steps": 7}),
-    "accumulation 3, clipped": (Plain, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
-    "own weights": (Weighted, 23, {"accumulate": 3}),
-    "unused in some steps": (Sometimes, 23, {"batch_size": 2}),
-    "never used": (Idle, 23, {"accumulate": 3}),
-}
 
 
 def equivalence(case: str) -> EquivalenceReport:

@@ -148,3 +148,18 @@ class Blocks(Plain):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)  # small enough not to magnify rounding
+
+
+Case = tuple[type[LightningModule], int, dict[str, Any]]
+"""A module, the number of samples, and arguments of `check_equivalence`."""
+# With micro-batches of 4, 72 samples divide for every world, and 23 leave an uneven tail. With micro-batches of 2, one
+# of 25 samples is left for all ranks: the others have none.
+CASES: dict[str, Case] = {
+    "even": (Plain, 72, {}),
+    "uneven last batch": (Plain, 23, {}),
+    "empty shares": (Plain, 25, {"batch_size": 2, "steps": 7}),
+    "accumulation 3, clipped": (Plain, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
+    "own weights": (Weighted, 23, {"accumulate": 3}),
+    "unused in some steps": (Sometimes, 23, {"batch_size": 2}),
+    "never used": (Idle, 23, {"accumulate": 3}),
+}

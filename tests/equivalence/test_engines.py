@@ -14,7 +14,8 @@ from lockstep.engines.ddp.bucket import ALIGNMENT
 from lockstep.engines.ddp.hooks import PostLocalSGDState, allreduce, post_local_sgd
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
-from tests.equivalence.models import Idle, Normed, Plain, Sometimes, Weighted, rows
+from tests.equivalence.models import CASES as COMMON
+from tests.equivalence.models import Case, Idle, Normed, Plain, Sometimes, rows
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -33,16 +34,9 @@ ENGINES: dict[str, dict[str, Any]] = {
         "model_averaging_period": 4,
     },
 }
-# With micro-batches of 4, 72 samples divide for every world, and 23 leave an uneven tail. With micro-batches of 2, one
-# of 25 samples is left for all ranks, and two of 26: the others borrow theirs.
-CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
-    "even": (Plain, 72, {}),
-    "uneven last batch": (Plain, 23, {}),
-    "empty shares": (Plain, 25, {"batch_size": 2, "steps": 7}),
-    "accumulation 3": (Plain, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
-    "own weights": (Weighted, 23, {"accumulate": 3}),
-    "unused in some steps": (Sometimes, 23, {"batch_size": 2}),
-    "never used": (Idle, 23, {"accumulate": 3}),
+# Of 26 samples in micro-batches of 2, two are left for all ranks.
+CASES: dict[str, Case] = {
+    **COMMON,
     "SyncBatchNorm": (Normed, 23, {"sync_batchnorm": True}),
     "SyncBatchNorm, empty shares": (Normed, 26, {"sync_batchnorm": True, "batch_size": 2}),
 }
@@ -71,7 +65,7 @@ QUICK += [
     and (
         engine in MAIN
         or (engine in HALF and (HALF.index(engine) + place) % 2)
-        or (engine not in HALF and case == "accumulation 3")
+        or (engine not in HALF and case == "accumulation 3, clipped")
     )
 ]
 
@@ -174,7 +168,7 @@ def padded(module: LightningModule, itemsize: int = 8) -> int:
     return sum(-(-parameter.numel() * itemsize // ALIGNMENT) * ALIGNMENT for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("case", ["even", "accumulation 3"])
+@pytest.mark.parametrize("case", ["even", "accumulation 3, clipped"])
 def test_a_step_sends_each_gradient_once(ranks: RankPool, case: str) -> None:
     """One bucket, with a mark for each parameter at its end; accumulation sends as much as a step without."""
     for report, calls in ranks(2).run(sent, ENGINES["over TCP"], CASES[case], 2, group=False, timeout=50):

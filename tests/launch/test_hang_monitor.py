@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from lockstep.supervise.causes import Divergence, Stand
 from lockstep.supervise.hang_monitor import MOST, HangMonitor
 from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
 from lockstep.supervise.trace_memory import WHOLE, TraceMemory
+from tests.launch.ends import End
 
 REDUCING = Stack((Frame(f"{LOCKSTEP}engines/ddp/reducer.py", 2, "finish"), Frame("/me/fit.py", 7, "<module>")))
 WORKING = Stack((Frame("/me/train.py", 31, "training_step"), Frame("/me/fit.py", 7, "<module>")))
@@ -259,30 +259,6 @@ def test_both_flags_off_is_all_off(scene: Callable[..., Scene], capsys: pytest.C
     played.ranks[1].make("barrier")
     assert played.look(1e6) is None
     assert capsys.readouterr().err == ""
-
-
-class End:
-    """One end of the channel between nodes, played."""
-
-    def __init__(self, ends: list[End]) -> None:
-        self.ends, self.node = ends, len(ends)
-        self.hears: dict[str, Callable[[int, Any], None]] = {}
-        self.sent: list[str] = []
-        ends.append(self)
-
-    @property
-    def nodes(self) -> list[int]:
-        return [end.node for end in self.ends if end is not self]
-
-    def send(self, topic: str, body: Any, to: int | None = None, newest: bool = False) -> bool:
-        for end in self.ends:
-            if end is not self and to in (None, end.node):
-                end.hears[topic](self.node, json.loads(json.dumps(body)))
-                self.sent.append(topic)
-        return True
-
-    def listen(self, topic: str, callback: Callable[[int, Any], None]) -> None:
-        self.hears[topic] = callback
 
 
 def two_nodes(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, timeout: float = 3.0) -> list[Scene]:

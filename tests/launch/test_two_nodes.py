@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -21,6 +19,7 @@ from lockstep.supervise.snapshot import RUNS, STOPPED, RankSnapshot
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.stack_proof import StackProof
 from lockstep.supervise.trace_memory import Note
+from tests.launch.ends import End
 
 FIT = Frame("/me/fit.py", 7, "<module>")
 REDUCING = Stack(
@@ -32,30 +31,6 @@ IN_BARRIER = Stack(
 WORKING = Stack((Frame("/me/train.py", 50, "training_step"), FIT))
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
-
-
-class End:
-    """One end of the way between nodes, played."""
-
-    def __init__(self, ends: list[End]) -> None:
-        self.ends, self.node = ends, len(ends)
-        self.hears: dict[str, Callable[[int, Any], None]] = {}
-        self.sent: list[str] = []
-        ends.append(self)
-
-    @property
-    def nodes(self) -> list[int]:
-        return [end.node for end in self.ends if end is not self]
-
-    def send(self, topic: str, body: Any, to: int | None = None, newest: bool = False) -> bool:
-        self.sent.append(topic)
-        for end in self.ends:
-            if end is not self and to in (None, end.node):
-                end.hears[topic](self.node, json.loads(json.dumps(body)))
-        return True
-
-    def listen(self, topic: str, callback: Callable[[int, Any], None]) -> None:
-        self.hears[topic] = callback
 
 
 class World:

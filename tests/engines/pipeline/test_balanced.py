@@ -26,19 +26,11 @@ from lockstep.loop.weighing import Share, share_of
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure
-from tests.equivalence.models import Blocks, Idle, Plain, Sometimes, Weighted, rows
+from tests.equivalence.models import CASES as COMMON
+from tests.equivalence.models import Blocks, Case, Plain, rows
 from tests.loop.pieces import quiet
 
-CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
-    "even": (Plain, 72, {}),
-    "uneven last batch": (Plain, 23, {}),
-    "empty shares": (Plain, 25, {"batch_size": 2, "steps": 7}),
-    "accumulation 3, clipped": (Plain, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
-    "own weights": (Weighted, 23, {"accumulate": 3}),
-    "outside the chain": (Blocks, 23, {}),
-    "unused in some steps": (Sometimes, 23, {"batch_size": 2}),
-    "never used": (Idle, 23, {"accumulate": 3}),
-}
+CASES: dict[str, Case] = {**COMMON, "outside the chain": (Blocks, 23, {})}
 
 
 def equivalence(case: str, options: dict[str, Any]) -> EquivalenceReport:

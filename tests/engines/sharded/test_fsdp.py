@@ -30,7 +30,8 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy, FSDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure
-from tests.equivalence.models import Idle, Normed, Plain, Sometimes, Weighted, rows
+from tests.equivalence.models import CASES as COMMON
+from tests.equivalence.models import Case, Normed, Plain, rows
 from tests.loop.pieces import quiet
 
 pytestmark = pytest.mark.timeout(90)
@@ -105,16 +106,10 @@ class OwnNorm(Normed):
         convert_sync_batchnorm(self)
 
 
-CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
-    "even": (Plain, 72, {}),
-    "uneven last batch": (Plain, 23, {}),
-    "empty shares": (Plain, 25, {"batch_size": 2, "steps": 7}),
+CASES: dict[str, Case] = {
+    **COMMON,
     "empty shares, accumulation": (Plain, 25, {"batch_size": 2, "steps": 7, "accumulate": 3}),
-    "accumulation 3, by norm": (Plain, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
     "by value": (Plain, 23, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "own weights": (Weighted, 23, {"accumulate": 3}),
-    "unused in some steps": (Sometimes, 23, {"batch_size": 2}),
-    "never used": (Idle, 23, {"accumulate": 3}),
     "SyncBatchNorm": (Normed, 23, {"sync_batchnorm": True}),
     "SyncBatchNorm, empty shares": (Normed, 26, {"sync_batchnorm": True, "batch_size": 2}),
     "SyncBatchNorm of the user's, empty shares": (OwnNorm, 26, {"batch_size": 2}),
