@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lockstep.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.equivalence.models import Plain, rows
+from tests.equivalence.models import Plain, cut_by_mesh, rows
 from tests.loop.pieces import quiet
 
 pytestmark = pytest.mark.timeout(240)
@@ -38,11 +37,7 @@ class Submodule(Plain):
         mesh = getattr(self.trainer.strategy, "device_mesh", None)
         if mesh is None or isinstance(self.net[0].weight, DTensor):
             return
-        row, data = mesh["tensor_parallel"], mesh["data_parallel"]
-        if row.size() > 1:
-            parallelize_module(self.net, row, {"0": ColwiseParallel(output_layouts=Replicate())})
-        if data.size() > 1:
-            fully_shard(self.net, mesh=data)
+        cut_by_mesh(self.net, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
 
     def apply_to(self, x: Tensor) -> Tensor:
         return self.net(x)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torchmetrics
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule, Trainer, seed_everything
@@ -33,6 +34,7 @@ from lockstep.strategies import (
     FSDPStrategy,
     ModelParallelStrategy,
 )
+from tests.equivalence.models import cut_by_mesh
 from tests.loop.pieces import quiet
 
 BOUNDARY, WINDOW, VALIDATION, END = "at a boundary", "in a window", "in a validation", "at an epoch's end"
@@ -120,14 +122,7 @@ class Net(LightningModule):
     def configure_model(self) -> None:
         if not isinstance(self.trainer.strategy, ModelParallelStrategy) or self.is_cut:
             return
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        mesh = self.device_mesh
-        assert mesh is not None
-        parallelize_module(self.chain, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        if mesh["data_parallel"].size() > 1:
-            fully_shard(self.chain, mesh=mesh["data_parallel"])
+        cut_by_mesh(self.chain, self.device_mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         self.is_cut = True
 
     def loss(self, x: Tensor) -> Tensor:

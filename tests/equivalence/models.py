@@ -27,6 +27,15 @@ def rows(length: int, shuffle: bool = True) -> Callable[[int], Any]:
     return make
 
 
+def cut_by_mesh(layer: nn.Module, mesh: Any, plan: dict[str, Any]) -> None:
+    """Cut a layer by a plan over the tensor-parallel ranks of a 2-D mesh, and the rest over the others."""
+    row, rows = mesh["tensor_parallel"], mesh["data_parallel"]
+    if row.size() > 1:
+        parallelize_module(layer, row, plan)
+    if rows.size() > 1:
+        fully_shard(layer, mesh=rows)
+
+
 class Plain(LightningModule):
     """A small MLP under SGD with momentum and a schedule by steps; the loss is a mean over samples."""
 
@@ -136,12 +145,8 @@ class Blocks(Plain):
         mesh = getattr(self.trainer.strategy, "device_mesh", None)
         if mesh is None or isinstance(self.net[1].up.weight, DTensor):
             return
-        row, rows = mesh["tensor_parallel"], mesh["data_parallel"]
         for block in self.net[1:3]:
-            if row.size() > 1:
-                parallelize_module(block, row, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            if rows.size() > 1:
-                fully_shard(block, mesh=rows)
+            cut_by_mesh(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
     def losses(self, x: Tensor) -> Tensor:
         return super().losses(x * self.scale)

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader
 
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import RankFailure, RankPool, RankTimeout
+from tests.equivalence.models import cut_by_mesh
 from tests.fuzz.compare import NAMED, differences
 from tests.fuzz.program import Rows, Shown, Stream, samples
 
@@ -147,11 +147,7 @@ class Net(LightningModule):
         mesh = getattr(self.trainer.strategy, "device_mesh", None)
         if mesh is None or isinstance(self.net[0].weight, DTensor):
             return
-        row, data = mesh["tensor_parallel"], mesh["data_parallel"]
-        if row.size() > 1:
-            parallelize_module(self.net, row, {"0": ColwiseParallel(output_layouts=Replicate())})
-        if data.size() > 1:
-            fully_shard(self.net, mesh=data)
+        cut_by_mesh(self.net, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.net(x)

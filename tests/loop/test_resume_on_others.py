@@ -17,12 +17,14 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import OnExceptionCheckpoint
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing.pool import RankPool
+from tests.equivalence.models import cut_by_mesh
 from tests.loop.pieces import SaveAt, quiet
 
 pytestmark = pytest.mark.timeout(110)
@@ -89,14 +91,7 @@ class Net(LightningModule):
     def configure_model(self) -> None:
         if not isinstance(self.trainer.strategy, ModelParallelStrategy) or self.is_cut:
             return
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        mesh = self.device_mesh
-        assert mesh is not None
-        parallelize_module(self.chain, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        if mesh["data_parallel"].size() > 1:
-            fully_shard(self.chain, mesh=mesh["data_parallel"])
+        cut_by_mesh(self.chain, self.device_mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         self.is_cut = True
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
