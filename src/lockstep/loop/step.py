@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +35,7 @@ class Step:
 
     update: Update
     batches: MicroBatches
+    window: Callable[..., Iterator[None]]
     way: Automatic | Ahead | Manual
 
     def __init__(self, session: Session) -> None:
