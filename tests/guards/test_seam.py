@@ -32,6 +32,7 @@ def classes(sources: Sources) -> dict[str, ast.ClassDef]:
 def bases(name: str, known: dict[str, ast.ClassDef]) -> Iterator[str]:
     """A class's bases, and theirs."""
     for base in known[name].bases if name in known else ():
+        base = base.value if isinstance(base, ast.Subscript) else base  # of a generic class
         above = getattr(base, "attr", getattr(base, "id", ""))
         yield above
         yield from bases(above, known)

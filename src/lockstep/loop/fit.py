@@ -386,7 +386,7 @@ class FitLoop:
             log_every, validates = session.config.log_every_n_steps, self._validates
             whole, windows = self._windows_left(feed)
             balance = self.balance
-            for window in self._prepared(windows):
+            for window in windows:
                 left = window.size
                 for _ in step.window(window, progress.batch):
                     left -= 1
@@ -405,19 +405,6 @@ class FitLoop:
                 if self._stops:
                     break
         self._end_epoch(whole, feed)
-
-    def _prepared(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """Each window, when all is done that comes before its first micro-batch."""
-        session, local = self.session, self.session.strategy.copies.local_steps
-        for window in windows:
-            if window.size > 1 and not window.begun:
-                session.fit.window_start.note(session.fit.progress.batch)
-            if local is not None:
-                window.share_among(local.averaged_ranks())
-            if window.gap is not None:
-                session.strategy.check_gap(*window.gap)
-            session.results.among_batches = True
-            yield window
 
     def _go_on_after_batch(self, accumulate: int) -> bool:
         """Do what was still to come after the batch of the checkpoint; tells whether it was the last one."""

@@ -80,6 +80,14 @@ class MicroBatches:
     def begun(self, window: Window, batch_idx: int) -> Iterator[Begun]:
         """Begin one micro-batch after the other; none behind the one for which the user has ended the epoch."""
         strategy, last, absent = self._strategy, window.size - 1, window.absent
+        local = strategy.copies.local_steps
+        if last and not window.begun:
+            self._session.fit.window_start.note(batch_idx)
+        if local is not None:
+            window.share_among(local.averaged_ranks())
+        if window.gap is not None:
+            strategy.check_gap(*window.gap)
+        self._results.among_batches = True
         for i, (batch, weight, share) in enumerate(window):
             strategy.sync_gradients = at_end = i == last
             self._progress.last = at_end and window.last
