@@ -10,7 +10,7 @@ from lockstep.engines.gradients import Gradients
 from lockstep.ground.parts import local_part
 
 if TYPE_CHECKING:
-    pass
+    from lockstep.engines.sharded.fully_shard import ShardedModule  # noqa: F401  # named below, in a string
 
 
 class ShardedGradients(Gradients["ShardedModule"]):
