@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -123,9 +124,13 @@ def data(stream: bool = False) -> tuple[Any, Any]:
     return train, DataLoader([torch.full((3,), float(index)) for index in range(4)], batch_size=2)  # type: ignore[arg-type]
 
 
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def facts(module: Net, trainer: Trainer, result: Any) -> dict[str, Any]:
     return {
-        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
+        "weights": {name: whole_tensor(value).tolist() for name, value in module.state_dict().items()},
         "metrics": result.metrics,
         "result": (result.epochs, result.global_step, result.stopped),
         "windows": trainer.fit_loop.progress.windows,
@@ -214,6 +219,51 @@ def test_a_resume_keeps_what_a_plateau_has_seen(hook: str, nth: int, tmp_path: P
     assert in_two(make, flags, Cut(hook, nth, tmp_path / "cut.ckpt")) == expected
 
 
+class Changed(Net):
+    """Freezes a layer, thaws another, and puts one into eval mode when the second epoch begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].weight.requires_grad = False
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[0].requires_grad_(False)
+            self.layers[3].weight.requires_grad = True
+            self.layers[1].eval()
+        self.history.append([part.training for part in self.modules()])
+
+
+CHANGED = [
+    ("on_train_batch_end", 8),
+    ("on_train_batch_end", 9),  # inside a window
+    ("on_validation_end", 3),  # while all is in eval mode
+    ("on_train_epoch_end", 2),
+    ("on_train_epoch_start", 3),
+]
+
+
+@pytest.mark.parametrize(("hook", "nth"), CHANGED)
+def test_a_resume_trains_what_hooks_of_earlier_epochs_have_left(hook: str, nth: int, tmp_path: Path) -> None:
+    """Silently, the resumed run trained what was frozen, and the reverse."""
+    expected = whole(Changed, FLAGS)
+    assert in_two(Changed, FLAGS, Cut(hook, nth, tmp_path / "cut.ckpt")) == expected
+    assert expected["weights"] != whole(Net, FLAGS)["weights"]
+
+
+def test_what_is_frozen_behind_a_fit_is_trained_by_one_that_goes_on(tmp_path: Path) -> None:
+    """A module that is made ready for predictions, and saved, is no module whose training has changed."""
+    expected = whole(Net, {"max_epochs": 2})
+    torch.manual_seed(1)
+    module, trainer = Net(), quiet(max_epochs=1)
+    trainer.fit(module, *data())
+    module.freeze()
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    module, trainer = Net(), quiet(max_epochs=2)
+    trainer.fit(module, *data(), ckpt_path=tmp_path / "end.ckpt")
+    assert {name: value.tolist() for name, value in module.state_dict().items()} == expected["weights"]
+
+
 def test_a_resume_keeps_early_stopping_and_averaged_weights(tmp_path: Path) -> None:
     def flags() -> dict[str, Any]:
         stops = EarlyStopping("val", patience=3, min_delta=1e9)
@@ -290,6 +340,20 @@ def test_another_module_is_told_what_does_not_match(tmp_path: Path) -> None:
 def on_two(path: Path, hook: str, nth: int) -> tuple[Any, Any]:
     expected = whole(Net, FLAGS, start=on_ranks)
     return expected, in_two(Net, FLAGS, Cut(hook, nth, path), start=on_ranks)
+
+
+def changed_on_two(path: Path, strategy: str) -> tuple[Any, Any]:
+    def start(**flags: Any) -> Trainer:
+        return quiet(strategy=strategy, devices=2, **flags)
+
+    expected = whole(Changed, FLAGS, start=start)
+    return expected, in_two(Changed, FLAGS, Cut("on_train_batch_end", 5, path), start=start)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_resume_on_ranks_trains_what_hooks_have_left(ranks: RankPool, strategy: str, tmp_path: Path) -> None:
+    for expected, found in ranks(2).run(changed_on_two, tmp_path / "cut.ckpt", strategy):
+        assert found == expected
 
 
 @pytest.mark.parametrize(("hook", "nth"), [("on_train_batch_end", 2), ("on_validation_end", 1)])

@@ -325,6 +325,8 @@ class EvaluationLoop:
         """The module in eval mode; afterwards every submodule is in the mode that it had."""
         session, module = self.session, self.session.module
         modes = [(part, part.training) for part in module.modules()]
+        changes = session.fit.hook_changes
+        changes.outside = {name: part.training for name, part in module.named_modules()}
         session.hooks.own(f"on_{self.name}_model_eval")
         yield
         back = f"on_{self.name}_model_train"
@@ -333,6 +335,7 @@ class EvaluationLoop:
         else:
             for part, training in modes:
                 part.training = training
+        changes.outside = None
 
 
 def _is_scalar(value: object) -> bool:

@@ -23,6 +23,7 @@ from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed
 from lockstep.loop.fit_messages import say
+from lockstep.loop.hook_changes import HookChanges
 from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.nan_watch import NanWatch
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
@@ -166,9 +167,13 @@ class FitLoop:
                     self.starts = True
                     session.hooks.call("on_train_start")
                     self.starts = False
+                    fit.hook_changes.begin(session.strategy, session.module)
                     self._restore_randomness()
-                    while self._done() is None:
-                        self.epoch()
+                    try:
+                        while self._done() is None:
+                            self.epoch()
+                    finally:
+                        fit.hook_changes.end(session.module)
                     session.strategy.copies.end_training()
                     session.hooks.call("on_train_end")
                 else:  # of a fit that had ended, whose ranks may have weights of their own
@@ -188,7 +193,7 @@ class FitLoop:
         session, fit, config = self.session, self.session.fit, self.session.config
         fit.progress, fit.feed, fit.resumed, self._reason = fit.progress.go_on(), None, None, None
         fit.cut_epoch, fit.logged_elsewhere, fit.shares = None, False, None
-        fit.window_start = WindowStart()
+        fit.window_start, fit.hook_changes = WindowStart(), HookChanges()
         self.validation.feed = fit.run_batches.saved = None
         session.should_stop = session.received_sigterm = self.nan_watch.told = self.begun = self.starts = False
         self._time_limit = config.max_time

@@ -28,6 +28,7 @@ from lockstep.launch.attempts import trial_folder
 from lockstep.loggers.base import Logger
 from lockstep.loop.batch_counting import RunBatches
 from lockstep.loop.feed import Feed
+from lockstep.loop.hook_changes import HookChanges
 from lockstep.loop.hooks import Hooks
 from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import LoggedMetrics
@@ -89,6 +90,7 @@ class FitState:
         run_batches: by what a run counts that goes on with other ranks.
         shares: what the checkpoint tells of the ranks' shares; None: they were equal.
         window_start: what the micro-batches of the window under way change, as it was before them.
+        hook_changes: what hooks have frozen, thawed or switched to eval mode since training began.
         started: when this attempt of the fit began, on the clock of ``time.monotonic``.
     """
 
@@ -103,6 +105,7 @@ class FitState:
     run_batches: RunBatches = field(default_factory=RunBatches)
     shares: dict[str, Any] | None = None
     window_start: WindowStart = field(default_factory=WindowStart)
+    hook_changes: HookChanges = field(default_factory=HookChanges)
     started: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:

@@ -185,8 +185,10 @@ def _common(
     cut = session.fit.cut_epoch
     published = session.published.callback if cut is None else cut["published"]
     shares = None if session.fit.feed is None else session.fit.feed.shares_state()
+    changed = session.fit.hook_changes.state_dict(session.module)
     return {
         **({"strategy of ranks": engine.by_rank} if engine.by_rank else {}),
+        **({"changed by hooks": changed} if changed else {}),
         **({} if shares is None else {"shares": shares}),
         "progress": progress_state,
         "seed": session.seed,
@@ -424,6 +426,8 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
     own = checkpoint.get(OWN, {})
     if "ranks" in own:
         fit.progress.load(own["progress"])
+        if "changed by hooks" in own:
+            fit.hook_changes.load(own["changed by hooks"])
         strategy.load(EngineState(own=own["strategy"], by_rank=own.get("strategy of ranks", [])))
         for name, value in own["metrics"].items():
             session.published.callback[name] = torch.as_tensor(value)
