@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.launch import processes
 from lockstep.launch.parent_death import PARENT
-from lockstep.launch.processes import GRACE, RankProcesses
+from lockstep.launch.processes import GRACE, Foreign, RankProcesses
 from lockstep.supervise.channel import Channel
 from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.signals import SignalPipe
@@ -73,6 +73,21 @@ def test_one_fails_and_the_others_are_ended(children: RankProcesses, code: str, 
     assert time.monotonic() - began < 10
     assert [(end.rank, end.code) for end in children.failed] == [(2, exit_code)]
     assert re.match(text, str(children.failed[0]))
+
+
+NEW_LINUX = sys.platform.startswith("linux") and tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
+
+
+@pytest.mark.skipif(not NEW_LINUX, reason="older systems forget the code when the parent has asked for it")
+@pytest.mark.parametrize(("end", "code"), [("os._exit(7)", 7), ("os._exit(0)", 0), ("os.kill(os.getpid(), 9)", -9)])
+def test_the_code_of_a_process_that_another_parent_has_buried_is_known(end: str, code: int) -> None:
+    """Where the shell was faster, `os._exit(0)` was told as "is gone: it was killed, or ended by os._exit"."""
+    process = subprocess.Popen(command(f"import os; os.read(0, 1); {end}"), stdin=subprocess.PIPE)
+    watched = Foreign(process.pid, lambda: 99)
+    process.communicate(b"x")
+    assert process.returncode == code
+    assert watched.end() == code
+    watched.close()
 
 
 def test_a_good_exit_code_in_the_middle_of_something_is_a_failure() -> None:

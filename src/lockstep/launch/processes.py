@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import resource
 import select
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -423,7 +425,8 @@ class Foreign:
             else:
                 gone = not self._is_there()
             if gone:
-                code = _zombie_code(self.pid)  # at once: it is forgotten when its parent has asked
+                code = _zombie_code(self.pid)  # at once: its parent may ask, and then it is forgotten
+                code = _buried_code(self._descriptor) if code is None else code
                 self._code = self._said() if code is None else code
                 self._ended = True
             elif left == 0:
@@ -481,6 +484,26 @@ def _zombie_code(process: int) -> int | None:
     except OSError:
         return None
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] in "ZX" else None
+
+
+_INFO = 0xC040FF0B
+"""The number of the call ``PIDFD_GET_INFO`` of Linux, of the first 64 bytes of ``struct pidfd_info``."""
+
+_EXIT = 1 << 3
+"""The bit ``PIDFD_INFO_EXIT`` of its first field: the exit code is asked for, and is there."""
+
+
+def _buried_code(descriptor: int | None) -> int | None:
+    """How a process ended of which the parent has asked, as Linux from 6.15 on tells who has a descriptor of it."""
+    info = bytearray(struct.pack("Q56x", _EXIT))
+    try:
+        if descriptor is None:
+            return None
+        fcntl.ioctl(descriptor, _INFO, info)
+    except OSError:
+        return None
+    told, status = struct.unpack("Q52xi", info)
+    return os.waitstatus_to_exitcode(status) if told & _EXIT else None
 
 
 def _exit_code(info: os.waitid_result) -> int:
