@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.callbacks import BatchSizeFinder
+from lockstep.callbacks import BatchSizeFinder, Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.tuner import Tuner
 from lockstep.tuner.batch_size import BatchSizeSearch, search
@@ -252,6 +252,29 @@ class Raising(Data):
         if self.batch_size == 8:
             raise RuntimeError("shape mismatch")
         return batch
+
+
+class Watching(Net):
+    """Has a schedule that is never stepped in its one epoch, and watches what a callback logs."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "of a callback"}}
+
+
+class Logs(Callback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.log("of a callback", 1.0)
+
+
+def test_a_search_does_without_the_metric_that_a_schedule_watches() -> None:
+    """It ended in "monitors 'of a callback', which was not logged": its trials have no callbacks."""
+    finder = BatchSizeFinder(max_trials=2)
+    trainer = quiet(max_epochs=1, callbacks=[finder, Logs()])
+    trainer.fit(Watching(), datamodule=Data(count=8))
+    assert finder.optimal_batch_size == 4
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
 
 
 def test_another_error_is_raised_and_the_size_put_back() -> None:

@@ -295,6 +295,8 @@ def trial(trainer: Trainer, snapshot: TrialSnapshot, callbacks: list[Callback], 
         fit=FitState(progress=replace(progress, batch=0, last=False, phase=EPOCH_START)),
     )
     snapshot.drop_gradients()
+    # a trial has more epochs than the fit may have, and no callbacks: a metric that is watched may be missing
+    strategy.lr_scheduler_configs = [each for each in strategy.lr_scheduler_configs if not each.reduce_on_plateau]
     try:
         with in_session(trainer, inside):
             yield
