@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import sys
@@ -41,7 +42,7 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from lockstep.ground import seed  # noqa: E402
-from lockstep.ground.rank import forget_warnings, rank_zero_only  # noqa: E402
+from lockstep.ground.rank import LIGHTNINGS, forget_warnings, rank_zero_only  # noqa: E402
 from lockstep.testing import leaks  # noqa: E402
 from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 from tests.accelerator.left_out import why_not  # noqa: E402
@@ -227,6 +228,8 @@ def begins_alike() -> Iterator[None]:
     before, seed._current = seed._current, None
     forget_warnings()
     rank_zero_only.rank = 0  # an environment that an earlier test has made may have set it
+    for name in ("lockstep", *LIGHTNINGS):  # where a test has made Lightning quiet, lockstep says nothing, either
+        logging.getLogger(name).setLevel(logging.INFO)
     random.seed(0)
     numpy.random.seed(0)
     seed_torch(0)
