@@ -90,10 +90,9 @@ class Run:
         ("stopped", "ddp", True, r"rank 1 is stopped, STOPPED \(SIGSTOP\), and rank 0 waits in reducing gradients"),
         ("caught", "ddp", False, r"rank 1 on \S+ failed first, at CAUGHT: KeyError: 'no such label'"),
         ("caught", "ddp", True, r"rank 1 on \S+ failed first, at CAUGHT: KeyError: 'no such label'"),
-        pytest.param(
-            *("left", "ddp", True, r"rank 1 on \S+ failed first, at LEFT: sys.exit\(0\) in the middle of the run"),
-            marks=pytest.mark.xfail(reason="the node of the rank that has left says nothing, and ends with code 0"),
-        ),
+        ("left", "ddp", True, r"rank 1 on \S+ failed first, at LEFT: sys.exit\(0\) in the middle of the run"),
+        ("left", "fsdp", False, r"rank 1 on \S+ failed first, at LEFT: sys.exit\(0\) in the middle of the run"),
+        ("gone", "ddp", True, r"rank 0 on \S+ failed first, at GONE: sys.exit\(0\) in the middle of the run"),
     ],
 )
 def test_both_screens_end_with_the_first_cause(
@@ -104,6 +103,15 @@ def test_both_screens_end_with_the_first_cause(
     for lines in run.lines:
         assert re.search(says.replace(what.upper(), place), lines[-1]), "\n".join(lines)
     assert 0 not in run.codes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "most"), [("all leave", 10), ("one leaves at the end", 14)])
+def test_nodes_whose_ranks_leave_where_nobody_misses_them_end_well(tmp_path: Path, what: str, most: float) -> None:
+    run = Run(tmp_path, what, "ddp", True)
+    assert run.codes == [0, 0], run.lines
+    assert not [line for lines in run.lines for line in lines if "failed" in line]
+    assert run.seconds < most
 
 
 @pytest.mark.slow

@@ -39,6 +39,14 @@ class Net(LightningModule):
             raise KeyError("no such label")  # caught
         if what == "left" and rank == 1:
             raise SystemExit(0)  # left
+        if what == "gone" and rank == 0:
+            raise SystemExit(0)  # gone
+        if what == "all leave":
+            raise SystemExit(0)
+
+    def on_fit_end(self):
+        if what == "one leaves at the end" and self.global_rank == 1:
+            raise SystemExit(0)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)

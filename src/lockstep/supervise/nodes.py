@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 MEETING = 60.0
 """Seconds for which a node calls the hub again and again."""
 
+LEAVING = 15.0
+"""Seconds for which a node whose ranks have left a call waits for others to miss them; a proof of it takes 5."""
+
 UNTOLD = "failures of other nodes are not told here"
 """What follows for a node that cannot reach the others."""
 
@@ -54,6 +57,8 @@ class Nodes:
         self._follow = follow
         self._scheduled = scheduled
         self.host = socket.gethostname() if count > 1 else ""
+        self._leaving = set[int]()  # nodes whose ranks have left a call by sys.exit(), and that wait for the others
+        self._leaves_until = 0.0  # for this node; 0: it does not wait
         self.hub: Hub | None = None
         if count > 1:
             # asyncio takes a tenth of a second to import, which one node has no use for
@@ -61,6 +66,7 @@ class Nodes:
 
             self.hub = Hub(node, self.host, self._lose)
             self.hub.listen("asked", lambda node, body: put("asked", body))
+            self.hub.listen("leaves", lambda node, body: self._leaving.add(node))
         self.decided: dict[str, Any] | None = None
         self.compares: Callable[[list[dict[str, Any]]], Divergence | None] = lambda notes: None
         self._compared: tuple[int, Any] | None = None
@@ -112,6 +118,21 @@ class Nodes:
         """A rank of this node has lost others: ask all other nodes who has left it, or failed."""
         if self.hub is not None:
             self.hub.send("asked", body)
+
+    def misses(self) -> bool:
+        """Whether others may still wait for this node's ranks, which have left a call by ``sys.exit()`` and would end.
+
+        They end as soon as all others have, or have left in the same way, and after `LEAVING` at the latest.
+        """
+        if self.hub is None:
+            return False
+        if not self._leaves_until:
+            self._leaves_until = time.monotonic() + LEAVING
+            self.hub.send("leaves", None)
+        there = set(self.hub.nodes)
+        if self._node == 0:  # others cannot see who is there, and follow when this one goes
+            there -= self._leaving
+        return bool(there) and time.monotonic() < self._leaves_until
 
     @property
     def is_elsewhere(self) -> bool:

@@ -113,6 +113,7 @@ class Supervisor:
         self._verdict: Verdict | None = None
         self._first: First | None = None
         self._told = self._has_asked = False
+        self._lingers = False  # all ranks have ended, and those of other nodes may wait for one that has left a call
         self._deciding: Handlers = {
             "claim": self._nodes.claimed,
             "compared": self._nodes.compared,
@@ -252,9 +253,11 @@ class Supervisor:
         }
         while True:
             try:
-                event, what = self._events.get(timeout=TICK if self._is_open() else IDLE)
+                event, what = self._events.get(timeout=TICK if self._is_open() or self._lingers else IDLE)
             except queue.Empty:
                 self._look()
+                if self._lingers and self._on_ended(None):
+                    return
                 if not self._processes.running and self._zero.wait(0):
                     return  # nobody is left who could bring an event
                 continue
@@ -309,8 +312,16 @@ class Supervisor:
             return True
         if self._processes.running:
             return False
+        self._lingers = self._has_exited() and self._nodes.misses()
+        if self._lingers:
+            return False
         self._channel.send({"do": "go"})
         return True
+
+    def _has_exited(self) -> bool:
+        """Whether ``sys.exit()`` has ended the newest call of a rank of this node, and nobody has minded so far."""
+        stands = self._monitor.own_stands()
+        return any(note.is_exit and was_caught(note, stands) for note in self._mailbox.read())
 
     def _is_failing(self) -> bool:
         known = self._verdict or self._first or self._nodes.decided
