@@ -393,6 +393,53 @@ def test_a_script_that_keeps_failing_is_given_up_with_its_cause_as_the_last_line
     assert re.fullmatch(r"lockstep: rank 1 \(process \d+\) ended with exit code 3", last)
 
 
+EARLY = {
+    "an exception": ("import math\n\nmath.sqrt(-1)\n", 3, "ValueError: math domain error"),
+    "a module that is missing": ("import no_such_module\n", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
+    "no Python": ("x = 1\nfor\n", 2, "SyntaxError: invalid syntax"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", EARLY)
+def test_what_fails_before_lockstep_is_imported_is_the_last_line(tmp_path: Path, what: str) -> None:
+    """It was "ended with exit code 1"."""
+    text, line, reason = EARLY[what]
+    (tmp_path / "early.py").write_text(text)
+    process = begin(["--devices", 2, "early.py"], tmp_path)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    last = said.rstrip("\n").split("\n")[-1]
+    assert re.match(rf"lockstep: rank [01] failed first, at \S*early\.py:{line}: {re.escape(reason)}", last), said
+
+
+LOOKS = """\
+import os, sys
+own = [path for path in sys.path if "lockstep/launch" in path]
+print([sys.whose, os.environ.get("PYTHONPATH"), own, sys.excepthook is sys.__excepthook__])
+import lockstep
+print(type(sys.excepthook).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_looks_for_modules_where_it_does_without_lockstep(tmp_path: Path) -> None:
+    """The folder by which a rank tells what ends it early is not handed on, and is not in the way of the user's own."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "sitecustomize.py").write_text("import sys\nsys.whose = 'the user'\n")
+    (tmp_path / "looks.py").write_text(LOOKS)
+    found = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "looks.py"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "mine")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert found.stdout.splitlines() == [f"['the user', {str(tmp_path / 'mine')!r}, [], False]", "_Hook"]
+
+
 @pytest.mark.slow
 def test_what_fails_before_the_trainer_is_the_last_line(tmp_path: Path) -> None:
     """It was "ended with exit code 1": no supervisor was there yet that could tell."""

@@ -106,9 +106,9 @@ LIGHTNING = Installation(
 )
 EXCEPTHOOK = Installation(
     "sys.excepthook",
-    ("supervise/status.py",),
-    "notes what ends a rank's script, and folds long tracebacks; on one process it comes when a call has failed. It "
-    "stays, since what nobody catches comes after the call",
+    ("supervise/status.py", "launch/site/sitecustomize.py"),
+    "notes what ends a rank's script, and folds long tracebacks; on one process it comes when a call has failed, in a "
+    "rank of `lockstep run` before the script's first line. It stays, since what nobody catches comes after the call",
 )
 OPTIMIZER_HOOK = Installation(
     "torch's hook before each optimizer step",

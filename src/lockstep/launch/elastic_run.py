@@ -42,7 +42,7 @@ from lockstep.cluster.torchelastic import CAUSE, STARTED
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import parent_death
 from lockstep.launch.attempts import AGENT, RECORDS, RESUME, RUN, leave_nothing
-from lockstep.launch.environment import HeldPort, names_variables
+from lockstep.launch.environment import HeldPort, names_variables, site_variable
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import Ended
 from lockstep.supervise.screen_text import one_line, wipe_line
@@ -260,7 +260,7 @@ def refuse_nested(environ: Mapping[str, str]) -> None:
 def _variables(plan: LaunchPlan, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """What the ranks are told by the environment."""
     told = {STARTED: plan.flags} | (on_one_host(HERE, environ) if plan.alone else {OWN_PORTS: "1"})
-    told |= names_variables(environ) if plan.lightning else {}
+    told |= names_variables(environ) if plan.lightning else site_variable(environ)
     if plan.max_restarts or plan.resume:
         job = environ.get("SLURM_JOB_ID")  # an attempt at a job that SLURM has started anew is one at the same run
         of_slurm = f"slurm-{job}-{environ.get('SLURM_STEP_ID', '')}-{environ.get('SLURM_PROCID', '0')}"

@@ -267,7 +267,8 @@ STANDS_IN = "LOCKSTEP_LIGHTNING"
 """The variable with the version of Lightning that lockstep stands in for, in processes that have its names."""
 
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
-"""The folder on PYTHONPATH by which processes that are started from such a one have them, too."""
+"""The folder on PYTHONPATH by which processes that are started from such a one have them, too, and a rank of
+`lockstep run` tells what ends its script before lockstep is imported."""
 
 STANDS_FOR = "2.6.6"
 """The version, where the variable does not say otherwise."""
@@ -283,9 +284,14 @@ def names_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         >>> names_variables({"PYTHONPATH": "/mine"}) == {"LOCKSTEP_LIGHTNING": "2.6.6", "PYTHONPATH": f"{SITE}:/mine"}
         True
     """
-    given = environ.get("PYTHONPATH", "")
+    return {STANDS_IN: environ.get(STANDS_IN) or STANDS_FOR, **site_variable(environ)}
+
+
+def site_variable(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """PYTHONPATH with `SITE` in front of it."""
+    given = python_path(environ)
     others = [entry for entry in given.split(os.pathsep) if entry != SITE] if given else []
-    return {STANDS_IN: environ.get(STANDS_IN) or STANDS_FOR, "PYTHONPATH": os.pathsep.join([SITE, *others])}
+    return {"PYTHONPATH": os.pathsep.join([SITE, *others])}
 
 
 def python_path(environ: Mapping[str, str] = os.environ) -> str:

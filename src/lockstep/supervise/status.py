@@ -117,6 +117,7 @@ def hand_early(environ: Mapping[str, str] = os.environ) -> None:
     """In a rank of `lockstep run`: hand its agent what ends the script before a supervisor is there to tell."""
     if environ.get(CAUSE) and environ.get("RANK", "").isdigit() and environ.get(PROCESS) == str(os.getpid()):
         _rank.rank, _rank.hands = int(environ["RANK"]), True
+        sys.excepthook = getattr(sys.excepthook, "before_lockstep", sys.excepthook)  # of launch/site: no more needed
         watch_uncaught()
 
 

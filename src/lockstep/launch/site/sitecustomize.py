@@ -1,7 +1,7 @@
-"""Runs when a Python process starts below one that has Lightning's names: has them answered here, too.
+"""Runs when a Python process starts that `lockstep run` starts as a rank, or below one that has Lightning's names.
 
-`lockstep.lightning` puts this file's folder on PYTHONPATH, and Python imports a module of this name at its start.
-lockstep and torch are imported when somebody asks for one of the names, and not before.
+`lockstep run` and `lockstep.lightning` put this file's folder on PYTHONPATH, and Python imports a module of this name
+at its start. lockstep and torch are imported when somebody asks for one of Lightning's names, and not before.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType, TracebackType
 
+HERE = os.path.dirname(os.path.abspath(__file__))
+STANDS_IN, PROCESS, PATH = "LOCKSTEP_LIGHTNING", "LOCKSTEP_PROCESS", "PYTHONPATH"
 NAMES = ("lightning", "pytorch_lightning", "lightning_fabric", "test_tube")
 
 
@@ -45,15 +49,56 @@ class Waiting:
         return True
 
 
+class Early:
+    """Python's hook for what nobody catches, in a rank of `lockstep run` that has not imported lockstep yet.
+
+    Args:
+        before_lockstep: the hook that was there, which lockstep puts back.
+    """
+
+    def __init__(self, before_lockstep: Callable[..., object]) -> None:
+        self.before_lockstep = before_lockstep
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.before_lockstep(kind, error, trace)
+        if not isinstance(error, KeyboardInterrupt):
+            self.tell(error)
+
+    def tell(self, error: BaseException) -> None:
+        """Hand the agent what ends the script: the rank, the line, the exception."""
+        if "lockstep" not in sys.modules:  # a package that does not import torch, which may be what has failed
+            package = sys.modules["lockstep"] = ModuleType("lockstep")
+            package.__path__ = [os.path.dirname(os.path.dirname(HERE))]
+        causes = importlib.import_module("lockstep.supervise.causes")
+        called = ""
+        if isinstance(error, SyntaxError) and error.__traceback__ is None:  # of the script itself
+            called = f"{error.filename}:{error.lineno}"
+        cause = causes.cause_of(int(os.environ["RANK"]), error, called=called)
+        importlib.import_module("lockstep.cluster.torchelastic").hand_cause(str(cause))
+
+
+def go_unseen() -> None:
+    """Take this folder from where the rank, and what it starts, look for modules."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
+    others = [entry for entry in os.environ.get(PATH, "").split(os.pathsep) if entry and entry != HERE]
+    os.environ[PATH] = os.pathsep.join(others)
+    if not others:
+        del os.environ[PATH]
+
+
 def run_the_next() -> None:
     """The module of this name that Python would have imported, had this one not been in front of it."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != here])
+    spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != HERE])
     if spec is not None and spec.loader is not None:
         module = sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
 
 
 if __name__ == "sitecustomize":
-    sys.meta_path.insert(0, Waiting())
+    if os.environ.get(PROCESS) == str(os.getpid()):
+        sys.excepthook = Early(sys.excepthook)
+    if STANDS_IN in os.environ:
+        sys.meta_path.insert(0, Waiting())
+    else:
+        go_unseen()
     run_the_next()
