@@ -576,7 +576,15 @@ def ends_epoch(program: Program, d: Difference, theirs: Record, ours: Record) ->
     """Where a run goes on that was saved at the last batch of an epoch."""
     if "resume" not in d.call or d.kind != "order":
         return False
-    ends = ("on_train_epoch_end", "on_validation_model_eval", "on_validation_start", "val_dataloader")
+    ends = (
+        "lr_scheduler_step",
+        "on_train_epoch_end",
+        "on_validation_model_eval",
+        "on_validation_start",
+        "val_dataloader",
+    )
+    if begins(d.ours, "on_train_start") and begins(d.theirs, "on_fit_end"):  # nothing is left but that end
+        return "on_train_epoch_start" not in str(d.ours)
     return begins(d.ours, *ends) and not begins(d.theirs, *ends)
 
 

@@ -43,6 +43,24 @@ def logged_at_end(program: Program, d: Difference, theirs: Record, ours: Record)
     return d.kind == "end" and d.theirs.keys() < d.ours.keys()
 
 
+def saved_behind_another(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What a checkpoint has of an average whose Trainer has loaded other weights since the fit, for an evaluation."""
+    averages = any(kind in ("EMAWeightAveraging", "WeightAveraging") for kind, _ in program.callbacks)
+    judged = any(call.split()[0] in JUDGES and call.endswith(LOADS) for call in program.calls[:-1])
+    if not averages or not judged or d.kind != "checkpoint" or d.name != "keys":
+        return False
+    return set(d.theirs) - set(d.ours) == {"averaging_state", "current_model_state"}
+
+
+def profiled_nothing(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A call at whose end Lightning's PyTorchProfiler misses its profile."""
+    profiles = program.profiler is not None and program.profiler[0] == "PyTorchProfiler"
+    failed = [call for call, facts in theirs.ends if facts.get("raised") == ["AssertionError"]]
+    return profiles and bool(failed) and not ended_before(ours, d) and (d.call >= failed[0] or not d.call)
+
+
+JUDGES, LOADS = ("validate", "test", "predict"), ("best", "last", "path", "untold")
+
 OF_CALLBACKS = [
     Row(
         "Layers that are thawed while SWA sets the rate take its last one; Lightning ends in a KeyError.",
@@ -67,6 +85,24 @@ OF_CALLBACKS = [
         program_of(10187),
         dumps_nowhere,
         then="all",
+    ),
+    Row(
+        "PyTorchProfiler ends well where it has seen no step; Lightning's ends in an AssertionError.",
+        PAGE,
+        program_of(5119),
+        profiled_nothing,
+        then="all",
+    ),
+    Row(
+        "A checkpoint that is taken after an evaluation of another one holds the weights that the module has since; "
+        "Lightning's has the average of the fit beside them.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("fit", "validate best", "test path"),
+            callbacks=(("WeightAveraging", {}), ("ModelCheckpoint", {})),
+        ),
+        saved_behind_another,
     ),
     Row(
         "What an epoch's last hooks have logged is there, too, where one of them raises.",

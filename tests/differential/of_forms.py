@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.differential.causes import PAGE, Row, acts, begins, refused, warned
 from tests.differential.forms import PAST_WRAPPER, program_in_forms
-from tests.differential.program import LOSS, PLAIN, VAL, Program, Scheduler
+from tests.differential.program import LOSS, PLAIN, VAL, Act, Program, Scheduler
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
@@ -55,6 +55,15 @@ def by_updates(program: Program, d: Difference, theirs: Record, ours: Record) ->
         return False
     told = warned(d, "order of schedulers and optimizers")
     return told or d.name in ("rates", "schedulers", "LearningRateMonitor") or begins(d.theirs, "lr_scheduler_step")
+
+
+def counts_ended(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Validations that come by a count of batches over all epochs, of which a hook has ended one."""
+    over_epochs = program.flags.get("check_val_every_n_epoch", 1) is None
+    if not over_epochs or not acts(program, "end epoch") or d.kind != "order":
+        return False
+    validates = ("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_start")
+    return begins(d.theirs, *validates) is not begins(d.ours, *validates)
 
 
 def logged_at(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -118,6 +127,18 @@ OF_FORMS = [
             schedulers=(Scheduler("exponential", {"interval": "step"}),),
         ),
         by_updates,
+        then="all",
+    ),
+    Row(
+        "Where validations come by a count over all epochs, a batch that on_train_batch_start has ended is none of it; "
+        "Lightning counts it.",
+        PAGE,
+        replace(
+            PLAIN,
+            flags={**PLAIN.flags, "check_val_every_n_epoch": None, "val_check_interval": 2},
+            acts=(Act("end epoch", "on_train_batch_start", 2),),
+        ),
+        counts_ended,
         then="all",
     ),
     Row(

@@ -133,7 +133,7 @@ def stopped_below_least(program: Program, d: Difference, theirs: Record, ours: R
 
 def without_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What a search has found where batches are None."""
-    return program.train == "some None" and looks_for_rate(program) and d.name in ("found", "LearningRateFinder")
+    return program.train == "some None" and looks_for_rate(program) and d.name in LED
 
 
 def small_batches(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -289,6 +289,7 @@ OF_SEARCHES = [
         PAGE,
         program_of(1018),
         without_none,
+        then="numbers",
     ),
     Row(
         "A search for a batch size tries init_val; Lightning's first trial has the batches of before.",
