@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
+from lockstep.verify.compare import NOT_FINITE
 from lockstep.verify.processes import Patience, Server
 from lockstep.verify.runs import Request
 from lockstep.verify.verification import verify
@@ -379,7 +380,7 @@ def test_smaller_types_of_a_policy_are_a_difference_by_nature(certify: Certify) 
 def test_a_loss_that_is_no_number_is_said_to_be_that(certify: Certify) -> None:
     certificate = certify(changed((LOSS, f"{LOSS} * float('nan')")))
     assert certificate.verdict == UNKNOWN
-    assert certificate.reasons == ("gradients are not finite",)
+    assert certificate.reasons == (NOT_FINITE,)
 
 
 @pytest.mark.slow

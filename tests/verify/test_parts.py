@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lockstep.verify.calls import first_other_line
-from lockstep.verify.compare import Numbers, aligned, exactly
+from lockstep.verify.compare import NOT_FINITE, Numbers, aligned, exactly
 from lockstep.verify.diagnose import Parts, Shares
 from lockstep.verify.nudge import compares_samples
 from lockstep.verify.processes import Ending
 from lockstep.verify.recordings import RankRecording, Recording
-from lockstep.verify.refusals import deadlock, short_window
+from lockstep.verify.refusals import deadlock, of_memory, of_ranks, short_window
 from lockstep.verify.steps import strided_sums
 
 
@@ -188,7 +188,7 @@ def trained(folder: Path, gradients: list[torch.Tensor | None]) -> RankRecording
     [
         (None, ["still"], [], []),
         (torch.zeros(2), [], ["still"], []),
-        (torch.full((2,), math.nan), [], [], ["gradients are not finite"]),
+        (torch.full((2,), math.nan), [], [], [NOT_FINITE]),
     ],
 )
 def test_no_gradient_a_zero_one_and_one_that_is_no_number_are_told_apart(
@@ -208,3 +208,38 @@ def test_samples_that_follow_another_one_are_compared() -> None:
     assert compares_samples([rows(1.0, 2.0)], [rows(1.0, 2.0)]) is False
     assert compares_samples([rows(1.0, 2.0)], [rows(1.0, 2.001)]) is True
     assert compares_samples([], []) is None
+
+
+ARGUMENTS = "give them behind --"
+FAILED = [
+    (
+        "SystemExit: usage: train.py CONFIG",
+        "the script needs arguments (SystemExit: usage: train.py CONFIG)",
+        ARGUMENTS,
+    ),
+    ("IndexError: list index out of range of sys.argv", "the script needs arguments", ARGUMENTS),
+    ("AssertionError: this needs a GPU", "the script needs a GPU at train.py:3", "let it take the CPU"),
+    ("RuntimeError: can't start new thread", "ran out of memory", "fewer --devices"),
+    ("exit code 3", "rank 0 ended at train.py:3 with exit code 3 (nothing was said)", "mend what fails"),
+    (
+        "KeyError: 'x'",
+        "rank 0 failed at train.py:3: KeyError: 'x'",
+        "the arguments with which the script trains behind --",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "told", "way_out"), FAILED)
+def test_a_failure_is_told_with_the_way_out(message: str, told: str, way_out: str, tmp_path: Path) -> None:
+    one = rank(tmp_path / "0", {}, [])
+    failed = RankRecording(one.folder, Ending("failed", message=message, where="train.py:3"))
+    reason = of_ranks(Recording((failed,)), 5)
+    assert told in reason
+    assert way_out in reason
+
+
+def test_a_comparison_without_memory_is_told_with_the_way_out() -> None:
+    """It was a traceback."""
+    for error in (MemoryError(), RuntimeError("unable to mmap 536872448 bytes: Cannot allocate memory (12)")):
+        assert "fewer --devices" in of_memory(error)
+    assert not of_memory(RuntimeError("shapes do not match"))

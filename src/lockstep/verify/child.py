@@ -51,13 +51,16 @@ def run(settings: Settings) -> None:
         watch.journal.end("done", steps=watch.steps)
     except SystemExit as error:
         status = "failed" if error.code else "ended"
-        watch.journal.end(status, steps=watch.steps, message=f"exit code {error.code}")
+        words = f"SystemExit: {error.code}" if isinstance(error.code, str) else f"exit code {error.code}"
+        watch.journal.end(status, steps=watch.steps, message=words, where=_last_line(error.__traceback__))
     except BaseException as error:
         if watch.is_done:  # what follows from the early end of an epoch
             watch.journal.end("done", steps=watch.steps)
             return
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"[:2000]
+        if isinstance(error, IndexError) and "sys.argv" in traceback.format_exc():
+            message += " of sys.argv"
         watch.journal.end("failed", steps=watch.steps, message=message, where=_last_line(error.__traceback__))
     else:
         watch.journal.end("ended", steps=watch.steps)

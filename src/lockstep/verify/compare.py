@@ -33,6 +33,8 @@ _TINY = 1e-7
 """A gradient's element below it, as part of the largest, is rounding, of which an optimizer such as Adam may make a
 whole step: such elements of parameters are not compared."""
 
+NOT_FINITE = "gradients are not finite: let the script train to numbers, by a lower learning rate or other data"
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -338,13 +340,16 @@ class Numbers:
         events = self.ranks.first.steps
         losses = {event["loss"] for event in self.ranks.first.of("backward")} - {None}
         if not all(map(math.isfinite, sizes)):
-            self.result.vacuous.append("gradients are not finite")
+            self.result.vacuous.append(NOT_FINITE)
         elif self.result.untouched + self.result.zero and not any(sizes):
             self.result.vacuous.append(_why_nothing(events, self.result.untouched))
         elif events and not moved:
-            self.result.vacuous.append("no parameter is changed by a step (is the learning rate 0?)")
+            self.result.vacuous.append(
+                "no parameter is changed by a step: let the learning rate be above 0 in the first steps, or ask for "
+                "more --steps"
+            )
         elif len(events) > 1 and len(losses) == 1:
-            self.result.vacuous.append(f"the loss is {losses.pop():g} at every step")
+            self.result.vacuous.append(f"the loss is {losses.pop():g} at every step: let it depend on the samples")
 
     def _found(self, difference: Difference) -> None:
         self.result.differences.append(difference)
@@ -415,8 +420,11 @@ def _why_nothing(events: Sequence[Event], untouched: Sequence[str]) -> str:
             "behind what replaces parameters, such as fully_shard"
         )
     if untouched:
-        return "no gradient reaches a parameter of the optimizer"
-    return "all gradients are zero: no loss reaches a parameter"
+        return (
+            "no gradient reaches a parameter of the optimizer: make it of model.parameters(), and call backward before "
+            "its step"
+        )
+    return "all gradients are zero, so that nothing is trained: let the loss depend on the parameters"
 
 
 def _number_of(value: Tensor | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -12,13 +12,26 @@ from lockstep.verify.recordings import Event, RankRecording, Recording
 
 _TYPES = re.compile(r"dtype|expected (scalar|m1|mat)|must have the same|ouble|same type|float64", re.IGNORECASE)
 _OTHERS = re.compile(r"[Cc]onnection (closed|reset)|[Bb]roken pipe|[Tt]imed? ?out|peer|connectFullMesh")
-_GPU = re.compile(r"CUDA|cuda|NVIDIA|nvidia|NCCL|HIP ")
-_MEMORY = re.compile(r"DefaultCPUAllocator|MemoryError|out of memory|can't allocate")
+_GPU = re.compile(r"CUDA|cuda|NVIDIA|nvidia|NCCL|HIP |\bGPUs?\b")
+_ARGUMENTS = re.compile(r"\busage:|sys\.argv", re.IGNORECASE)
+_MEMORY = re.compile(
+    r"DefaultCPUAllocator|MemoryError|out of memory|can't allocate|annot allocate memory|bad_alloc|start new thread"
+)
 
 
 def is_of_types(ranks: Recording) -> bool:
     """Whether a run in float64 failed since something is of another type."""
     return any(rank.ending.status == "failed" and _TYPES.search(rank.ending.message) for rank in ranks.ranks)
+
+
+def of_memory(error: Exception) -> str:
+    """Why a comparison tells nothing that this process has no memory for, and what helps; "" for another error."""
+    if not _MEMORY.search(f"{type(error).__name__}: {error}"):
+        return ""
+    return (
+        "the comparison itself ran out of memory, which has the parameters and gradients of a step of all runs: give a "
+        "smaller model by the script's arguments, or fewer --devices"
+    )
 
 
 def of_ranks(ranks: Recording, steps: int) -> str:
@@ -51,6 +64,7 @@ def of_ranks(ranks: Recording, steps: int) -> str:
     return ""
 
 
+_TO_RUN = "mend what fails, or give the arguments with which the script trains behind --"
 _PROCESSES = "verify the script that they run, with their arguments"
 NO_LOADER = (
     "the data come from no torch DataLoader, so that one process cannot be fed what the ranks got, and by its own "
@@ -82,10 +96,9 @@ def _of_ending(who: str, rank: RankRecording) -> str:
 def _of_failure(who: str, rank: RankRecording) -> str:
     ending, told = rank.ending, rank.complaints
     where = f" at {ending.where}" if ending.where else ""
-    if "exit code 2" in ending.message and any("usage:" in line for line in told):
-        return (
-            f"the script needs arguments ({told[-1]}): give them behind --: lockstep verify script.py -- --name value"
-        )
+    if _ARGUMENTS.search(ending.message) or ("exit code 2" in ending.message and any(map(_ARGUMENTS.search, told))):
+        said = told[-1] if "exit code 2" in ending.message and told else ending.short
+        return f"the script needs arguments ({said}): give them behind --: lockstep verify script.py -- --name value"
     if ending.status == "killed" or _MEMORY.search(ending.message):
         return (
             f"{who} was ended by the system or ran out of memory ({ending.message}): all ranks run on this machine at "
@@ -102,8 +115,8 @@ def _of_failure(who: str, rank: RankRecording) -> str:
             f"{who} failed{where}: {ending.short}: it starts processes ({started}), and does so as a rank: {_PROCESSES}"
         )
     if ending.message.startswith("exit code"):
-        return f"{who} ended with {ending.message}: {told[-1] if told else 'nothing was said'}"
-    return f"{who} failed{where}: {ending.short}"
+        return f"{who} ended{where} with {ending.message} ({told[-1] if told else 'nothing was said'}): {_TO_RUN}"
+    return f"{who} failed{where}: {ending.short}: {_TO_RUN}"
 
 
 def _of_silence(who: str, rank: RankRecording) -> str:
@@ -158,9 +171,10 @@ def _told(ranks: Recording, events: tuple[Event | None, ...]) -> tuple[Differenc
 
 def _out_of_batches(ranks: Recording) -> tuple[Difference, Reason] | None:
     """Ranks that have no more batches while others wait for them."""
+    by_rank = [Counter((event["loader"], event["iteration"]) for event in rank.of("batch")) for rank in ranks.ranks]
     for few, event in ranks.of("iterated"):
         loader, iteration = event["loader"], event["iteration"]
-        counts = [len(rank.of("batch", loader=loader, iteration=iteration)) for rank in ranks.ranks]
+        counts = [batches[loader, iteration] for batches in by_rank]
         if max(counts) > counts[few]:
             step = ranks.fewest_steps
             told = told_by_rank(enumerate(counts))

@@ -75,7 +75,10 @@ class Samples:
         for number in sorted(loaders):
             self._look_at(number)
         if not loaders and self.found.shares_inputs and not self.splits_model:
-            self.found.vacuous.append("all ranks gave their models the same inputs, which come from no DataLoader")
+            self.found.vacuous.append(
+                "all ranks gave their models the same inputs, which come from no DataLoader: put the data behind one, "
+                "with a DistributedSampler"
+            )
         return self.found
 
     def _events(self, number: int, *kinds: str) -> list[list[Event]]:
@@ -102,9 +105,13 @@ class Samples:
         seen = {text for each in batches[0] for text in each["prints"] if text}
         size = first["size"]
         if size is not None and size < 2 * len(self.ranks.ranks):
-            self.found.vacuous.append(f"the data set has {size} samples, too few for {len(self.ranks.ranks)} ranks")
+            count = len(self.ranks.ranks)
+            self.found.vacuous.append(
+                f"the data set has {size} samples, too few for {count} ranks: let the script train on {2 * count} or "
+                "more"
+            )
         elif len(seen) == 1 and len(batches[0]) > 1:
-            self.found.vacuous.append("all samples are the same")
+            self.found.vacuous.append("all samples are the same: let the script train on others")
         if self.splits_model:
             self.found.notes.append("ranks hold parts of a model, and calculate with the same samples")
         elif self._same_everywhere(batches):

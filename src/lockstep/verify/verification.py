@@ -82,6 +82,11 @@ def _certified(check: Check, runs: Runs) -> Certificate:
         return check.certify()
     except ServerDied as error:
         return runs.certificate(reasons=[str(error)])
+    except (MemoryError, RuntimeError, OSError) as error:
+        reason = refusals.of_memory(error)
+        if not reason:
+            raise
+        return runs.certificate(reasons=[reason])
 
 
 class Verification:
@@ -189,7 +194,8 @@ class Verification:
         untouched, zero = self.comparison.untouched, self.comparison.zero
         if self.comparison.zero_share > _UNTOUCHED:
             return [
-                f"no gradient reaches {self.comparison.zero_share:.0%} of the parameters: {_some(untouched + zero)}"
+                f"no gradient reaches {self.comparison.zero_share:.0%} of the parameters ({_some(untouched + zero)}): "
+                "let the optimizer have those alone that are trained, or ask for more --steps"
             ]
         if untouched:
             self.nature.append(f"no gradient reaches {_some(untouched)}: nothing is known of it")
