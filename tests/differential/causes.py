@@ -357,27 +357,31 @@ def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record
     """Names of files with a metric, and rows with values, that only a resumed fit of ours knows."""
     if not any("resume" in call for call in program.calls):
         return False
+    # what is thawed in one of the two alone leads to other values besides
+    exact = not (has(program, "BackboneFinetuning") or has(program, "Unfreezing"))
     if d.kind == "rows":
-        return holds_more(theirs.rows, ours.rows)
+        return holds_more(theirs.rows, ours.rows, exact)
     if d.name == "content":
-        return holds_more(theirs.files[d.where], ours.files[d.where])
+        return holds_more(theirs.files[d.where], ours.files[d.where], exact)
     if not (d.where == "names" or d.name == "ModelCheckpoint"):
         return False
     mine, other = (REAL.sub("", str(value)) for value in (d.theirs, d.ours))
     return mine == other
 
 
-def holds_more(theirs: list[Any], ours: list[Any]) -> bool:
-    """Whether a logger's rows hold others in their order, which may have fewer values."""
+def holds_more(theirs: list[Any], ours: list[Any], exact: bool = True) -> bool:
+    """Whether a logger's rows hold others in their order, which may have fewer values, or other ones."""
     rest = iter(ours)
-    return all(any(_holds(row, other) for other in rest) for row in theirs)
+    return all(any(_holds(row, other, exact) for other in rest) for row in theirs)
 
 
-def _holds(theirs: Any, ours: Any) -> bool:
+def _holds(theirs: Any, ours: Any, exact: bool) -> bool:
     if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)) and isinstance(theirs[1], dict):
-        return same(theirs[0], ours[0]) and isinstance(ours[1], dict) and _holds(theirs[1], ours[1])
+        return same(theirs[0], ours[0]) and isinstance(ours[1], dict) and _holds(theirs[1], ours[1], exact)
     if isinstance(theirs, dict) and isinstance(ours, dict):
-        return all(name in ours and same(value, ours[name]) for name, value in theirs.items())
+        counts = ("epoch", "step")
+        alike = ((name, value) for name, value in theirs.items() if exact or name in counts)
+        return theirs.keys() <= ours.keys() and all(same(value, ours[name]) for name, value in alike)
     return same(theirs, ours)
 
 

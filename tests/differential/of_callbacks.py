@@ -59,6 +59,13 @@ def profiled_nothing(program: Program, d: Difference, theirs: Record, ours: Reco
     return profiles and bool(failed) and not ended_before(ours, d) and (d.call >= failed[0] or not d.call)
 
 
+def cut_without_metric(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """An epoch that ended before its last batch, in which Lightning's EarlyStopping misses its metric."""
+    cut = any("The epoch ended before its last batch" in text for _, text in ours.warned)
+    missed = any("Early stopping conditioned on metric" in str(facts.get("message")) for _, facts in theirs.ends)
+    return cut and missed
+
+
 JUDGES, LOADS = ("validate", "test", "predict"), ("best", "last", "path", "untold")
 
 OF_CALLBACKS = [
@@ -84,6 +91,13 @@ OF_CALLBACKS = [
         PAGE,
         program_of(10187),
         dumps_nowhere,
+        then="all",
+    ),
+    Row(
+        "Of an epoch that ended before its last batch EarlyStopping misses no metric, and says so; Lightning's raises.",
+        PAGE,
+        program_of(20087),
+        cut_without_metric,
         then="all",
     ),
     Row(

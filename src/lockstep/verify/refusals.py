@@ -101,7 +101,7 @@ def _of_failure(who: str, rank: RankRecording) -> str:
         return f"the script needs arguments ({said}): give them behind --: lockstep verify script.py -- --name value"
     if ending.status == "killed" or _MEMORY.search(ending.message):
         return (
-            f"{who} was ended by the system or ran out of memory ({ending.message}): all ranks run on this machine at "
+            f"{who} was ended by the system or ran out of memory ({ending.short}): all ranks run on this machine at "
             "once; give a smaller model or batch by the script's arguments, or fewer --devices"
         )
     if _GPU.search(ending.message):
