@@ -85,7 +85,9 @@ def _twin(layer: Any, memo: dict[int, Any]) -> Any:
         made = memo[id(layer)] = object.__new__(type(layer))
         vars(made).update(vars(layer))
         vars(made)["_parameters"] = {name: _shape_of(p, memo) for name, p in layer._parameters.items()}
-        vars(made)["_modules"] = {name: inner and _twin(inner, memo) for name, inner in layer._modules.items()}
+        vars(made)["_modules"] = {
+            name: None if inner is None else _twin(inner, memo) for name, inner in layer._modules.items()
+        }
     return memo[id(layer)]
 
 
