@@ -599,6 +599,17 @@ def average_judged(program: Program, d: Difference, theirs: Record, ours: Record
     return averages and judges and d.name in ("weights", "arguments", "returned")
 
 
+def not_counted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Steps whose closure was not run, and what Lightning saves of a run that has made no others."""
+    if program.optimizers != ("closure never",):
+        return False
+    if d.name == "global_step":
+        return bool(d.theirs > d.ours)
+    saves = any(part.get("save_on_exception") for _, part in program.callbacks)
+    missing = (d.kind == "order" and begins(d.theirs, "on_save_checkpoint")) or d.where == "names"
+    return saves and missing and not d.ours
+
+
 def nothing_to_save(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What Lightning's OnExceptionCheckpoint saves of a fit whose training has not begun."""
     began = "callback.on_train_epoch_start" in [label for label, _ in by_call(ours.events).get(d.call, [])]

@@ -39,6 +39,7 @@ from tests.differential.causes import (
     newest_as_last,
     newest_is_last,
     no_least,
+    not_counted,
     nothing_to_save,
     of_averaging,
     of_none,
@@ -496,9 +497,7 @@ ROWS = [
         "A step whose closure was not run is not counted.",
         PAGE,
         replace(PLAIN, optimizers=("closure never",)),
-        lambda program, d, theirs, ours: (
-            program.optimizers == ("closure never",) and d.name == "global_step" and d.theirs > d.ours
-        ),
+        not_counted,
     ),
     Row(
         "In on_train_start and before, current_epoch is that of the checkpoint; in Lightning the one after, where the "
@@ -715,7 +714,7 @@ ROWS = [
         then="all",
     ),
     Row(
-        "WeightAveraging with a callback that changes the module's parameters (ModelPruning) is refused.",
+        "An average with a callback that changes the module's parameters (ModelPruning) is refused.",
         PAGE,
         replace(
             PLAIN,
@@ -724,7 +723,7 @@ ROWS = [
                 ("ModelPruning", {"pruning_fn": "l1_unstructured", "amount": 0.5}),
             ),
         ),
-        lambda program, d, theirs, ours: refused(ours, "have changed since training began"),
+        lambda program, d, theirs, ours: refused(ours, "have changed since training began", "(ModelPruning makes"),
         then="all",
     ),
     Row(
