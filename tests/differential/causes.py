@@ -357,8 +357,8 @@ def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record
     """Names of files with a metric, and rows with values, that only a resumed fit of ours knows."""
     if not any("resume" in call for call in program.calls):
         return False
-    # what is thawed in one of the two alone leads to other values besides
-    exact = not (has(program, "BackboneFinetuning") or has(program, "Unfreezing"))
+    # what is thawed in one of the two alone, or another order, leads to other values besides
+    exact = not (has(program, "BackboneFinetuning") or has(program, "Unfreezing") or program.train == "shuffled")
     if d.kind == "rows":
         return holds_more(theirs.rows, ours.rows, exact)
     if d.name == "content":
@@ -624,10 +624,19 @@ def one_last(program: Program, d: Difference, theirs: Record, ours: Record) -> b
     return resumes and named and "last-v" in str(d.theirs) and "last-v" not in str(d.ours)
 
 
-def raised_in_sanity(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """What a resumed fit does whose sanity check raises in Lightning."""
+def of_sanity_check(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What a resumed fit does whose sanity check raises in Lightning, and what DeviceStatsMonitor logs of the check."""
+    written = d.kind in ("rows", "files")
+    if written and has(program, "DeviceStatsMonitor") and any("resume" in call for call in program.calls):
+        return d.where != "names" and len(d.theirs) >= len(d.ours)
     raised = [call for call, facts in theirs.ends if "`on_validation" in str(facts.get("message"))]
-    return any("resume" in call for call in raised) and ("resume" in d.call or d.kind in ("rows", "files"))
+    return any("resume" in call for call in raised) and ("resume" in d.call or written)
+
+
+def path_from_start(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Also where a call ends before Lightning's has looked for the checkpoint."""
+    early = d.kind == "end" and d.theirs is None and "raised" in end(theirs, d.call)
+    return d.name == "ckpt_path" and (d.kind == "fact" or early) and d.ours is not None
 
 
 def without_empty_hyperparameters(program: Program, theirs: Record, ours: Record) -> str:

@@ -98,7 +98,8 @@ def follows(difference: Difference, cause: Row | None) -> Row | None:
     if cause is None or cause.then == "all":
         return cause
     ranks = difference.name in ("ModelCheckpoint", "EarlyStopping")  # by the numbers
-    return cause if ranks or alike(difference.theirs, difference.ours) else None
+    saves = difference.kind == "order" and "on_save_checkpoint" in str([difference.theirs[:1], difference.ours[:1]])
+    return cause if ranks or saves or alike(difference.theirs, difference.ours) else None
 
 
 def alike(theirs: Any, ours: Any) -> bool:

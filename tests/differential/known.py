@@ -43,8 +43,10 @@ from tests.differential.causes import (
     nothing_to_save,
     of_averaging,
     of_none,
+    of_sanity_check,
     one_last,
     only_last,
+    path_from_start,
     rate_of_window,
     refused,
     refused_call,
@@ -109,13 +111,7 @@ TAKEN_OUT = [
         "A resumed fit has no sanity check; Lightning has one where the checkpoint is of an epoch's end.",
         PAGE,
         replace(PLAIN, flags=_flags(num_sanity_val_steps=1), calls=("fit", "resume")),
-        lambda program, d, theirs, ours: (
-            any(
-                "resume" in call and "`on_validation" in str(end(theirs, call).get("message"))
-                for call, _ in theirs.ends
-            )
-            and ("resume" in d.call or d.kind in ("rows", "files"))
-        ),
+        of_sanity_check,
         take=without_sanity_of_resumed,
     ),
     Row(
@@ -378,7 +374,7 @@ ROWS = [
         "ckpt_path is there from the start of the call.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume")),
-        lambda program, d, theirs, ours: d.name == "ckpt_path" and d.kind == "fact" and d.ours is not None,
+        path_from_start,
     ),
     Row(
         "Traces of PyTorchProfiler are named by the step alone, and each kind of step has one.",
