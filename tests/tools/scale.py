@@ -142,7 +142,7 @@ class CountingHub(hub.Hub):
 
     def join(self, address: str, port: int, token: str) -> bool:
         hello = {"token": token, "node": self.node, "host": self.host}
-        self._hellos, self._size_of_hellos = 2, len(hub._text(hello)) + len(hub.WELCOME)
+        self._hellos, self._size_of_hellos = 2, len(hub.line_of(hello)) + len(hub.WELCOME)
         return super().join(address, port, token)
 
     def kill(self) -> None:
@@ -155,7 +155,7 @@ class CountingHub(hub.Hub):
 
     def _meet(self, opened: socket.socket, hello: dict[str, Any] | None) -> hub._Connection | None:
         self._hellos += 1
-        self._size_of_hellos += len(hub._text(hello or {}))
+        self._size_of_hellos += len(hub.line_of(hello or {}))
         return super()._meet(opened, hello)
 
     async def _serve(self, connection: hub._Connection) -> None:
@@ -166,7 +166,7 @@ class CountingHub(hub.Hub):
     def _hear(self, connection: hub._Connection, message: dict[str, Any]) -> None:
         assert isinstance(connection, CountingConnection)
         connection.messages += 1
-        connection.size += len(hub._text(message))
+        connection.size += len(hub.line_of(message))
         super()._hear(connection, message)
         connection.heard += 1
 
