@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError, RendezvousStoreInfo
 
 from lockstep.launch.elastic_run import FRESH, InOrder, LaunchPlan, _first, _not_met, _take, _variables, clear_away
+from lockstep.launch.environment import site_variable
 
 ONE = LaunchPlan(("train.py",), "train-1", 2)
 
@@ -24,11 +25,12 @@ def told(plan: LaunchPlan, **environ: str) -> dict[str, str]:
 
 
 def test_without_restarts_ranks_are_told_nothing_that_changes_a_fit() -> None:
-    assert told(ONE, GLOO_SOCKET_IFNAME="eth0") == {"LOCKSTEP_STARTED": "--devices 2"}
+    assert told(ONE, GLOO_SOCKET_IFNAME="eth0") == {"LOCKSTEP_STARTED": "--devices 2", **site_variable({})}
     several = LaunchPlan(("train.py",), "train-1", 2, (1, 3))
     assert told(several) == {
         "LOCKSTEP_STARTED": "--devices 2 --nodes 1:3",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **site_variable({}),
     }
 
 

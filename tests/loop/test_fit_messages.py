@@ -75,6 +75,8 @@ SET = 'logging.getLogger("{name}").setLevel(logging.{level})'
         ("", SET.format(name="lockstep", level="WARNING"), 0),
         ("", SET.format(name="lightning.pytorch", level="ERROR"), 0),
         ("", SET.format(name="lockstep", level="DEBUG"), 12),
+        # beside Lightning, which gives its loggers this level, nothing of level DEBUG was shown
+        (SET.format(name="lightning.pytorch", level="INFO"), SET.format(name="lockstep", level="DEBUG"), 12),
     ],
 )
 def test_a_study_printed_two_lines_for_each_fit(

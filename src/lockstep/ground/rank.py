@@ -29,7 +29,10 @@ class _Screen(logging.Handler):
     """Shows messages on stderr, as long as nobody has configured logging or given Lightning's a higher level."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.root.handlers and all(record.levelno >= logging.getLogger(n).level for n in LIGHTNINGS):
+        shown = max(
+            record.levelno, logging.INFO
+        )  # which is the level that Lightning gives its own, where it is imported
+        if not logging.root.handlers and all(shown >= logging.getLogger(name).level for name in LIGHTNINGS):
             print(self.format(record), file=sys.stderr, flush=True)
 
 
