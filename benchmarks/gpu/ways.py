@@ -106,7 +106,7 @@ def in_shards(work: Work, steps: int, tick: Tick) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     if not isinstance(work.model, FSDPModule):
-        for block in work.model.blocks:  # type: ignore[union-attr]
+        for block in work.model.blocks:  # type: ignore[union-attr]  # the models of this way have a list of them
             fully_shard(block)
         fully_shard(work.model)
     loop(work, work.model, steps, tick)
@@ -117,6 +117,8 @@ def by_trainer(package_name: str, work: Work, steps: int, tick: Tick, **flags: A
     package: Any = importlib.import_module(package_name)
 
     class Module(package.LightningModule):  # type: ignore[misc, name-defined]
+        tick: Tick
+
         def __init__(self) -> None:
             super().__init__()
             self.net = work.model
