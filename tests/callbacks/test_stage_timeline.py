@@ -16,7 +16,7 @@ from lockstep.callbacks import StageTimeline, stage_timeline
 from lockstep.callbacks.stage_timeline import COLUMNS, _Seen
 from lockstep.engines.pipeline.times import WindowOfStage
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.planner.timeline import BACKWARD, BETWEEN, FORWARD, Action, actions_of, held, play
+from lockstep.planner.timeline import BETWEEN, Action, actions_of, held, play
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import RankPool
 from tests.equivalence.models import Plain, rows
@@ -87,7 +87,8 @@ def test_a_schedule_is_played_without_overlaps_and_in_order(schedule: str, stage
     assert max(bar.end for bar in bars) == pytest.approx(3.0 * (micro_batches + stages - 1))  # as the books say
     for stage in range(stages):
         mine = [bar for bar in bars if bar.row == stage]
-        assert [bar.part for bar in mine].count(FORWARD) == [bar.part for bar in mine].count(BACKWARD) == micro_batches
+        letters = [bar.action.letter for bar in mine]
+        assert letters.count("F") == letters.count("B") == micro_batches
         assert all(one.end <= other.begin + 1e-9 for one, other in itertools.pairwise(mine))
 
 

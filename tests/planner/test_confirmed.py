@@ -32,7 +32,7 @@ def test_each_way_that_fits_can_be_run(ranks: RankPool) -> None:
     profile = profile_module(model, batch, make_precision("32-true"), trainer=quiet())
     machine = Hardware(devices=2, memory=8e9, kind="cpu", overlaps=False)
     plan = make_plan([profile], machine, packages=["deepspeed"])
-    ways = [row.prediction.candidate for row in plan.rows if row.eligible]
+    ways = [row.candidate for row in plan.rows if row.eligible]
     assert {way.kind for way in ways} == {"single", "dp", "ddp", "sharded", "fsdp", "fsdp_grads", "deepspeed"}
     for way in ways:
         if way.kind in ("single", "dp"):

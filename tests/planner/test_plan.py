@@ -53,8 +53,8 @@ def test_the_table_has_each_way_its_choice_and_its_reason() -> None:
     text = "\n".join(plan.lines(everything=True))
     assert text.count("\n* ") == 1
     for row in plan.rows:
-        assert row.prediction.candidate.name in text
-        assert row.prediction.fits or f"too much: {row.prediction.why}" in text
+        assert row.candidate.name in text
+        assert row.fits or f"too much: {row.why}" in text
     assert text.endswith(plan.reason)
 
 
@@ -78,7 +78,7 @@ def test_a_plan_is_a_function_of_what_it_is_given() -> None:
 def test_other_numbers_and_missing_packages_are_shown_and_not_chosen() -> None:
     plan = make_plan([transformer(3)], described(2, 1, 24 * GB))
     for row in plan.rows:
-        candidate = row.prediction.candidate
+        candidate = row.candidate
         assert bool(row.other) is bool(candidate.hook)
         if candidate.kind == "deepspeed":
             assert row.obstacle == "needs the package deepspeed"
@@ -125,8 +125,8 @@ def test_schedules_that_wait_less_are_predicted_to() -> None:
     assert one.compute == pytest.approx(split.compute)
     assert between.split is not None
     assert [stage.device for stage in between.split.stages] == list(range(8))
-    assert {row.prediction.candidate.schedule for row in make_plan([model], machine).rows} == {"", *ways}
-    few = {row.prediction.candidate.schedule for row in make_plan([transformer(7, blocks=6)], machine).rows}
+    assert {row.candidate.schedule for row in make_plan([model], machine).rows} == {"", *ways}
+    few = {row.candidate.schedule for row in make_plan([transformer(7, blocks=6)], machine).rows}
     assert few == {"", "GPipe", "1F1B", "zero-bubble"}
 
 

@@ -181,7 +181,7 @@ def predicted(part: Part) -> Numbers:
     with tempfile.TemporaryDirectory() as folder, variable("XDG_CACHE_HOME", folder):
         trainer = Trainer(**QUIET, accelerator=accelerator_of(part.device), devices=1)
         plan = trainer.plan(Adam(GPT(measures), metric=False), text(count, count, measures.context))
-    single = [row.prediction for row in plan.rows if row.prediction.candidate.kind == "single"]
+    single = [row for row in plan.rows if row.candidate.kind == "single"]
     if not single:
         raise Skip("the plan has no row for one device")
     plainest = next(one for one in single if not one.candidate.offload and not one.candidate.recomputed)

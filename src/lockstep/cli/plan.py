@@ -195,7 +195,7 @@ def write_csv(found: Plan, path: str) -> None:
         found: the plan.
         path: of the file.
     """
-    rows = [row.prediction for row in found.rows if row.prediction.parts]
+    rows = [row for row in found.rows if row.parts]
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.parts))
     with open(path, "w", newline="") as file:
         table = csv.writer(file)

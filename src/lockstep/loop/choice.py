@@ -200,7 +200,7 @@ def _chosen(trainer: Trainer) -> Candidate | None:
         name = type(trainer.lightning_module).__name__
         rank_zero_warn(f'Trainer(strategy="auto"): no plan for {name}, which is large: {error}')
         return None
-    rows = [row.prediction for row in found.rows if row.eligible]
+    rows = [row for row in found.rows if row.eligible]
     if world.size > 1:
         rows = [one for one in rows if one.candidate.kind not in ALONE]
     if found.choice is None or not rows:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import takewhile
 
 import torch
 
 from lockstep.engines.ddp.averaging import PIECE
-from lockstep.engines.ddp.bucket import ALIGNMENT, ParameterInfo, Plan, in_order_of_arrival, plan_buckets
+from lockstep.engines.ddp.bucket import ALIGNMENT, ParameterInfo, in_order_of_arrival, plan_buckets
 from lockstep.engines.owners import owners_of
-from lockstep.planner.engines import EngineCost
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.partition import Block, Device, DoesNotFit, Split, Stage, partition
 from lockstep.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
@@ -19,6 +20,14 @@ from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, actions_of, hel
 from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, OperationWork
 
 MIB = 2**20
+BUCKET_MB = 25.0
+"""Of a bucket of ddp by default."""
+NAMES = {
+    "sharded": "ddp, sharded optimizer",
+    "fsdp_grads": "fsdp, SHARD_GRAD_OP",
+    "fsdp_offload": "fsdp_cpu_offload",
+}
+"""Of kinds in the table, where they are others."""
 GROUP_CALLS = 20
 """Operations that gather, or cut, the parameters of a block."""
 
@@ -46,7 +55,7 @@ class Candidate:
     offload: bool = False
     recomputed: bool = False
     hook: str = ""
-    bucket_mb: float = 25.0
+    bucket_mb: float = BUCKET_MB
     micro_batches: int = 1
     schedule: str = ""
     precision: str = "32-true"
@@ -57,25 +66,24 @@ class Candidate:
         return self.offload or self.kind == "fsdp_offload"
 
     @property
+    def plain(self) -> Candidate:
+        """The way without its variants."""
+        return replace(self, bucket_mb=BUCKET_MB, hook="", offload=False, recomputed=False)
+
+    @property
     def name(self) -> str:
         """As the table shows it."""
-        names = {
-            "sharded": "ddp, sharded optimizer",
-            "fsdp_grads": "fsdp, SHARD_GRAD_OP",
-            "fsdp_offload": "fsdp_cpu_offload",
-        }
-        name = names.get(self.kind, self.kind)
+        name, offloaded = NAMES.get(self.kind, self.kind), self.offload
         if self.kind == "deepspeed":
-            name = f"deepspeed_stage_{self.stage}" + ("_offload" if self.offload else "")
-        elif self.offload:
-            name += ", offloaded optimizer"
-        if self.kind == "pipeline":
-            name += f", {self.schedule}, {self.micro_batches} micro-batches"
-        if self.hook:
-            name += f", {self.hook} hook"
-        if self.bucket_mb != 25.0:
-            name += f", buckets of {self.bucket_mb:g} MiB"
-        return name + (", recomputation" if self.recomputed else "")
+            name, offloaded = f"deepspeed_stage_{self.stage}" + "_offload" * self.offload, False
+        variants = (
+            (offloaded, "offloaded optimizer"),
+            (self.kind == "pipeline", f"{self.schedule}, {self.micro_batches} micro-batches"),
+            (self.hook, f"{self.hook} hook"),
+            (self.bucket_mb != BUCKET_MB, f"buckets of {self.bucket_mb:g} MiB"),
+            (self.recomputed, "recomputation"),
+        )
+        return ", ".join([name, *(text for holds, text in variants if holds)])
 
 
 @dataclass(frozen=True)
@@ -91,8 +99,10 @@ class Prediction:
         compute, sent, update: seconds of forward and backward, of waiting for messages, and of the update.
         samples: of a step, over all devices.
         missing: bytes above what there is; 0 where it fits.
-        why: what does not fit, or what is in the way.
+        why: what does not fit.
         split: of a pipeline.
+        obstacle: why it cannot be run although it may fit; "".
+        other: what differs in the numbers: a precision, a compression; "".
     """
 
     candidate: Candidate
@@ -107,6 +117,8 @@ class Prediction:
     missing: float = 0.0
     why: str = ""
     split: Split | None = field(default=None, compare=False)
+    obstacle: str = ""
+    other: str = ""
 
     @property
     def seconds(self) -> float:
@@ -123,6 +135,11 @@ class Prediction:
         """Whether there is memory for it."""
         return self.missing <= 0
 
+    @property
+    def eligible(self) -> bool:
+        """Whether a plan may choose it."""
+        return self.fits and not self.obstacle and not self.other
+
 
 # -- bytes of model states -----------------------------------------------------------------------------------------
 
@@ -135,15 +152,6 @@ def _states(parameters: Iterable[ParameterProfile]) -> float:
     return float(sum(p.like * p.elements + p.fixed for p in parameters))
 
 
-def bucket_bytes(parameters: Iterable[ParameterProfile]) -> float:
-    """The buckets of ddp: each gradient at a multiple of 16 bytes, and a flag for each."""
-    total = 0
-    for p in parameters:
-        if p.trainable:
-            total += -(-p.size // ALIGNMENT) * ALIGNMENT + p.itemsize
-    return float(total)
-
-
 def shard_elements(p: ParameterProfile, ranks: int) -> int:
     """Elements of a rank's part under FSDP: whole rows, filled up."""
     if not p.shape:
@@ -151,296 +159,363 @@ def shard_elements(p: ParameterProfile, ranks: int) -> int:
     return -(-p.shape[0] // ranks) * (p.elements // max(p.shape[0], 1))
 
 
-def bucket_plan(profile: ModelProfile, bucket_mb: float, *, at_first: bool = False) -> Plan:
-    """Which gradients travel together, by name: at first in order of registration, then in that in which they come."""
-    device = torch.device("cpu")
-    trained = [p for p in profile.parameters if p.trainable]
-    infos = [ParameterInfo(p.name, p.size, torch.uint8, device) for p in trained]
-    caps = [min(1.0, bucket_mb) * MIB, bucket_mb * MIB]
-    came = sorted((p.arrival, p.name) for p in trained if p.arrival >= 0)
-    return plan_buckets(infos if at_first else in_order_of_arrival(infos, [name for _, name in came]), caps)
-
-
-def is_laid_out_anew(profile: ModelProfile, bucket_mb: float) -> bool:
-    """Whether ddp lays out its buckets anew after the first step, since gradients come in another order."""
-    return bucket_plan(profile, bucket_mb, at_first=True) != bucket_plan(profile, bucket_mb)
-
-
-def _owned_states(profile: ModelProfile, ranks: int) -> float:
-    """Of a sharded optimizer: the states on the rank that has most. No parameter is cut."""
-    trained = [p for p in profile.parameters if p.trainable]
-    owners = owners_of([p.size for p in trained], [0] * ranks)
-    return max(_states(p for p, owner in zip(trained, owners, strict=True) if owner == rank) for rank in range(ranks))
-
-
-def model_states(profile: ModelProfile, candidate: Candidate, ranks: int) -> dict[str, float]:
-    """Bytes of parameters, gradients, optimizer states and buckets on the rank that has most.
-
-    Args:
-        profile: of the model.
-        candidate: the way to train.
-        ranks: that share it.
-    """
-    every = profile.parameters
-    size = float(sum(p.size for p in every))
-    found = {"parameters": size, "gradients": _gradients(every), "optimizer states": _states(every), "buckets": 0.0}
-    if candidate.kind in ("ddp", "sharded") and ranks > 1:
-        found["buckets"] = bucket_bytes(every) - found["gradients"]
-    if candidate.kind == "sharded" and ranks > 1:
-        found["optimizer states"] = _owned_states(profile, ranks)
-    if candidate.kind.startswith("fsdp"):
-        found.update(_fully_sharded(profile, ranks))
-    if candidate.kind == "deepspeed":
-        found.update(_zero(profile, candidate.stage, ranks))
-    return found
-
-
-def _fully_sharded(profile: ModelProfile, ranks: int) -> dict[str, float]:
-    """FSDP's: each rank has a part of each parameter."""
-    parts = [(p, p.elements if not p.shape else shard_elements(p, ranks)) for p in profile.parameters]
-    return {
-        "parameters": float(sum(count * p.itemsize for p, count in parts)),
-        "gradients": float(sum(count * p.itemsize for p, count in parts if p.trainable)),
-        "optimizer states": float(sum(p.like * count + p.fixed for p, count in parts)),
-    }
-
-
-def _zero(profile: ModelProfile, stage: int, ranks: int) -> dict[str, float]:
-    """DeepSpeed's: it steps weights of its own in float32; stages 1 and 2 pad all parameters together."""
-    trained = [p for p in profile.parameters if p.trainable]
-    itemsize = max((p.itemsize for p in trained), default=4)
-    like = max((p.like for p in trained), default=0) + 4
-    fixed = max((p.fixed for p in trained), default=0)
-    if stage == 3:
-        part = sum(-(-p.elements // ranks) for p in trained)
-        return {"parameters": part * itemsize, "gradients": part * itemsize, "optimizer states": part * like + fixed}
-    padded = -(-sum(p.elements for p in trained) // (2 * ranks)) * 2 * ranks
-    return {"parameters": padded * itemsize, "gradients": 0.0, "optimizer states": padded * like / ranks + fixed}
-
-
-# -- the peak ------------------------------------------------------------------------------------------------------
+def _model_states(parameters: Sequence[ParameterProfile]) -> dict[str, float]:
+    """Of parameters that are whole, with gradients of their own."""
+    size = float(sum(p.size for p in parameters))
+    return {"parameters": size, "gradients": _gradients(parameters), "optimizer states": _states(parameters)}
 
 
 def _unit_sizes(profile: ModelProfile) -> dict[int, float]:
     """Bytes of the parameters that FSDP gathers together: of a repeated block, and of all the rest."""
     sizes: dict[int, float] = {REST: 0.0}
     for p in profile.parameters:
-        alone = p.unit != REST and profile.blocks[p.unit].repeated
-        sizes[p.unit if alone else REST] = sizes.get(p.unit if alone else REST, 0.0) + p.size
+        unit = p.unit if p.unit != REST and profile.blocks[p.unit].repeated else REST
+        sizes[unit] = sizes.get(unit, 0.0) + p.size
     return sizes
-
-
-def _working(profile: ModelProfile, candidate: Candidate, ranks: int, states: dict[str, float]) -> float:
-    """Bytes beside the model states at the moment when all together are most, less states that are not there then."""
-    step = steps_of(profile, candidate)
-    if candidate.kind.startswith("fsdp"):
-        return _working_in_shards(profile, candidate, step, ranks)
-    if candidate.kind == "deepspeed":
-        return _working_of_zero(profile, candidate, step, ranks)
-    gradients = states["gradients"]
-    in_buckets = candidate.kind in ("ddp", "sharded") and ranks > 1
-    # the first gradients lie in the first buckets, until they are dropped behind the next forward
-    old = gradients if in_buckets and is_laid_out_anew(profile, candidate.bucket_mb) else 0.0
-    # the owners' new values, a message of each under way
-    sends = min(float((ranks + 1) * PIECE), gradients) if candidate.kind == "sharded" and ranks > 1 else 0.0
-    share = ranks if candidate.kind == "sharded" else 1
-    peaks: list[float] = []
-    for span in step.spans:
-        if in_buckets:  # gradients lie there all the time
-            more = {FORWARD: span.peak + old, BACKWARD: span.added, UPDATE: max(span.peak / share, sends)}
-            peaks.append(more[span.phase])
-        else:
-            peaks.append(span.peak if span.phase == FORWARD else span.grown - gradients)
-    if candidate.kind == "dp":
-        return max(peaks) / ranks
-    return float(max(peaks))
-
-
-def _working_in_shards(profile: ModelProfile, candidate: Candidate, step: StepProfile, ranks: int) -> float:
-    """FSDP: what is gathered, and gradients before they are cut.
-
-    A gather makes one flat copy, and from it the parameters, so that both are there for a moment. While a block's
-    backward runs, the flat copy of the block before it comes; gradients are copied into one flat tensor, and cut.
-    """
-    sizes, peaks = _unit_sizes(profile), list[float]()
-    keeps = candidate.kind == "fsdp_grads"
-    root = sizes[REST]
-    gathered = root
-    for span in step.spans:
-        alone = span.unit in sizes and span.unit != REST
-        size = sizes[span.unit] if alone else 0.0
-        if span.phase == FORWARD:
-            peaks.append(span.peak + gathered + size)
-            gathered += size if keeps else 0.0
-        elif span.phase == BACKWARD:
-            before = sizes.get(span.unit - 1, 0.0) if alone and span.unit > 0 else 0.0
-            here = sum(sizes.values()) if keeps else root + size + before
-            peaks.append(span.peak + here + (size if alone else root))
-            peaks.append(span.peak + (here - size) + 2 * size)
-        else:
-            peaks.append(span.peak / ranks)
-    return max(peaks)
-
-
-def _working_of_zero(profile: ModelProfile, candidate: Candidate, step: StepProfile, ranks: int) -> float:
-    """DeepSpeed: gradients are gathered in buckets, and in stages 1 and 2 the update makes whole ones."""
-    sizes = _unit_sizes(profile)
-    trained = _gradients(profile.parameters)
-    peaks = []
-    for span in step.spans:
-        if candidate.stage == 3:
-            size = sizes.get(span.unit, 0.0)
-            peaks.append(span.peak + sizes[REST] + 2 * size)
-        else:
-            peaks.append(span.peak / ranks + 2 * trained if span.phase == UPDATE else span.grown + trained / ranks)
-    return float(max(peaks))
-
-
-def steps_of(profile: ModelProfile, candidate: Candidate) -> StepProfile:
-    """The way in which a candidate plays the step."""
-    return profile.steps["recomputed" if candidate.recomputed and "recomputed" in profile.steps else "kept"]
 
 
 # -- seconds -------------------------------------------------------------------------------------------------------
 
 
-def work_seconds(work: OperationWork, hardware: Hardware, precision: str) -> float:
-    """Seconds of operations by the cost model: products, then what is moved, and the calls at least."""
+def span_seconds(span: SpanProfile, hardware: Hardware, precision: str) -> float:
+    """Measured seconds, or those of the cost model: products, then what is moved, and the calls at least."""
+    if span.seconds is not None:
+        return span.seconds
+    work = span.work
     return max(work.products / hardware.speed(precision) + work.moved / hardware.moved, work.calls * hardware.call)
 
 
-def span_seconds(span: SpanProfile, hardware: Hardware, precision: str) -> float:
-    """Measured seconds, or those of the cost model."""
-    return span.seconds if span.seconds is not None else work_seconds(span.work, hardware, precision)
-
-
-def phase_seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, phase: str) -> float:
-    """Seconds of a phase on one device."""
-    return _seconds_of(steps_of(profile, candidate).spans, profile, hardware, phase)
-
-
-def _seconds_of(spans: Iterable[SpanProfile], profile: ModelProfile, hardware: Hardware, phase: str) -> float:
+def phase_seconds(spans: Iterable[SpanProfile], profile: ModelProfile, hardware: Hardware, phase: str) -> float:
+    """Seconds of the spans of a phase on one device."""
     return sum(span_seconds(span, hardware, profile.precision) for span in spans if span.phase == phase)
 
 
 def ring(size: float, ranks: int, hardware: Hardware, passes: int = 2) -> float:
     """Seconds of an all-reduce of ``size`` bytes by a ring; of an all-gather or a reduce-scatter with one pass."""
-    if ranks < 2:
-        return 0.0
     bandwidth, latency = hardware.slowest_link()
     return passes * ((ranks - 1) / ranks * size / bandwidth + (ranks - 1) * latency)
 
 
-def _summed(size: float, ranks: int, hardware: Hardware) -> float:
-    """Seconds of an all-reduce of a bucket: in shared memory, where ranks of one host have it, else by a ring."""
-    if hardware.shared and hardware.nodes == 1 and ranks > 1:
-        return hardware.shared_latency + ranks / 2 * size / hardware.shared
-    return ring(size, ranks, hardware)
+# -- the ways, each with its formulas --------------------------------------------------------------------------------
 
 
-def _exposed(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ranks: int) -> float:
-    """Seconds for which ddp waits for its buckets when the backward has ended.
+class _Single:
+    """One process with the whole model. The other ways derive from it, and say what differs.
 
-    Buckets travel one after another, each when its gradients are there.
+    Attributes:
+        ranks: devices that take part.
+        on_host: model states that are in the host's memory where the candidate offloads.
     """
-    factor = 0.5 if candidate.hook == "bf16" else 1.0
-    now = end = waiting = 0.0
-    spans = [s for s in steps_of(profile, candidate).spans if s.phase == BACKWARD]
-    by_unit: dict[int, float] = {}
-    for p in profile.parameters:
-        by_unit[p.unit] = by_unit.get(p.unit, 0.0) + p.size * p.trainable
-    last = {span.unit: index for index, span in enumerate(spans)}
-    for index, span in enumerate(spans):
-        begun = now
-        now += span_seconds(span, hardware, profile.precision)
-        size = by_unit.get(span.unit, 0.0) if last[span.unit] == index else 0.0
-        pieces = max(1, math.ceil(size / (candidate.bucket_mb * MIB)))
-        for piece in range(pieces):
-            waiting += size / pieces
-            if waiting >= candidate.bucket_mb * MIB:
-                ready = begun + (now - begun) * (piece + 1) / pieces if hardware.overlaps else math.inf
-                end = max(end, ready if ready < math.inf else 0.0) + _summed(waiting * factor, ranks, hardware)
-                waiting = 0.0
-    if waiting:
-        end = max(end, now if hardware.overlaps else 0.0) + _summed(waiting * factor, ranks, hardware)
-    return max(end - now, 0.0) if hardware.overlaps else end
+
+    alone = True
+    """There is one device."""
+    cuts_batch = False
+    """The batch of one device is cut over all."""
+
+    def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
+        self.profile, self.candidate, self.hardware = profile, candidate, hardware
+        self.ranks = 1 if self.alone else hardware.world
+        self.step = profile.step(candidate.recomputed)
+        self.trained = _gradients(profile.parameters)
+        self.on_host: tuple[str, ...] = ("optimizer states",)
+
+    def predict(self) -> Prediction:
+        """Memory and seconds of a step."""
+        profile, hardware = self.profile, self.hardware
+        rest = {"buffers": float(profile.buffers), "batches": float(profile.batch)}
+        parts = {**self.states(), **rest, "activations": float(self.working())}
+        away = self.on_host if self.candidate.uses_host else ()
+        host = sum((parts[name] for name in away), 0.0) * (1 if self.ranks == 1 else hardware.devices)
+        parts |= dict.fromkeys(away, 0.0)
+        memory = sum(parts.values())
+        compute, sent, update = self.seconds()
+        if self.ranks > 1 and hardware.kind == "cpu":  # ranks of a host share its memory, and perhaps its cores
+            busy = 1 + (hardware.contention - 1) * (hardware.devices - 1)
+            compute, update = busy * compute, busy * update
+        samples = profile.samples * (1 if self.cuts_batch else self.ranks)
+        found = Prediction(self.candidate, self.ranks, parts, memory, compute, sent, update, samples, host)
+        if host > hardware.host_memory:
+            return replace(found, missing=host - hardware.host_memory, why="the host's memory")
+        if memory > hardware.memory:
+            return replace(found, missing=memory - hardware.memory, why=max(parts, key=lambda name: parts[name]))
+        return found
+
+    def states(self) -> dict[str, float]:
+        """Bytes of parameters, gradients, optimizer states and buckets on the rank that has most."""
+        return {**_model_states(self.profile.parameters), "buckets": 0.0}
+
+    def working(self) -> float:
+        """Bytes beside the model states at the moment when all together are most, less states that are not there."""
+        return max(map(self.beside, self.step.spans))
+
+    def beside(self, span: SpanProfile) -> float:
+        """The same while a span runs."""
+        return span.peak if span.phase == FORWARD else span.grown - self.trained
+
+    def seconds(self) -> tuple[float, float, float]:
+        """Of computation, of waiting for messages, and of the update."""
+        update = self.phase(UPDATE)
+        if self.candidate.offload:  # states come to the device and go back
+            update += 2 * _states(self.profile.parameters) / self.hardware.host_link
+        compute, sent = self.exchange(self.phase(FORWARD) + self.phase(BACKWARD))
+        return compute, sent, update
+
+    def phase(self, name: str) -> float:
+        """Seconds of a phase on one device."""
+        return phase_seconds(self.step.spans, self.profile, self.hardware, name)
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        """Seconds of computation, given those of one device alone, and of waiting for messages."""
+        return compute, 0.0
 
 
-def _engine(candidate: Candidate, hardware: Hardware) -> EngineCost | None:
-    """What the engine of a candidate was measured to cost, on the ranks of one host."""
-    kind = {"deepspeed": f"deepspeed {candidate.stage}", "fsdp_offload": "fsdp"}.get(candidate.kind, candidate.kind)
-    return dict(hardware.engines).get(kind) if hardware.nodes == 1 else None
+class _DataParallel(_Single):
+    """One process for all devices, over which it cuts the batch."""
+
+    alone, cuts_batch = False, True
+
+    def beside(self, span: SpanProfile) -> float:
+        return super().beside(span) / self.ranks
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        each = self.profile.size / self.hardware.link + self.hardware.latency
+        return compute / self.ranks, 2 * (self.ranks - 1) * each
 
 
-def _seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ranks: int) -> tuple[float, float, float]:
-    """Seconds of computation, of waiting for messages, and of the update."""
-    forward, backward, update = (phase_seconds(profile, candidate, hardware, p) for p in (FORWARD, BACKWARD, UPDATE))
-    compute = forward + backward
-    size = sum(p.size for p in profile.parameters)
-    trained = _gradients(profile.parameters)
-    cost = _engine(candidate, hardware)
-    if candidate.kind == "single":
-        sent = 0.0
-    elif candidate.kind == "dp":
-        compute, sent = compute / ranks, 2 * (ranks - 1) * (size / hardware.link + hardware.latency)
-    elif candidate.kind == "ddp":
-        sent = _exposed(profile, candidate, hardware, ranks)
-    elif cost is not None:
-        sent, update = cost.seconds(_groups(profile), len(profile.parameters), size, ranks), update / ranks
-    elif candidate.kind == "sharded":  # owners broadcast what they have updated
-        sent, update = _exposed(profile, candidate, hardware, ranks) + ring(trained, ranks, hardware, 1), update / ranks
-    elif candidate.kind == "deepspeed" and candidate.stage < 3:
-        sent, update = _exposed(profile, candidate, hardware, ranks), update / ranks
-    else:
-        compute, sent = _in_shards(profile, candidate, hardware, ranks, compute)
-        update /= ranks
-    if candidate.uses_host and candidate.kind in ("single", "ddp"):  # states come to the device and go back
-        update += 2 * _states(profile.parameters) / hardware.host_link
-    elif candidate.uses_host:
-        update = _update_on_host(profile, candidate, hardware, ranks)
-    return compute, sent, update
+class _DDP(_Single):
+    """Each rank has the whole model, and gradients in buckets, which travel while the backward runs."""
+
+    alone = False
+
+    @cached_property
+    def first(self) -> float:
+        """Bytes of the first gradients, where buckets are laid out anew, in the order in which gradients come.
+
+        They lie in the first buckets, which are in order of registration, until they are dropped behind a forward.
+        """
+        device, bucket = torch.device("cpu"), self.candidate.bucket_mb
+        trained = [p for p in self.profile.parameters if p.trainable]
+        infos = [ParameterInfo(p.name, p.size, torch.uint8, device) for p in trained]
+        came = [p.name for p in sorted(trained, key=lambda p: p.arrival) if p.arrival >= 0]
+        caps = [min(1.0, bucket) * MIB, bucket * MIB]
+        return (
+            self.trained if plan_buckets(infos, caps) != plan_buckets(in_order_of_arrival(infos, came), caps) else 0.0
+        )
+
+    def states(self) -> dict[str, float]:
+        # each gradient begins at a multiple of 16 bytes, and has a flag
+        sizes = [-(-p.size // ALIGNMENT) * ALIGNMENT + p.itemsize for p in self.profile.parameters if p.trainable]
+        return {**super().states(), "buckets": sum(sizes) - self.trained}
+
+    def beside(self, span: SpanProfile) -> float:  # gradients lie in the buckets all the time
+        return {FORWARD: span.peak + self.first, BACKWARD: span.added, UPDATE: span.peak}[span.phase]
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        return compute, self.exposed()
+
+    def exposed(self) -> float:
+        """Seconds for which buckets are waited for when the backward has ended.
+
+        They travel one after another, each when its gradients are there; or all behind the backward, where messages
+        do not travel while a device computes.
+        """
+        hardware, bucket = self.hardware, self.candidate.bucket_mb * MIB
+        spans = [span for span in self.step.spans if span.phase == BACKWARD]
+        last = {span.unit: index for index, span in enumerate(spans)}
+        arriving: dict[int, float] = {}
+        for p in self.profile.parameters:
+            if p.trainable and p.unit in last:
+                arriving[last[p.unit]] = arriving.get(last[p.unit], 0.0) + p.size
+        now = end = waiting = 0.0
+        for index, span in enumerate(spans):
+            took = span_seconds(span, hardware, self.profile.precision) if hardware.overlaps else 0.0
+            size = arriving.get(index, 0.0)
+            pieces = max(1, math.ceil(size / bucket))
+            for piece in range(1, pieces + 1):
+                waiting += size / pieces
+                if waiting >= bucket:
+                    end = max(end, now + took * piece / pieces) + self.summed(waiting)
+                    waiting = 0.0
+            now += took
+        if waiting:
+            end = max(end, now) + self.summed(waiting)
+        return max(end - now, 0.0)
+
+    def summed(self, size: float) -> float:
+        """Seconds of an all-reduce of gradients: in shared memory, where ranks of one host have it, else by a ring."""
+        size *= 0.5 if self.candidate.hook == "bf16" else 1.0
+        if self.hardware.shared and self.hardware.nodes == 1:
+            return self.hardware.shared_latency + self.ranks / 2 * size / self.hardware.shared
+        return ring(size, self.ranks, self.hardware)
 
 
-def _groups(profile: ModelProfile) -> int:
-    """How many groups of parameters are gathered one by one: the repeated blocks, and all the rest."""
-    return sum(1 for block in profile.blocks if block.repeated) + 1
+class _SharedUpdate(_DDP):
+    """Each rank updates a part of the model. What an engine costs was measured, on ranks of one host's CPU."""
+
+    @property
+    def engine(self) -> str:
+        """The engine's name among those that were measured."""
+        return self.candidate.kind
+
+    def seconds(self) -> tuple[float, float, float]:
+        hardware, profile = self.hardware, self.profile
+        compute = self.phase(FORWARD) + self.phase(BACKWARD)
+        cost = dict(hardware.engines).get(self.engine) if hardware.nodes == 1 else None
+        if cost is None:
+            compute, sent = self.exchange(compute)
+        else:
+            sent = cost.seconds(self.groups(), len(profile.parameters), profile.size, self.ranks)
+        return compute, sent, self.on_the_host() if self.candidate.uses_host else self.phase(UPDATE) / self.ranks
+
+    def groups(self) -> int:
+        """How many groups of parameters are gathered one by one: the repeated blocks, and all the rest."""
+        return sum(block.repeated for block in self.profile.blocks) + 1
+
+    def on_the_host(self) -> float:
+        """Seconds of an update by the host: gradients go there, weights come back."""
+        hardware, work = self.hardware, OperationWork()
+        for span in self.step.spans:
+            if span.phase == UPDATE:
+                work.add(span.work)
+        moved = work.moved / self.ranks * hardware.devices / hardware.host_moved
+        return max(moved + 2 * self.trained / self.ranks / hardware.host_link, work.calls / self.ranks * hardware.call)
 
 
-def _in_shards(
-    profile: ModelProfile, candidate: Candidate, hardware: Hardware, ranks: int, compute: float
-) -> tuple[float, float]:
-    """Seconds of computation and of waiting where each rank has a part of each parameter."""
-    size, trained = sum(p.size for p in profile.parameters), _gradients(profile.parameters)
-    gathers = 1 if candidate.kind == "fsdp_grads" else 2
-    groups = _groups(profile)
-    total = gathers * ring(size, ranks, hardware, 1) + ring(trained, ranks, hardware, 1)
-    latency = hardware.slowest_link()[1]
-    total += (gathers + 1) * (groups - 1) * (ranks - 1) * latency
-    if hardware.overlaps:
-        return compute, max(total - compute, total / (groups + 1))
-    copied = (gathers + 1) * 2 * size / hardware.moved  # between flat tensors and parameters or gradients
-    return compute + (copied + (gathers + 1) * groups * GROUP_CALLS * hardware.call), total
+class _Sharded(_SharedUpdate):
+    """ddp with a sharded optimizer: each parameter has an owner, which updates it. No parameter is cut."""
+
+    def states(self) -> dict[str, float]:
+        trained = [p for p in self.profile.parameters if p.trainable]
+        owners = owners_of([p.size for p in trained], [0] * self.ranks)
+        owned: list[list[ParameterProfile]] = [[] for _ in range(self.ranks)]
+        for p, owner in zip(trained, owners, strict=True):
+            owned[owner].append(p)
+        return {**super().states(), "optimizer states": max(map(_states, owned))}
+
+    def beside(self, span: SpanProfile) -> float:
+        if span.phase != UPDATE:
+            return super().beside(span)
+        # the owners' new values, a message of each under way
+        sends = min(float((self.ranks + 1) * PIECE), self.trained)
+        return max(span.peak / self.ranks, sends)
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        return compute, self.exposed() + ring(self.trained, self.ranks, self.hardware, 1)
 
 
-def _update_on_host(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ranks: int) -> float:
-    """Seconds of an update by the host: gradients go there, weights come back."""
-    work = [span.work for span in steps_of(profile, candidate).spans if span.phase == UPDATE]
-    moved, calls = sum(each.moved for each in work), sum(each.calls for each in work)
-    trained = _gradients(profile.parameters)
-    update = moved / ranks * hardware.devices / hardware.host_moved + 2 * trained / ranks / hardware.host_link
-    return max(update, calls / ranks * hardware.call)
+class _FullySharded(_SharedUpdate):
+    """FSDP: each rank has a part of each parameter, and gathers a block's while that runs."""
+
+    def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
+        super().__init__(profile, candidate, hardware)
+        self.keeps = candidate.kind == "fsdp_grads"
+        self.on_host = ("optimizer states", "parameters", "gradients")
+
+    @property
+    def engine(self) -> str:
+        return "fsdp_grads" if self.keeps else "fsdp"
+
+    def states(self) -> dict[str, float]:
+        parts = [(p, shard_elements(p, self.ranks)) for p in self.profile.parameters]
+        return {
+            "parameters": float(sum(count * p.itemsize for p, count in parts)),
+            "gradients": float(sum(count * p.itemsize for p, count in parts if p.trainable)),
+            "optimizer states": float(sum(p.like * count + p.fixed for p, count in parts)),
+            "buckets": 0.0,
+        }
+
+    def working(self) -> float:
+        """What is gathered, and gradients before they are cut.
+
+        A gather makes one flat copy, and from it the parameters, so that both are there for a moment. While a block's
+        backward runs, the flat copy of the block before it comes; gradients are copied into one flat tensor, and cut.
+        """
+        sizes, peaks = _unit_sizes(self.profile), list[float]()
+        gathered = root = sizes.pop(REST)
+        for span in self.step.spans:
+            size = sizes.get(span.unit, 0.0)
+            if span.phase == FORWARD:
+                peaks.append(span.peak + gathered + size)
+                gathered += size if self.keeps else 0.0
+            elif span.phase == BACKWARD:
+                before = sizes.get(span.unit - 1, 0.0) if size else 0.0
+                here = root + (sum(sizes.values()) if self.keeps else size + before)
+                peaks.append(span.peak + here + (size or root))
+            else:
+                peaks.append(span.peak / self.ranks)
+        return max(peaks)
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        hardware, size, groups = self.hardware, self.profile.size, self.groups()
+        gathers = 1 if self.keeps else 2
+        total = gathers * ring(size, self.ranks, hardware, 1) + ring(self.trained, self.ranks, hardware, 1)
+        latency = hardware.slowest_link()[1]
+        total += (gathers + 1) * (groups - 1) * (self.ranks - 1) * latency
+        if hardware.overlaps:
+            return compute, max(total - compute, total / (groups + 1))
+        copied = (gathers + 1) * 2 * size / hardware.moved  # between flat tensors and parameters or gradients
+        return compute + (copied + (gathers + 1) * groups * GROUP_CALLS * hardware.call), total
 
 
-# -- together --------------------------------------------------------------------------------------------------------
+class _DeepSpeed(_FullySharded):
+    """DeepSpeed's engine, which steps weights of its own in float32."""
+
+    def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
+        super().__init__(profile, candidate, hardware)
+        self.cuts_parameters = candidate.stage == 3
+        if not self.cuts_parameters:
+            self.on_host = ("optimizer states",)
+
+    @property
+    def engine(self) -> str:
+        return f"deepspeed {self.candidate.stage}"
+
+    def states(self) -> dict[str, float]:
+        trained = [p for p in self.profile.parameters if p.trainable]
+        itemsize = max((p.itemsize for p in trained), default=4)
+        like = max((p.like for p in trained), default=0) + 4
+        fixed = max((p.fixed for p in trained), default=0)
+        if self.cuts_parameters:
+            part = float(sum(-(-p.elements // self.ranks) for p in trained))
+            parameters = gradients = part * itemsize
+        else:  # all parameters are padded together
+            unit = 2 * self.ranks
+            padded = -(-sum(p.elements for p in trained) // unit) * unit
+            part, parameters, gradients = padded / self.ranks, float(padded * itemsize), 0.0
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer states": part * like + fixed,
+            "buckets": 0.0,
+        }
+
+    def working(self) -> float:
+        """Gradients are gathered in buckets, and in stages 1 and 2 the update makes whole ones."""
+        sizes = _unit_sizes(self.profile)
+        peaks = []
+        for span in self.step.spans:
+            if self.cuts_parameters:
+                peaks.append(span.peak + sizes[REST] + 2 * sizes.get(span.unit, 0.0))
+            elif span.phase == UPDATE:
+                peaks.append(span.peak / self.ranks + 2 * self.trained)
+            else:
+                peaks.append(span.grown + self.trained / self.ranks)
+        return max(peaks)
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        return super().exchange(compute) if self.cuts_parameters else (compute, self.exposed())
 
 
-def _on_host(candidate: Candidate) -> tuple[str, ...]:
-    """The model states that are in the host's memory."""
-    if not candidate.uses_host:
-        return ()
-    if candidate.kind == "fsdp_offload" or (candidate.kind == "deepspeed" and candidate.stage == 3):
-        return "optimizer states", "parameters", "gradients"
-    return ("optimizer states",)
+WAYS: dict[str, type[_Single]] = {
+    "single": _Single,
+    "dp": _DataParallel,
+    "ddp": _DDP,
+    "sharded": _Sharded,
+    "fsdp": _FullySharded,
+    "fsdp_grads": _FullySharded,
+    "fsdp_offload": _FullySharded,
+    "deepspeed": _DeepSpeed,
+}
 
 
 def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
@@ -453,33 +528,21 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
     """
     if candidate.kind == "pipeline":
         return _pipeline(profile, candidate, hardware)
-    ranks = 1 if candidate.kind == "single" else hardware.world
-    states = model_states(profile, candidate, ranks)
-    rest = {"buffers": float(profile.buffers), "batches": float(profile.batch)}
-    parts = {**states, **rest, "activations": _working(profile, candidate, ranks, states)}
-    away = _on_host(candidate)
-    host = sum((parts[name] for name in away), 0.0) * (1 if ranks == 1 else hardware.devices)
-    parts |= dict.fromkeys(away, 0.0)
-    memory = sum(parts.values())
-    compute, sent, update = _seconds(profile, candidate, hardware, ranks)
-    if ranks > 1 and hardware.kind == "cpu":  # ranks of a host share its memory, and perhaps its cores
-        busy = 1 + (hardware.contention - 1) * (hardware.devices - 1)
-        compute, update = busy * compute, busy * update
-    samples = profile.samples * (1 if candidate.kind in ("single", "dp") else ranks)
-    found = Prediction(candidate, ranks, parts, memory, compute, sent, update, samples, host)
-    if host > hardware.host_memory:
-        return replace(found, missing=host - hardware.host_memory, why="the host's memory")
-    most = max(parts, key=lambda name: parts[name])
-    return replace(found, missing=max(memory - hardware.memory, 0.0), why=most if memory > hardware.memory else "")
+    return WAYS[candidate.kind](profile, candidate, hardware).predict()
+
+
+# -- pipelines -------------------------------------------------------------------------------------------------------
 
 
 def _outside(step: StepProfile) -> tuple[list[SpanProfile], list[SpanProfile]]:
-    """What runs outside of blocks before the first and behind the last one, but for the update."""
+    """What runs outside of blocks: before the first one, in forward or backward; and behind it. Without the update."""
     early: list[SpanProfile] = []
     late: list[SpanProfile] = []
-    for span in step.spans:
-        if span.unit == REST and span.phase != UPDATE:
-            (early if _early(step, span) else late).append(span)
+    for phase, direction in ((FORWARD, 1), (BACKWARD, -1)):
+        spans = [span for span in step.spans if span.phase == phase][::direction]
+        before = list(takewhile(lambda span: span.unit == REST, spans))
+        early += before[::direction]
+        late += [span for span in spans[len(before) :] if span.unit == REST][::direction]
     return early, late
 
 
@@ -496,8 +559,8 @@ def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> I
         own = [s for s in step.spans if s.unit == number]
         ahead, after = early if number == 0 else [], late if number == last else []
         spans = own + ahead + after
-        forward = _seconds_of(spans, profile, hardware, FORWARD)
-        backward = _seconds_of(spans, profile, hardware, BACKWARD)
+        forward = phase_seconds(spans, profile, hardware, FORWARD)
+        backward = phase_seconds(spans, profile, hardware, BACKWARD)
         mine = [p for p in profile.parameters if p.unit == number]
         there += block.kept
         kept = block.kept + (before if number == 0 else 0) + (behind if number == last else 0)
@@ -512,19 +575,6 @@ def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> I
             max(working, block.sends) / count,
             block.sends / count,
         )
-
-
-def _model_states(parameters: Sequence[ParameterProfile]) -> dict[str, float]:
-    """Of parameters that are whole, with gradients of their own."""
-    size = float(sum(p.size for p in parameters))
-    return {"parameters": size, "gradients": _gradients(parameters), "optimizer states": _states(parameters)}
-
-
-def _early(step: StepProfile, span: SpanProfile) -> bool:
-    """Whether a part that belongs to no block runs before the first one, or behind it in the backward."""
-    here = next(index for index, one in enumerate(step.spans) if one is span)
-    blocks = [index for index, one in enumerate(step.spans) if one.phase == span.phase and one.unit != REST]
-    return not blocks or (here < blocks[0] if span.phase == FORWARD else here > blocks[-1])
 
 
 def _at_borders(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> tuple[float, float]:
@@ -590,7 +640,7 @@ def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -
     if spares and len(split.stages) < ranks:
         ranks = len(split.stages)
         actions = actions_of(schedule, ranks, count)
-    bars = play([stage.seconds for stage in split.stages], actions)
+    played = play([stage.seconds for stage in split.stages], actions)
     of_ranks = [split.stages[rank::ranks] for rank in range(ranks)]
     compute = count * max(sum(stage.seconds for stage in stages) for stages in of_ranks)
     flights = [most / count for most in in_flight]
@@ -601,7 +651,7 @@ def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -
         parts=parts,
         memory=sum(parts.values()),
         compute=compute,
-        sent=max(bar.end for bar in bars) - compute,
-        update=phase_seconds(profile, candidate, hardware, UPDATE) / ranks,
+        sent=max(each.end for each in played) - compute,
+        update=phase_seconds(profile.steps["kept"].spans, profile, hardware, UPDATE) / ranks,
         split=split,
     )

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,8 @@ def bytes_said(flag: str, text: str) -> float:
         >>> bytes_said("--memory", "80GB"), bytes_said("--link", "1.5 GiB/s")
         (80000000000.0, 1610612736.0)
     """
-    found = re.fullmatch(r"([\d.]+)\s*([a-z]*)(/s)?", text.strip(), re.IGNORECASE)
-    unit = "" if found is None else found[2].upper()
-    try:
-        value = float(found[1]) * UNITS[unit] if found is not None else 0.0
-    except (ValueError, KeyError):
-        value = 0.0
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Z]*)(/S)?", text.strip().upper())
+    value = 0.0 if found is None else float(found[1]) * UNITS.get(found[2], 0)
     if value <= 0:
         raise MisconfigurationException(f"{flag} {text}: give bytes above 0 with a unit: 80GB, 24GiB, 25GB/s")
     return value
@@ -379,23 +376,19 @@ def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: 
     Returns:
         with the host's name in it. The memory of a CPU is shared by its ranks.
     """
-    kind = "cpu" if device.type == "cpu" else device_name(device)
+    on_cpu = device.type == "cpu"
+    kind = "cpu" if on_cpu else device_name(device)
     name = re.sub(r"\W+", "-", f"{platform.node()}-{kind}-{torch.__version__}-{torch.get_num_threads()}")
     path = (cache_folder() if folder is None else folder) / f"hardware-{name}.json"
-    found = _read(path)
-    links = device.type == "cpu" and devices > 1
-    if found is None or (links and not found.engines):
-        found = measure_device(device) if found is None else found
-        if links:
-            found = Hardware(**{**vars(found), **measure_links()})
-        try:
+    known = _read(path)
+    found = known or measure_device(device)
+    if on_cpu and devices > 1 and not found.engines:
+        found = replace(found, **measure_links())
+    if found is not known:
+        with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(asdict(found), indent=1))
-        except OSError:
-            pass
-    memory = usable_memory(device)
-    if device.type == "cpu":
-        memory /= devices
+    memory = usable_memory(device) / (devices if on_cpu else 1)
     return replace(found, devices=devices, nodes=nodes, memory=memory)
 
 

@@ -50,18 +50,19 @@ def _ways(hardware: Hardware) -> list[Candidate]:
     from lockstep.planner.cost import Candidate
 
     several, on_gpu = hardware.world > 1, hardware.kind != "cpu"
-    ways = [Candidate("single")]
-    if several:
-        ways += [Candidate("dp")] if hardware.nodes == 1 else []
-        ways += [Candidate(kind) for kind in ("ddp", "sharded", "fsdp_grads", "fsdp")]
-        ways += [Candidate("ddp", bucket_mb=size) for size in (5.0, 100.0) if hardware.overlaps]
-        ways += [Candidate("ddp", hook="bf16")]
-    ways += [Candidate("deepspeed", stage=stage) for stage in (1, 2, 3) if several]
-    if on_gpu:
-        ways += [Candidate("single", offload=True), Candidate("fsdp_offload")]
-        ways += [Candidate("ddp", offload=True)] if several else []
-        ways += [Candidate("deepspeed", stage=stage, offload=True) for stage in (2, 3)]
-    return ways
+    ways = [
+        (True, Candidate("single")),
+        (several and hardware.nodes == 1, Candidate("dp")),
+        *((several, Candidate(kind)) for kind in ("ddp", "sharded", "fsdp_grads", "fsdp")),
+        *((several and hardware.overlaps, Candidate("ddp", bucket_mb=size)) for size in (5.0, 100.0)),
+        (several, Candidate("ddp", hook="bf16")),
+        *((several, Candidate("deepspeed", stage=stage)) for stage in (1, 2, 3)),
+        (on_gpu, Candidate("single", offload=True)),
+        (on_gpu, Candidate("fsdp_offload")),
+        (on_gpu and several, Candidate("ddp", offload=True)),
+        *((on_gpu, Candidate("deepspeed", stage=stage, offload=True)) for stage in (2, 3)),
+    ]
+    return [way for offered, way in ways if offered]
 
 
 def _pipelines(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]:
@@ -104,26 +105,6 @@ def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, pa
 
 
 @dataclass(frozen=True)
-class PlanRow:
-    """A line of the table.
-
-    Attributes:
-        prediction: what the candidate would take.
-        obstacle: why it cannot be run; "".
-        other: what differs in the numbers: a precision, a compression; "".
-    """
-
-    prediction: Prediction
-    obstacle: str = ""
-    other: str = ""
-
-    @property
-    def eligible(self) -> bool:
-        """Whether a plan may choose it."""
-        return self.prediction.fits and not self.obstacle and not self.other
-
-
-@dataclass(frozen=True)
 class Plan:
     """Ways to train a model on some devices, and the one to choose.
 
@@ -137,7 +118,7 @@ class Plan:
 
     profile: ModelProfile
     hardware: Hardware
-    rows: tuple[PlanRow, ...]
+    rows: tuple[Prediction, ...]
     choice: Prediction | None
     reason: str
 
@@ -161,15 +142,14 @@ class Plan:
         rows = [row for row in self.rows if everything or self._is_worth(row)]
         width = max(len(self._name(row)) for row in rows)
         yield f"  {'way':<{width}}  {'memory':>10}  {'step':>9}  {'samples/s':>9}"
-        for row in sorted(rows, key=lambda row: (not row.eligible, bool(row.other), -row.prediction.rate)):
-            found = row.prediction
-            if found.fits:
-                numbers = f"{readable(found.memory):>10}  {_time(found.seconds):>9}  {found.rate:>9.4g}"
+        for row in sorted(rows, key=lambda row: (not row.eligible, bool(row.other), -row.rate)):
+            if row.fits:
+                numbers = f"{readable(row.memory):>10}  {_time(row.seconds):>9}  {row.rate:>9.4g}"
                 note = row.obstacle or row.other
             else:
-                memory = readable(found.memory) if found.parts else "-"
-                numbers, note = f"{memory:>10}  {'-':>9}  {'-':>9}", f"{readable(found.missing)} too much: {found.why}"
-            chosen = "*" if found is self.choice else " "
+                memory = readable(row.memory) if row.parts else "-"
+                numbers, note = f"{memory:>10}  {'-':>9}  {'-':>9}", f"{readable(row.missing)} too much: {row.why}"
+            chosen = "*" if row is self.choice else " "
             yield f"{chosen} {self._name(row):<{width}}  {numbers}  {note}".rstrip()
         if len(rows) < len(self.rows):
             left_out = len(self.rows) - len(rows)
@@ -177,22 +157,19 @@ class Plan:
         yield ""
         yield self.reason
 
-    def _is_worth(self, row: PlanRow) -> bool:
+    def _is_worth(self, row: Prediction) -> bool:
         """Whether somebody might choose it: a variant that gains something, a pipeline that beats the choice."""
-        found, one = row.prediction, row.prediction.candidate
-        alike = [each.prediction for each in self.rows if each.prediction.candidate.precision == one.precision]
-        if one.kind == "pipeline":
-            pipelines = [each for each in alike if each.candidate.kind == "pipeline"]
-            best = max(pipelines, key=lambda each: (each.fits, each.rate, -each.missing))
-            return found is best and (self.choice is None or found.rate > self.choice.rate * (1 + NEAR))
-        plain = replace(one, bucket_mb=25.0, hook="", offload=False, recomputed=False)
-        base = next((each for each in alike if each.candidate == plain), found)
-        gains = found.rate > base.rate * (1 + NEAR) or found.memory < base.memory * (1 - NEAR_COMPUTED)
-        return found in (self.choice, base) or not base.fits or gains
+        if row.candidate.kind == "pipeline":
+            alike = [each for each in self.rows if _kind(each) == _kind(row)]
+            best = max(alike, key=lambda each: (each.fits, each.rate, -each.missing))
+            return row is best and (self.choice is None or row.rate > self.choice.rate * (1 + NEAR))
+        base = next((each for each in self.rows if each.candidate == row.candidate.plain), row)
+        gains = row.rate > base.rate * (1 + NEAR) or row.memory < base.memory * (1 - NEAR_COMPUTED)
+        return gains or row in (self.choice, base) or not base.fits
 
-    def _name(self, row: PlanRow) -> str:
-        candidate = row.prediction.candidate
-        return candidate.name + (f", {candidate.precision}" if candidate.precision != self.profile.precision else "")
+    def _name(self, row: Prediction) -> str:
+        precision = row.candidate.precision
+        return row.candidate.name + (f", {precision}" if precision != self.profile.precision else "")
 
     def save(self, path: str | Path) -> None:
         """Write the choice to a file for ``Trainer(strategy="plan.yaml")``.
@@ -203,6 +180,10 @@ class Plan:
         if self.choice is None:
             raise MisconfigurationException(f"{path}: there is nothing to save. {self.reason}")
         Path(path).write_text(SavedPlan.of(self).text())
+
+
+def _kind(row: Prediction) -> tuple[str, str]:
+    return row.candidate.kind, row.candidate.precision
 
 
 def _count(number: float) -> str:
@@ -240,12 +221,13 @@ def make_plan(
     rows = []
     for profile in profiles:
         for candidate in candidates(profile, hardware):
+            row = predict(profile, candidate, hardware)
             other = "" if profile is profiles[0] else "other numbers: the precision"
             if candidate.hook:
                 other = "other numbers: gradients are rounded"
-            prediction = predict(profile, candidate, hardware)
-            rows.append(PlanRow(prediction, obstacle(profile, candidate, hardware, frozenset(packages)), other))
-    eligible = [row.prediction for row in rows if row.eligible]
+            in_the_way = obstacle(profile, candidate, hardware, frozenset(packages))
+            rows.append(replace(row, obstacle=in_the_way, other=other))
+    eligible = [row for row in rows if row.eligible]
     if not eligible:
         return Plan(profiles[0], hardware, tuple(rows), None, _nothing_fits(profiles[0], rows, hardware))
     near = NEAR if profiles[0].device else NEAR_COMPUTED
@@ -270,26 +252,17 @@ def _smallest(found: Sequence[Prediction]) -> Prediction:
     return min(near, key=lambda one: (not one.candidate.offload, one.candidate.kind != "deepspeed", _place(one)))
 
 
-def _reason(choice: Prediction, rows: Sequence[PlanRow], hardware: Hardware, goal: Goal, near: float) -> str:
+def _reason(choice: Prediction, rows: Sequence[Prediction], hardware: Hardware, goal: Goal, near: float) -> str:
     """The sentence that says why."""
     name = choice.candidate.name
     takes = f"{readable(choice.memory)} of {readable(hardware.memory)} on each device"
     if goal == "memory":
         return f"{name}: the least memory of all that can be run, {takes}."
-    simpler = [
-        row.prediction
-        for row in rows
-        if not row.prediction.fits
-        and not row.other
-        and _place(row.prediction) < _place(choice)
-        and row.prediction.candidate.kind in ("single", "ddp")
-        and not row.prediction.candidate.recomputed
-        and not row.prediction.candidate.offload
-        and row.prediction.candidate.bucket_mb == 25.0
-    ]
     said = f"{name}: {takes}, {_time(choice.seconds)} a step, {choice.rate:.4g} samples a second"
-    if simpler:
-        last = simpler[-1]
+    plain = [row for row in rows if not row.other and row.candidate == row.candidate.plain]
+    simpler = [one for one in plain if one.candidate.kind in ("single", "ddp") and _place(one) < _place(choice)]
+    last = next((one for one in reversed(simpler) if not one.fits), None)
+    if last is not None:
         lacks = f"{last.candidate.name} lacks {readable(last.missing)} on each device"
         return f"{said}. {lacks} (most of it are its {last.why})."
     if choice.candidate.kind == "single" and hardware.world > 1:
@@ -297,23 +270,22 @@ def _reason(choice: Prediction, rows: Sequence[PlanRow], hardware: Hardware, goa
     return f"{said}; the model fits, and no other way is faster by more than {near:.0%}."
 
 
-def _nothing_fits(profile: ModelProfile, rows: Sequence[PlanRow], hardware: Hardware) -> str:
+def _nothing_fits(profile: ModelProfile, rows: Sequence[Prediction], hardware: Hardware) -> str:
     """What is missing, and what would make it fit."""
-    near = min((row for row in rows if not row.other and not row.obstacle), key=lambda row: row.prediction.missing)
-    found = near.prediction
+    found = min((row for row in rows if not row.other and not row.obstacle), key=lambda row: row.missing)
     said = (
         f"Nothing fits: {found.candidate.name} is nearest and needs {readable(found.missing)} more than the "
         f"{readable(hardware.memory)} of a device."
     )
-    fitting = sorted({row.prediction.candidate.precision for row in rows if row.other and row.prediction.fits})
-    precisions = [f'precision="{precision}"' for precision in fitting if precision != found.candidate.precision]
+    fitting = sorted({row.candidate.precision for row in rows if row.other and row.fits} - {found.candidate.precision})
+    precisions = [f'precision="{precision}"' for precision in fitting]
     ways = [*_by_smaller_batch(profile, found), *precisions, *_by_more_devices(found, hardware)]
     ways.append(f"devices of {readable(found.memory * 1.1)}")
     return f"{said} What would fit: {'; '.join(ways)}."
 
 
 def _by_smaller_batch(profile: ModelProfile, found: Prediction) -> list[str]:
-    by_batch = max(span.peak for span in profile.steps["recomputed" if found.candidate.recomputed else "kept"].spans)
+    by_batch = max(span.peak for span in profile.step(found.candidate.recomputed).spans)
     return ["half the batch with accumulate_grad_batches=2"] if by_batch / 2 >= found.missing else []
 
 
@@ -330,6 +302,8 @@ def _by_more_devices(found: Prediction, hardware: Hardware) -> list[str]:
 
 LARGEST = 2**20
 """Bytes of a plan's file that are looked at."""
+OF_CANDIDATE = ("stage", "offload", "recomputed", "bucket_mb", "precision")
+"""What a file has of the candidate by the names that the candidate has for it."""
 
 
 @dataclass(frozen=True)
@@ -367,24 +341,21 @@ class SavedPlan:
         """The file's contents for a plan with a choice."""
         choice, there = plan.choice, plan.hardware
         assert choice is not None
-        one, alone = choice.candidate, choice.devices == 1
+        one = choice.candidate
+        devices, nodes = (1, 1) if choice.devices == 1 else (there.devices, there.nodes)
         return cls(
-            plan.profile.name,
-            plan.profile.key,
-            one.kind,
-            one.stage,
-            one.offload,
-            one.recomputed,
-            one.bucket_mb,
-            one.precision,
-            1 if alone else there.devices,
-            1 if alone else there.nodes,
-            there.name,
-            there.memory,
-            choice.memory,
-            choice.seconds,
-            choice.samples,
-            plan.reason,
+            model=plan.profile.name,
+            key=plan.profile.key,
+            strategy=one.kind,
+            **{name: getattr(one, name) for name in OF_CANDIDATE},
+            devices=devices,
+            nodes=nodes,
+            device=there.name,
+            available=there.memory,
+            memory=choice.memory,
+            seconds=choice.seconds,
+            samples=choice.samples,
+            reason=plan.reason,
         )
 
     @property
@@ -392,9 +363,7 @@ class SavedPlan:
         """The way to train."""
         from lockstep.planner.cost import Candidate
 
-        return Candidate(
-            self.strategy, self.stage, self.offload, self.recomputed, bucket_mb=self.bucket_mb, precision=self.precision
-        )
+        return Candidate(self.strategy, **{name: getattr(self, name) for name in OF_CANDIDATE})
 
     def text(self) -> str:
         """What is written."""
@@ -434,10 +403,8 @@ class SavedPlan:
         """
         for name, wanted in get_type_hints(type(self)).items():
             value = getattr(self, name)
-            is_number = wanted is float and type(value) is int
-            if type(value) is not wanted and not is_number:
-                raise ValueError(f"{name} is {value!r}")
-            if wanted in (int, float) and not 0 <= value < math.inf:
+            right = type(value) in ((int, float) if wanted is float else (wanted,))
+            if not right or (wanted in (int, float) and not 0 <= value < math.inf):
                 raise ValueError(f"{name} is {value!r}")
 
     def check_machine(self, available: float, where: str) -> None:

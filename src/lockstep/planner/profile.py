@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -28,11 +28,12 @@ from lockstep.planner.trace import (
     BACKWARD,
     FORWARD,
     REST,
-    UPDATE,
     OperationWork,
     StepTrace,
+    TracedAllocation,
     TracedStep,
     fake,
+    play,
     trace_step,
 )
 
@@ -53,19 +54,18 @@ def find_units(module: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Mod
         >>> list(find_units(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))))
         ['0', '2']
     """
-    names = {id(layer): name for name, layer in module.named_modules()}
-    by_name = dict(module.named_modules())
+    there = dict(module.named_modules())
     for name in named:
-        if name not in by_name or not name:
+        if name not in there or not name:
             raise ValueError(f"blocks: {type(module).__name__} has no submodule {name!r}")
     if named:
-        return {name: by_name[name] for name in named}
+        return {name: there[name] for name in named}
     found = find_blocks(module)
     if not found:
-        here = module
-        while len(inner := [c for c in here.children() if any(True for _ in c.parameters())]) == 1:
-            here = inner[0]
-        found = inner
+        found = [module]
+        while len(found) == 1:
+            found = [layer for layer in found[0].children() if list(layer.parameters())]
+    names = {id(layer): name for name, layer in there.items()}
     return {names[id(layer)]: layer for layer in found}
 
 
@@ -222,6 +222,15 @@ class ModelProfile:
         return sum(parameter.elements for parameter in self.parameters)
 
     @property
+    def size(self) -> int:
+        """Bytes of all parameters."""
+        return sum(parameter.size for parameter in self.parameters)
+
+    def step(self, recomputed: bool) -> StepProfile:
+        """The way to play the step in which repeated blocks, if there are any, are computed again, or are not."""
+        return self.steps["recomputed" if recomputed and "recomputed" in self.steps else "kept"]
+
+    @property
     def key(self) -> str:
         """What tells models apart; see `key_of`."""
         return key_of((p.name, p.shape, p.trainable) for p in self.parameters)
@@ -235,35 +244,32 @@ def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
 # -- from a trace ---------------------------------------------------------------------------------------------------
 
 
-def _timeline(trace: StepTrace, counts: Callable[[Any], tuple[int, float] | None]) -> list[int]:
-    """Bytes while each operation runs, of the allocations for which ``counts`` gives a beginning and an end."""
+def _timeline(trace: StepTrace, counted: Iterable[tuple[TracedAllocation, float]]) -> list[int]:
+    """Bytes while each operation runs, of some allocations, each with its end."""
     change = [0] * (trace.operations + 3)
-    for made in trace.allocations:
-        life = counts(made)
-        if life is not None:
-            change[life[0]] += made.size
-            change[int(min(life[1], trace.operations + 1)) + 1] -= made.size
+    for made, end in counted:
+        change[made.born] += made.size
+        change[int(min(end, trace.operations + 1)) + 1] -= made.size
     return list(accumulate(change))
 
 
 def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
     """The spans of a trace, with their bytes."""
 
-    def grown(made: Any) -> tuple[int, float] | None:
-        return None if made.kind == "state" else (made.born, made.died)
-
-    def plain(made: Any) -> tuple[int, float] | None:
-        return None if made.kind else (made.born, made.died)
-
-    def added(made: Any) -> tuple[int, float] | None:
-        if made.kind != "gradient":
-            return plain(made)
+    def dies(made: TracedAllocation) -> float:
+        """When its memory is free, if a gradient is added to another memory at the end of its node."""
         end = made.born
+        if made.kind != "gradient":
+            return made.died
         while end + 1 < len(trace.nodes) and trace.nodes[end + 1] == made.node:
             end += 1
-        return made.born, end
+        return end
 
-    lines = [_timeline(trace, kind) for kind in (plain, grown, added)]
+    lines = [
+        _timeline(trace, [(made, made.died) for made in trace.allocations if not made.kind]),
+        _timeline(trace, [(made, made.died) for made in trace.allocations if made.kind != "state"]),
+        _timeline(trace, [(made, dies(made)) for made in trace.allocations if made.kind != "state"]),
+    ]
     found = []
     for span in trace.spans:
         if span.stop > span.start:
@@ -419,9 +425,9 @@ class _Clock:
     def __init__(self, units: Sequence[nn.Module], device: torch.device) -> None:
         self.units, self.device = {id(unit): number for number, unit in enumerate(units)}, device
         self.moments: list[tuple[str, int, Any]] = []
-        self.forward = True
         # by events in a device's work: to wait for it at each block's edge would count each block's launches
         self._by_events = has_timed_events(device)
+        self._forward = False
 
     def now(self) -> Any:
         if not self._by_events:
@@ -434,12 +440,22 @@ class _Clock:
         """From now on a block runs."""
         self.moments.append((phase, unit, self.now()))
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, a phase runs."""
+        self._forward = name == FORWARD
+        self.note(name, REST)
+        yield
+        self.note(name, REST)
+
     def enter(self, layer: nn.Module, args: object) -> None:
-        if self.forward:
+        """A forward begins; a hook of the blocks. One that is computed again in a backward belongs to that."""
+        if self._forward:
             self.note(FORWARD, self.units[id(layer)])
 
     def leave(self, layer: nn.Module, args: object, output: object) -> None:
-        if not self.forward:
+        """A forward ends; a hook of the blocks."""
+        if not self._forward:
             return
         unit = self.units[id(layer)]
         self.note(FORWARD, REST)
@@ -456,25 +472,6 @@ class _Clock:
             took = begun.elapsed_time(ended) / 1e3 if self._by_events else ended - begun
             found[phase, unit] = found.get((phase, unit), 0.0) + took
         return found
-
-
-def _play(step: TracedStep, optimizers: Sequence[Optimizer], units: Sequence[nn.Module], clock: _Clock) -> None:
-    with ExitStack() as hooks:
-        for unit in units:
-            hooks.callback(unit.register_forward_pre_hook(clock.enter).remove)
-            hooks.callback(unit.register_forward_hook(clock.leave).remove)
-        clock.note(FORWARD, REST)
-        with step.context():
-            loss = step.loss()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        clock.forward = False
-        clock.note(BACKWARD, REST)
-        loss.backward()
-        clock.note(UPDATE, REST)
-        for optimizer in optimizers:
-            optimizer.step()
-        clock.note(UPDATE, REST)
 
 
 def measure_step(
@@ -507,8 +504,9 @@ def measure_step(
         optimizers = list(step.optimizers())
         for number in range(warm_up + steps):
             clock = _Clock(units, device)
+            step.module.zero_grad()
             with current_device(device):
-                _play(step, optimizers, units, clock)
+                play(step, optimizers, units, clock)
             if number >= warm_up:
                 found.append(clock.seconds())
             if time.perf_counter() - begun > patience and len(found) >= 2:

@@ -5,13 +5,14 @@ play([0.003, 0.004], actions_of("1f1b", ranks=2, micro_batches=4))
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-FORWARD, BACKWARD, WEIGHTS = "blocks forward", "backward", "gradients of weights"
-PARTS = {"F": (FORWARD, 1 / 3), "B": (BACKWARD, 2 / 3), "I": (BACKWARD, 1 / 3), "W": (WEIGHTS, 1 / 3)}
-"""By torch's letters: part, and share of a micro-batch's seconds. "I" and "W" are a backward in two parts."""
+SHARES = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
+"""By torch's letters, the share of a micro-batch's seconds: forward, backward, and a backward in two parts, that for
+the input and that for the weights."""
 BETWEEN = 2 / 3
 """Bytes of the gradients that wait for the weights' part of a backward, for each byte of activations: as in a GPT, an
 MLP and an MLP-Mixer, where they were 0.5 to 1."""
@@ -26,7 +27,7 @@ class Action(NamedTuple):
 
     Attributes:
         stage, number: for which stage, and for which micro-batch.
-        letter: of `PARTS`.
+        letter: of `SHARES`.
     """
 
     stage: int
@@ -45,21 +46,6 @@ class Played(NamedTuple):
 
     row: int
     action: Action
-    begin: float
-    end: float
-
-
-class Bar(NamedTuple):
-    """Something that a rank computes.
-
-    Attributes:
-        row: the rank's place in its pipeline.
-        part: `FORWARD`, `BACKWARD` or `WEIGHTS`.
-        begin, end: seconds.
-    """
-
-    row: int
-    part: str
     begin: float
     end: float
 
@@ -124,20 +110,6 @@ def held(actions: Sequence[Action]) -> dict[int, float]:
     return most
 
 
-def play(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[Bar]:
-    """The forwards and backwards of a step; a forward takes a third of a micro-batch's time.
-
-    Args:
-        seconds: of a micro-batch on each stage, forward and backward.
-        actions: of each rank.
-
-    Example:
-        >>> max(bar.end for bar in play([3.0, 3.0], actions_of("gpipe", 2, 2)))
-        9.0
-    """
-    return [Bar(row, PARTS[action.letter][0], begin, end) for row, action, begin, end in played(seconds, actions)]
-
-
 def in_one_row(actions: Sequence[Sequence[Action]]) -> list[Action]:
     """The actions of all ranks as one process does them that has all stages: by the time at which ranks begin them.
 
@@ -151,10 +123,10 @@ def in_one_row(actions: Sequence[Sequence[Action]]) -> list[Action]:
         ['0F0', '0F1', '1F0', '1B0', '0B0', '1F1', '1B1', '0B1']
     """
     stages = 1 + max(action.stage for mine in actions for action in mine)
-    return [each.action for each in sorted(played([1.0] * stages, actions), key=lambda each: each.begin)]
+    return [each.action for each in sorted(play([1.0] * stages, actions), key=lambda each: each.begin)]
 
 
-def played(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[Played]:
+def play(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[Played]:
     """What each rank does when; a forward takes a third of a micro-batch's time.
 
     Args:
@@ -163,34 +135,35 @@ def played(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> lis
 
     Raises:
         ValueError: actions wait for one another.
+
+    Example:
+        >>> max(each.end for each in play([3.0, 3.0], actions_of("gpipe", 2, 2)))
+        9.0
     """
     last = len(seconds) - 1
-    ended: dict[tuple[int, int, bool], float] = {}  # by stage, micro-batch, and whether it is the forward
-    free, at, found = [0.0] * len(actions), [0] * len(actions), list[Played]()
-    while any(place < len(mine) for place, mine in zip(at, actions, strict=True)):
-        before = sum(at)
-        for row, mine in enumerate(actions):
-            while at[row] < len(mine):
-                action = mine[at[row]]
-                stage, number, letter = action
-                begin = _ready(ended, stage, number, letter, last)
-                if begin is None:
-                    break
-                begin = max(begin, free[row])
-                free[row] = begin + seconds[stage] * PARTS[letter][1]
-                if letter != "W":
-                    ended[stage, number, letter == "F"] = free[row]
+    ended: dict[Action | None, float] = {None: 0.0}
+    free, found = [0.0] * len(actions), list[Played]()
+    waiting = [deque(mine) for mine in actions]
+    while any(waiting):
+        before = len(found)
+        for row, mine in enumerate(waiting):
+            while mine and _needs(mine[0], last) in ended:
+                action = mine.popleft()
+                begin = max(free[row], ended[_needs(action, last)])
+                free[row] = begin + seconds[action.stage] * SHARES[action.letter]
+                # who needs a backward needs its part for the input
+                ended[action._replace(letter="B") if action.letter == "I" else action] = free[row]
                 found.append(Played(row, action, begin, free[row]))
-                at[row] += 1
-        if sum(at) == before:
+        if len(found) == before:
             raise ValueError("the actions of the ranks wait for one another")
     return found
 
 
-def _ready(ended: dict[tuple[int, int, bool], float], stage: int, number: int, letter: str, last: int) -> float | None:
-    """When what an action needs is there; None: it is not known yet."""
+def _needs(action: Action, last: int) -> Action | None:
+    """The action behind which another one can begin; None: it needs none."""
+    stage, number, letter = action
     if letter == "F":
-        return ended.get((stage - 1, number, True)) if stage else 0.0
+        return Action(stage - 1, number, "F") if stage else None
     if letter == "W":
-        return ended.get((stage, number, False))
-    return ended.get((stage, number, True) if stage == last else (stage + 1, number, False))
+        return Action(stage, number, "B")
+    return Action(stage, number, "F") if stage == last else Action(stage + 1, number, "B")

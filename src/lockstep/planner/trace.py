@@ -7,9 +7,9 @@ import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -315,6 +315,7 @@ class StepTrace(TorchDispatchMode):
     def arrived(self, parameter: Tensor) -> None:
         """The gradient of a parameter has come; a hook of theirs."""
         self.arrivals.setdefault(id(parameter), len(self.arrivals))
+        self.mark(tensors_in(parameter.grad, 1), "gradient")
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say of what is there now that it stays: gradients, states of optimizers."""
@@ -388,6 +389,47 @@ class TracedStep:
     dtype: torch.dtype | None = None
 
 
+class PhaseWatch(Protocol):
+    """What is told how a step goes."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Inside, a phase runs."""
+
+    def enter(self, layer: nn.Module, args: object) -> None:
+        """A block's forward begins."""
+
+    def leave(self, layer: nn.Module, args: object, output: object) -> None:
+        """A block's forward ends."""
+
+
+def play(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module], watch: PhaseWatch) -> None:
+    """Play a step whose module has no gradients yet.
+
+    Args:
+        step: what is played.
+        optimizers: of its module.
+        blocks: of whose forwards ``watch`` is told.
+        watch: told of these, and of the phases.
+
+    Raises:
+        ValueError: the step gives no loss that a backward can begin from.
+    """
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_pre_hook(watch.enter).remove)
+            hooks.callback(block.register_forward_hook(watch.leave).remove)
+        with watch.phase(FORWARD), step.context():
+            loss = step.loss()
+        if not isinstance(loss, Tensor) or loss.grad_fn is None:
+            raise ValueError("the step gives no loss that depends on parameters: return a tensor, or {'loss': ...}")
+        with watch.phase(BACKWARD):
+            loss.backward()
+        del loss
+        with watch.phase(UPDATE):
+            for optimizer in optimizers:
+                optimizer.step()
+
+
 def trace_step(
     step: TracedStep, blocks: Sequence[nn.Module], batch: object = None
 ) -> tuple[StepTrace, list[Optimizer]]:
@@ -409,24 +451,11 @@ def trace_step(
     trace = StepTrace({id(block): number for number, block in enumerate(blocks)}, known)
     optimizers = list(step.optimizers())
     with ExitStack() as hooks:
-        for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(trace.enter).remove)
-            hooks.callback(block.register_forward_hook(trace.leave).remove)
         for parameter in module.parameters():
             if parameter.requires_grad:
                 hooks.callback(parameter.register_post_accumulate_grad_hook(trace.arrived).remove)
         with trace:
-            with trace.phase(FORWARD), step.context():
-                loss = step.loss()
-            if not isinstance(loss, Tensor) or loss.grad_fn is None:
-                raise ValueError("the step gives no loss that depends on parameters: return a tensor, or {'loss': ...}")
-            with trace.phase(BACKWARD):
-                loss.backward()
-            del loss
-            trace.mark((p.grad for p in module.parameters() if p.grad is not None), "gradient")
-            with trace.phase(UPDATE):
-                for optimizer in optimizers:
-                    optimizer.step()
+            play(step, optimizers, blocks, trace)
             states = (value for optimizer in optimizers for value in optimizer.state.values())
             trace.mark(tensors_in([list(state.values()) for state in states], 6), "state")
     return trace, optimizers
