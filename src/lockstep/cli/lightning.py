@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial, update_wrapper
 from importlib import import_module
 from os.path import isfile
@@ -26,6 +26,7 @@ from lockstep.cli.parser import (
     jsonargparse,
     yaml,
 )
+from lockstep.config.objects import several
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import given_hyperparameters
@@ -496,7 +497,7 @@ class LightningCLI:
                 "saves the config among them, are left out."
             )
             return self.trainer_class(**config)
-        own = [*_listed(config["callbacks"]), *callbacks, *_listed(self.trainer_defaults.get("callbacks"))]
+        own = [*several(config["callbacks"]), *callbacks, *several(self.trainer_defaults.get("callbacks"))]
         if self.save_config_callback and not config.get("fast_dev_run", False):
             parsed = self.config.get(str(self.subcommand), self.config)
             own.append(self.save_config_callback(self._parser(self.subcommand), parsed, **self.save_config_kwargs))
@@ -569,7 +570,3 @@ class LightningCLI:
         if self.datamodule is not None:
             given["datamodule"] = self.datamodule
         return given
-
-
-def _listed(callbacks: Callback | Iterable[Callback] | None) -> list[Any]:
-    return [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]

@@ -43,35 +43,34 @@ def compile_options(flag: str, value: object) -> CompileOptions | None:
     Raises:
         MisconfigurationException: it is no bool and no dict, or has a key that neither lockstep nor torch knows.
     """
-    if value is None or value is False:
-        return None
-    if value is True:
-        return CompileOptions()
     if isinstance(value, CompileOptions):
         return value
+    if value in (None, False):
+        return None
+    if value is True:
+        value = {}
     if not isinstance(value, Mapping):
         raise MisconfigurationException(
             f'Trainer({flag}={value!r:.100}): give True, False, or a dict such as {{"mode": "max-autotune", '
             '"fullgraph": True, "blocks": [Block]}.'
         )
-    theirs = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]
+    theirs = inspect.signature(torch.compile).parameters.keys() - {"model", "disable"}
     for key in value:
-        if key not in (*OWN, *theirs):
+        if key not in {*OWN, *theirs}:
             near = difflib.get_close_matches(str(key), (*OWN, *theirs), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join((*OWN, *theirs))}."
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join((*OWN, *sorted(theirs)))}."
             raise MisconfigurationException(f"Trainer({flag}={{{key!r}: ...}}): there is no such option: {hint}")
     breaks = value.get("graph_breaks", False)
     if not isinstance(breaks, bool):
         raise MisconfigurationException(f"Trainer({flag}={{'graph_breaks': {breaks!r:.50}}}): give True or False.")
-    options = {name: value[name] for name in theirs if name in value}
+    options = {name: option for name, option in value.items() if name not in OWN}
     return CompileOptions(_blocks(flag, value.get("blocks")), breaks, options)
 
 
 def _blocks(flag: str, given: object) -> Blocks:
     if given is None or isinstance(given, bool):
         return given
-    several = given if isinstance(given, Collection) and not isinstance(given, str) else (given,)
-    kinds = tuple(several)
+    kinds = tuple(given) if isinstance(given, Collection) and not isinstance(given, str) else (given,)
     if not kinds or not all(isinstance(kind, str) or _is_layer(kind) for kind in kinds):
         raise MisconfigurationException(
             f"Trainer({flag}={{'blocks': {given!r:.100}}}): give True (the repeated blocks), False (the whole module), "

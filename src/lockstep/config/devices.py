@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -26,8 +27,7 @@ def nodes(value: object) -> int:
     Raises:
         MisconfigurationException: no whole number of at least 1.
     """
-    found = whole("num_nodes", value, at_least=1)
-    return 1 if found is None else found
+    return whole("num_nodes", value, at_least=1) or 1
 
 
 def check_devices(devices: list[int] | str | int, cluster: str) -> None:
@@ -67,13 +67,12 @@ def node_devices(
     """
     if accelerator.device_type == "cpu" or not dealt_out:
         found = accelerator.get_parallel_devices(devices)
-        return found, None if devices == "auto" and (accelerator.device_type == "cpu" or dealt_out) else len(found)
+        return found, None if devices == "auto" and accelerator.device_type == "cpu" else len(found)
     found = accelerator.get_parallel_devices("auto")
     if devices in ("auto", -1, "-1"):
         return found, None
-    asked = int(devices) if isinstance(devices, str) and devices.isdigit() else devices
-    if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0:
-        return found, asked
+    if re.fullmatch("[1-9][0-9]*", str(devices)):
+        return found, int(str(devices))
     return found, len(accelerator.get_parallel_devices(devices))
 
 
@@ -83,9 +82,10 @@ def device_of(devices: list[torch.device], local_rank: int, local_size: int) -> 
     Raises:
         MisconfigurationException: the node has more ranks than devices.
     """
-    if len(devices) == 1 and not (devices[0].type != "cpu" and sees_all_devices()):
+    on_cpu = devices[0].type == "cpu"
+    if len(devices) == 1 and (on_cpu or not sees_all_devices()):
         return devices[0]
-    if devices[0].type != "cpu" and local_size > len(devices):
+    if not on_cpu and local_size > len(devices):
         has = f"{len(devices)} {devices[0].type} device{'s' * (len(devices) > 1)}"
         raise MisconfigurationException(
             f"{local_size} ranks on this node, which has {has} for them: start {len(devices)} or less, or ask the "
@@ -107,8 +107,8 @@ def check_root(config: RunConfig, logger: object, callbacks: list[Any]) -> None:
     """
     if config.fast_dev_run or is_remote(config.default_root_dir):
         return
-    homeless = any(isinstance(c, Checkpoint) and getattr(c, "dirpath", "") is None for c in callbacks)
-    if logger is None or logger is True or (logger is False and homeless):
+    homeless = [c for c in callbacks if isinstance(c, Checkpoint) and getattr(c, "dirpath", "") is None]
+    if logger in (None, True) or (logger is False and homeless):
         check_writable("default_root_dir", config.default_root_dir)
 
 

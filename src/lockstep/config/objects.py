@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from operator import itemgetter
 from typing import Any
 
 from lockstep.callbacks.base import Callback
@@ -24,6 +26,14 @@ from lockstep.loggers.tensorboard import default_logger
 from lockstep.loop.hooks import is_overridden
 from lockstep.precision.base import Precision
 from lockstep.profilers.base import Profiler
+
+
+def several(given: object) -> list[Any]:
+    """One or several things as a list; None: nothing."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+
 
 # -- objects of an installed Lightning -----------------------------------------------------------------------
 
@@ -60,17 +70,20 @@ def check_not_lightnings(where: str, thing: object) -> None:
     """
     kind = thing if isinstance(thing, type) else type(thing)
     base = next((base for base in kind.__mro__ if base.__module__.split(".")[0] in PACKAGES), None)
-    if base is not None:
-        root = base.__module__.split(".")[0]
-        package = "lightning.pytorch" if root == "lightning" else root
-        script = os.path.basename(sys.argv[0]) if sys.argv[0].endswith(".py") else "script.py"
-        command = "%load_ext lockstep.lightning" if in_notebook() else f"lockstep run --lightning {script}"
-        raise MisconfigurationException(
-            f"{where}: {kind.__name__} derives from {base.__module__}.{base.__qualname__}, and a Trainer of lockstep "
-            f"runs classes of lockstep: change its import from `{package}` to `lockstep`; or, where it is a third "
-            f"party's, have `{package}` mean lockstep everywhere: `{command}`"
-            + (" in the first cell of a new kernel." if in_notebook() else ".")
-        )
+    if base is None:
+        return
+    root = base.__module__.split(".")[0]
+    package = "lightning.pytorch" if root == "lightning" else root
+    if in_notebook():
+        way = "`%load_ext lockstep.lightning` in the first cell of a new kernel"
+    else:
+        script = os.path.basename(sys.argv[0])
+        way = f"`lockstep run --lightning {script if script.endswith('.py') else 'script.py'}`"
+    raise MisconfigurationException(
+        f"{where}: {kind.__name__} derives from {base.__module__}.{base.__qualname__}, and a Trainer of lockstep runs "
+        f"classes of lockstep: change its import from `{package}` to `lockstep`; or, where it is a third party's, have "
+        f"`{package}` mean lockstep everywhere: {way}."
+    )
 
 
 def check_constructed(where: str, thing: object, attribute: str) -> None:
@@ -125,11 +138,9 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
     Raises:
         MisconfigurationException: a plugin that lockstep has no place for, or two of one kind.
     """
-    several = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     named = (environment_named(plugin) if isinstance(plugin, str) else plugin for plugin in carried)
-    several = [*(several if given is not None else ()), *named]
     found: dict[str, Any] = {}
-    for plugin in several:
+    for plugin in (*several(given), *named):
         kind = _kind(plugin)
         if kind is None:
             raise MisconfigurationException(f"Trainer(plugins={plugin!r:.100}): {_reason(plugin)}.")
@@ -173,11 +184,10 @@ def _kind(plugin: object) -> str | None:
 def _reason(plugin: object) -> str:
     if isinstance(plugin, str):
         return "plugins are no longer given by name; choose by `strategy=` and `precision=`"
-    names = [base.__name__ for base in (plugin if isinstance(plugin, type) else type(plugin)).__mro__]
     if isinstance(plugin, type):
         return f"this is a class; give an instance, {plugin.__name__}(...)"
-    reason = next((why for name, why in REFUSED.items() if name in names), None)
-    return reason or "lockstep takes a lockstep Precision, a ClusterEnvironment or a CheckpointIO here"
+    why = [REFUSED[base.__name__] for base in type(plugin).__mro__ if base.__name__ in REFUSED]
+    return why[0] if why else "lockstep takes a lockstep Precision, a ClusterEnvironment or a CheckpointIO here"
 
 
 # -- callbacks -----------------------------------------------------------------------------------------------
@@ -185,12 +195,12 @@ def _reason(plugin: object) -> str:
 
 def _refuse_alike(callbacks: Sequence[Callback]) -> None:
     """Refuse callbacks that a checkpoint could not tell apart, and a second progress bar."""
-    keys = [callback.state_key for callback in callbacks if is_overridden("state_dict", callback, Callback)]
-    twice = {key for key in keys if keys.count(key) > 1}
-    if twice:
+    keys = Counter(callback.state_key for callback in callbacks if is_overridden("state_dict", callback, Callback))
+    key, times = max(keys.items(), key=itemgetter(1), default=("", 0))
+    if times > 1:
         raise MisconfigurationException(
-            f"Trainer(callbacks=...): {len(keys)} callbacks share the state_key {sorted(twice)}, so a checkpoint could "
-            "keep only one: give their classes a `state_key` property that tells them apart."
+            f"Trainer(callbacks=...): {times} callbacks share the state_key {key!r}, so a checkpoint could keep only "
+            "one: give their classes a `state_key` property that tells them apart."
         )
     bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
     if len(bars) > 1:
@@ -229,7 +239,7 @@ def make_callbacks(
         MisconfigurationException: no callback, two that a checkpoint could not tell apart, a flag and a callback that
             contradict each other.
     """
-    callbacks: list[Any] = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    callbacks = several(given)
     for callback in callbacks:
         check_kind("Trainer(callbacks=...)", callback, Callback, "Callback")
     _refuse_alike(callbacks)
@@ -282,19 +292,17 @@ def make_loggers(asked: Logger | Iterable[Logger] | bool | None, config: RunConf
     Raises:
         MisconfigurationException: something that cannot log.
     """
-    if asked is False:
-        return []
-    if asked is None or asked is True:
-        loggers = [default_logger(config.default_root_dir)] if not config.fast_dev_run else [DummyLogger()]
-    else:
-        loggers = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
+    by_default = asked is None or asked is True
+    loggers = [] if by_default or asked is False else several(asked)
     for logger in loggers:
         if isinstance(logger, type) or not callable(getattr(logger, "log_metrics", None)):
             check_not_lightnings("Trainer(logger=...)", logger)
             raise MisconfigurationException(
                 f"Trainer(logger={asked!r:.100}): give True, False, a Logger such as CSVLogger(folder), or several."
             )
-    return [DummyLogger()] if config.fast_dev_run and loggers else loggers
+    if config.fast_dev_run and (by_default or loggers):
+        return [DummyLogger()]
+    return [default_logger(config.default_root_dir)] if by_default else loggers
 
 
 # -- profiler ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from lockstep.config.compile import CompileOptions, compile_options
 from lockstep.ground.errors import MisconfigurationException
@@ -73,11 +73,16 @@ def refuse_what_is_not_there(model_registry: object) -> None:
 # -- checks of values: each takes a flag's name and what was given for it ------------------------------------
 
 
+def is_number(value: object, *kinds: type) -> TypeGuard[float]:
+    """Whether a value is of one of the kinds of numbers; a bool counts as none."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
 def switch(flag: str, value: object, *, optional: bool = False) -> bool | None:
     """True or False; where it is ``optional``, None too."""
     if value is None and optional:
         return None
-    if not isinstance(value, (bool, int)) or value not in (True, False):
+    if not isinstance(value, int) or value not in (0, 1):
         raise MisconfigurationException(f"Trainer({flag}={value!r}): give True or False.")
     return bool(value)
 
@@ -90,12 +95,12 @@ def whole(
         return default
     if value is False and may_be_off:
         return 0
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+    if not is_number(value, int) or value < at_least:
         meaning = " (-1 means no limit)" if at_least == -1 else ""
         raise MisconfigurationException(
             f"Trainer({flag}={value!r}): give a whole number of at least {at_least}{meaning}."
         )
-    return value
+    return int(value)
 
 
 def batches_to_try(flag: str, value: object) -> int:
@@ -109,7 +114,7 @@ def fraction_or_count(flag: str, value: object, *, zero: bool = True, default: f
     """A number of batches (an int; a float above 1 without a fraction counts as one), or a part of them (a float)."""
     if value is None:
         return default
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 and (zero or value):
+    if is_number(value, int, float) and (value > 0 or (zero and value == 0)):
         if isinstance(value, int) or value <= 1.0:
             return value
         if value.is_integer():
@@ -138,8 +143,7 @@ def accumulation(flag: str, value: int | dict[int, int]) -> int | dict[int, int]
     """Micro-batches of a window, or a dict from the first epoch to that."""
     table = value if isinstance(value, dict) else {0: value}
     for epoch, batches in table.items():
-        good = all(isinstance(n, int) and not isinstance(n, bool) for n in (epoch, batches))
-        if not good or epoch < 0 or batches < 1:
+        if not (is_number(epoch, int) and is_number(batches, int) and epoch >= 0 and batches >= 1):
             raise MisconfigurationException(
                 f"Trainer({flag}={value!r}): give an int of at least 1, or a dict from the first "
                 "epoch (counted from 0) to the micro-batches of a step from then on, such as {0: 8, 5: 4}."
@@ -151,7 +155,7 @@ def clip_bound(flag: str, value: object) -> float | None:
     """A bound of gradients; 0 is no clipping, as in Lightning."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+    if not is_number(value, int, float) or not value >= 0:
         raise MisconfigurationException(f"Trainer({flag}={value!r}): give a number above 0, or None for no clipping.")
     return float(value) or None
 
@@ -191,7 +195,7 @@ def seconds(flag: str, value: object) -> float | None:
     if value is None:
         return None
     found = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(found, (int, float)) and not isinstance(found, bool) and 0 < found < float("inf"):
+    if is_number(found, int, float) and 0 < found < float("inf"):
         return float(found)
     raise MisconfigurationException(
         f"Trainer({flag}={value!r}): give seconds above 0, a datetime.timedelta, or None for off."
