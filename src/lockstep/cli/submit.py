@@ -44,7 +44,7 @@ def submit(words: Sequence[str]) -> int:
         print(text, end="")
         return 0
     try:
-        job = queue.submit_text(text)
+        job = queue.submit(text=text)
     except queue.SlurmRefused as refused:
         print(f"lockstep submit: {refused}", file=sys.stderr)
         return 1

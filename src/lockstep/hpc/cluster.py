@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
-from lockstep.hpc import queue, sbatch, snapshot, trial_process
+from lockstep.hpc import queue, sbatch, snapshot
 from lockstep.hpc.parser import Hyperparameters
 from lockstep.hpc.sbatch import Batch, Option, ScriptTrials
 from lockstep.hpc.search import SCRIPT, SEARCH, Search, submit_trials
+from lockstep.hpc.trial_process import OwnSaving, has_saved, of_hparams, run_trial
 from lockstep.hpc.trials import STDERR, STDOUT, TrialFolder, folders
 from lockstep.launch.attempts import trial_here
 from lockstep.launch.environment import cores, python_path, started_in, visible_devices
@@ -32,14 +35,7 @@ _calls = itertools.count()
 """Numbers the searches of this process: a trial's process comes to the same ones, and plays its own."""
 
 
-@dataclass(frozen=True)
-class _Function:
-    """A function of the user's, with its arguments."""
-
-    call: Callable[..., object]
-    kwargs: Mapping[str, object]
-
-
+@dataclass(eq=False, repr=False)
 class SlurmCluster:
     """Submits the script that it is used in to SLURM, once for each trial of a search.
 
@@ -82,56 +78,34 @@ class SlurmCluster:
         cluster.optimize_parallel_cluster_gpu(main, nb_trials=9, job_name="digits")
     """
 
-    def __init__(
-        self,
-        hyperparam_optimizer: Hyperparameters | None = None,
-        log_path: str | Path | None = None,
-        python_cmd: str | None = None,
-        test_tube_exp_name: str | None = None,
-        enable_log_err: bool = True,
-        enable_log_out: bool = True,
-        *,
-        per_experiment_nb_nodes: int = 1,
-        per_experiment_nb_gpus: int = 1,
-        per_experiment_nb_cpus: int | None = None,
-        memory_mb_per_node: int | None = None,
-        job_time: str | int | None = None,
-        minutes_to_checkpoint_before_walltime: int = 5,
-        gpu_type: str | None = None,
-        array: bool = False,
-        at_most: int | None = None,
-        snapshot: bool = False,
-        dry_run: bool = False,
-        local: bool = False,
-        max_preemptions: int = 100,
-        max_failures: int = 3,
-    ) -> None:
-        self.hyperparam_optimizer = hyperparam_optimizer
-        self.log_path = log_path
-        self.python_cmd = python_cmd
-        self.test_tube_exp_name = test_tube_exp_name
-        self.enable_log_err = enable_log_err
-        self.enable_log_out = enable_log_out
-        self.per_experiment_nb_nodes = per_experiment_nb_nodes
-        self.per_experiment_nb_gpus = per_experiment_nb_gpus
-        self.per_experiment_nb_cpus = per_experiment_nb_cpus
-        self.memory_mb_per_node = memory_mb_per_node
-        self.job_time = job_time
-        self.minutes_to_checkpoint_before_walltime = minutes_to_checkpoint_before_walltime
-        self.gpu_type = gpu_type
-        self.array = array
-        self.at_most = at_most
-        self.snapshot = snapshot
-        self.dry_run = dry_run
-        self.local = local
-        self.max_preemptions = max_preemptions
-        self.max_failures = max_failures
+    hyperparam_optimizer: Hyperparameters | None = None
+    log_path: str | Path | None = None
+    python_cmd: str | None = None
+    test_tube_exp_name: str | None = None
+    enable_log_err: bool = True
+    enable_log_out: bool = True
+    _: KW_ONLY
+    per_experiment_nb_nodes: int = 1
+    per_experiment_nb_gpus: int = 1
+    per_experiment_nb_cpus: int | None = None
+    memory_mb_per_node: int | None = None
+    job_time: str | int | None = None
+    minutes_to_checkpoint_before_walltime: int = 5
+    gpu_type: str | None = None
+    array: bool = False
+    at_most: int | None = None
+    snapshot: bool = False
+    dry_run: bool = False
+    local: bool = False
+    max_preemptions: int = 100
+    max_failures: int = 3
+
+    def __post_init__(self) -> None:
         self.is_from_slurm_object = trial_here() is not None
         self._options: list[Option] = []
         self._commands: list[str] = []
         self._email: tuple[str, bool, bool] | None = None
-        self._save: _Function | None = None
-        self._load: _Function | None = None
+        self._saving = OwnSaving()
 
     # -- what the batch script has ---------------------------------------------------------------------------
 
@@ -165,7 +139,7 @@ class SlurmCluster:
         self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
     ) -> None:
         """Have ``fn(**kwargs)`` called on each rank when a trial that does not fit has to make room."""
-        self._save = _Function(fn, kwargs or {})
+        self._saving.save = partial(fn, **(kwargs or {}))
 
     def set_checkpoint_load_function(
         self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
@@ -174,26 +148,10 @@ class SlurmCluster:
 
         That is before ``main`` is called, or at once where ``main`` itself sets it.
         """
-        self._load = _Function(fn, kwargs or {})
+        self._saving.load = partial(fn, **(kwargs or {}))
         here = trial_here()
-        if here is not None and trial_process.has_saved(here):
-            self.call_load()
-
-    @property
-    def saves(self) -> bool:
-        """Whether there is a function that saves."""
-        return self._save is not None
-
-    def call_save(self) -> None:
-        """Call the function that saves, if there is one."""
-        if self._save is not None:
-            self._save.call(**self._save.kwargs)
-
-    def call_load(self) -> None:
-        """Call the function that loads, if there is one, for the first time."""
-        if self._load is not None:
-            load, self._load = self._load, None
-            load.call(**load.kwargs)
+        if here is not None and has_saved(here):
+            self._saving.call_load()
 
     # -- the search ------------------------------------------------------------------------------------------
 
@@ -238,10 +196,10 @@ class SlurmCluster:
         display_name: str | None,
         gpus: int,
     ) -> None:
-        call, here = next(_calls), trial_here()
+        call, here, main = next(_calls), trial_here(), of_hparams(main, lambda: self)
         if here is not None:
             if Search(Path(here.folder).parent).settings().get("call", 0) == call:
-                trial_process.run_trial(main, self.hyperparam_optimizer, self, here)
+                run_trial(main, self.hyperparam_optimizer, self._saving, here)
             return
         search = self._search(job_name)
         self._check(nb_trials, gpus)
@@ -276,7 +234,7 @@ class SlurmCluster:
         """
         name = self.test_tube_exp_name or job_name
         flag = "test_tube_exp_name" if self.test_tube_exp_name else "job_name"
-        if "/" in name or "\\" in name or name in ("", ".", "..") or not name.isprintable():
+        if not re.fullmatch(r"(?!\.{1,2}\Z)[^/\\]+", name) or not name.isprintable():
             raise MisconfigurationException(
                 f"{flag}={name!r:.100} names the folder of the search: give a name without slashes, backslashes and "
                 "control characters"
@@ -321,7 +279,7 @@ class SlurmCluster:
                 "trial would be requeued as soon as it begins; set a longer one, or the other to 0"
             )
 
-    def _play_here(self, search: Search, main: Callable[..., object], nb_trials: int | None, gpus: int) -> None:
+    def _play_here(self, search: Search, main: Callable[[Any], object], nb_trials: int | None, gpus: int) -> None:
         """Play the trials on this machine, as many at a time as it has devices for.
 
         Raises:
@@ -329,13 +287,9 @@ class SlurmCluster:
             RuntimeError: all trials have failed.
         """
         rank_zero_info(f"lockstep: no SLURM here: the trials run on this machine; see: lockstep trials {search.path}")
-
-        def called(hparams: Hyperparameters | None) -> object:
-            return main(hparams, self) if trial_process.takes_cluster(main) else main(hparams)
-
         options = self.hyperparam_optimizer
         if options is None:
-            called(None)
+            main(None)
         elif gpus:
             there = visible_devices()
             if len(there) < gpus:
@@ -344,10 +298,10 @@ class SlurmCluster:
                     "optimize_parallel_cluster_cpu"
                 )
             groups = [",".join(there[at : at + gpus]) for at in range(0, len(there) - gpus + 1, gpus)]
-            options.optimize_parallel_gpu(called, gpu_ids=groups, nb_trials=nb_trials, log_path=search.path)
+            options.optimize_parallel_gpu(main, gpu_ids=groups, nb_trials=nb_trials, log_path=search.path)
         else:
             workers = max(1, cores() // ((self.per_experiment_nb_cpus or 1) * self._tasks()))
-            options.optimize_parallel_cpu(called, nb_trials, workers, log_path=search.path)
+            options.optimize_parallel_cpu(main, nb_trials, workers, log_path=search.path)
 
     # -- files -----------------------------------------------------------------------------------------------
 
@@ -357,9 +311,8 @@ class SlurmCluster:
         Raises:
             MisconfigurationException: a value or an option that cannot be, or a folder that cannot be written.
         """
-        sbatch.text(
-            self._batch(search, name, gpus, ["python"], "/", {}, ScriptTrials(str(search.path)))
-        )  # options first
+        batch = self._batch(search, name, gpus, ScriptTrials(str(search.path)))
+        sbatch.text(batch)  # options first
         try:
             _clear(search)
             words, folder, variables = self._command(search)
@@ -381,7 +334,8 @@ class SlurmCluster:
             else:
                 scripts = [(trial.path, ScriptTrials(str(search.path), trial.number)) for trial in trials]
             for path, which in scripts:
-                text = sbatch.text(self._batch(search, name, gpus, words, folder, variables, which))
+                batch = self._batch(search, name, gpus, which)
+                text = sbatch.text(replace(batch, command=words, folder=folder, variables=variables))
                 (path / SCRIPT).write_bytes(text.encode(errors="surrogateescape"))
         except OSError as error:
             raise MisconfigurationException(
@@ -417,23 +371,15 @@ class SlurmCluster:
         variables = {} if copied.python_path is None else {"PYTHONPATH": copied.python_path}
         return [*python, *copied.words[1:]], copied.folder, variables
 
-    def _batch(
-        self,
-        search: Search,
-        name: str,
-        gpus: int,
-        words: list[str],
-        folder: str,
-        variables: Mapping[str, str],
-        trials: ScriptTrials,
-    ) -> Batch:
+    def _batch(self, search: Search, name: str, gpus: int, trials: ScriptTrials) -> Batch:
+        """What the script of these trials asks for, but for its command."""
         which = "trial_%4a" if trials.number is None else f"trial_{trials.number:04}"
         logs = f"{str(search.path).replace('%', '%%')}/{which}"
         email, on_done, on_fail = self._email or (None, False, False)
         return Batch(
             name=name,
-            command=words,
-            folder=folder,
+            command=["python"],
+            folder="/",
             output=f"{logs}/{STDOUT}" if self.enable_log_out else "/dev/null",
             error=f"{logs}/{STDERR}" if self.enable_log_err else "/dev/null",
             nodes=self.per_experiment_nb_nodes,
@@ -449,18 +395,15 @@ class SlurmCluster:
             on_fail=on_fail,
             options=self._options,
             commands=self._commands,
-            variables=variables,
             trials=trials,
         )
 
     def _tasks(self) -> int:
         """Tasks on a node without GPUs."""
-        given = [option.value for option in self._options if option.name == "ntasks-per-node"]
-        if not given:
-            return 1
-        if not (given[-1] or "").isdigit() or int(given[-1] or 0) == 0:
-            raise MisconfigurationException(f"add_slurm_cmd('ntasks-per-node', {given[-1]!r}): give a number from 1")
-        return int(given[-1] or 1)
+        given = {option.name: option.value for option in self._options}.get("ntasks-per-node", "1")
+        if not re.fullmatch("0*[1-9][0-9]*", str(given)):
+            raise MisconfigurationException(f"add_slurm_cmd('ntasks-per-node', {given!r}): give a number from 1")
+        return int(str(given))
 
 
 def _written(drawn: tuple[TrialFolder, Mapping[str, Any] | None]) -> TrialFolder:

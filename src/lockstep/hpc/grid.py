@@ -8,12 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException
-
-if TYPE_CHECKING:
-    from lockstep.data.order import Shuffled
 
 LARGEST_PERMUTED = 1 << 62
 """Up to this many combinations are shuffled; of more, each trial draws its own, and two hardly ever meet."""
@@ -62,15 +59,11 @@ class Range:
     type: Callable[[Any], Any] | None = None
 
     def __len__(self) -> int:
-        if self._few is not None:
-            return len(self._few)
-        return min(self.samples, int(self.high - self.low) + 1) if self.whole else self.samples
+        return self.samples if self._whole is None else len(self._whole)
 
     def __getitem__(self, at: int) -> Any:
         """A point of the grid: evenly spaced, the first is ``low`` and the last ``high``."""
-        if self._few is not None:
-            return self.given(self._few[at])
-        return self.given(self._spaced(at, len(self)))
+        return self.given(self._spaced(at) if self._whole is None else self._whole[at])
 
     def draw(self, random: Random) -> Any:
         """A number of the range, each as likely as the others."""
@@ -83,16 +76,14 @@ class Range:
         return number if self.type is None else self.type(number)
 
     @cached_property
-    def _few(self) -> tuple[float, ...] | None:
-        """The points of whole numbers in logarithmic steps, which may coincide; None otherwise."""
-        if not (self.whole and self.log):
-            return None
-        return tuple(sorted({self._spaced(at, self.samples) for at in range(self.samples)}))
+    def _whole(self) -> tuple[float, ...] | None:
+        """The points of whole numbers, of which several may coincide; None otherwise."""
+        return tuple(sorted(set(map(self._spaced, range(self.samples))))) if self.whole else None
 
-    def _spaced(self, at: int, of: int) -> float:
-        if at == of - 1 and of > 1:
-            return self.high
-        return self._between(at / (of - 1) if of > 1 else 0.0)
+    def _spaced(self, at: int) -> float:
+        if at == 0:
+            return self.low
+        return self.high if at == self.samples - 1 else self._between(at / (self.samples - 1))
 
     def _between(self, share: float) -> float:
         if self.log:
@@ -128,6 +119,11 @@ class Space:
         """Combinations of the grid; 1 without hyperparameters."""
         return math.prod(map(len, self.dimensions.values()))
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether all hyperparameters are lists of values."""
+        return all(isinstance(dimension, Options) for dimension in self.dimensions.values())
+
     def at(self, number: int) -> dict[str, Any]:
         """The combination of a number below `size`."""
         found: list[tuple[str, Any]] = []
@@ -145,26 +141,16 @@ class Space:
             seed: another one gives other trials.
             number: of the trial, from 0.
         """
-        listed = all(isinstance(dimension, Options) for dimension in self.dimensions.values())
-        if listed and self.size < LARGEST_PERMUTED:
-            import torch  # 2 s that a grid does without
+        import torch  # 2 s that a grid does without
 
-            return self.at(int(self._shuffled(seed)(torch.tensor([number]))))
-        from lockstep.data.order import make_key
+        from lockstep.data.order import Shuffled, make_key
 
+        if self.is_listed and self.size < LARGEST_PERMUTED:
+            return self.at(int(Shuffled(self.size, make_key("search", seed))(torch.tensor([number]))))
         return {
             name: dimension.draw(Random(make_key("search", seed, number, name)))
             for name, dimension in self.dimensions.items()
         }
-
-    def _shuffled(self, seed: int) -> Shuffled:
-        from lockstep.data.order import Shuffled, make_key
-
-        known = self.__dict__.get("_order")
-        if known is None or known[0] != seed:
-            known = self.__dict__["_order"] = (seed, Shuffled(self.size, make_key("search", seed)))
-        found: Shuffled = known[1]
-        return found
 
 
 STRATEGIES = ("grid_search", "random_search", "optuna")
@@ -225,27 +211,17 @@ def through(option: str, value: Any, type: Callable[[Any], Any] | None) -> Any:
     """
     if type is None or value is None:
         return value
-    error: Exception | None = None
-    for attempt in (value,) if isinstance(value, str) else (value, str(value)):
+    try:
         try:
-            return type(attempt)
-        except Exception as refused:  # of the user's own type, whatever it raises
-            error = refused
-            if not isinstance(refused, (TypeError, AttributeError)):
-                break
-    kind = getattr(type, "__name__", repr(type))
-    raise MisconfigurationException(
-        f"{option}: its type {kind} refuses the value {value!r:.200} ({error}); give a value that it takes, or another "
-        "type="
-    ) from error
-
-
-def _check_base(where: str, log_base: float, low: float) -> None:
-    """Refuse a logarithmic scale that is none."""
-    if not log_base > 0 or log_base == 1:
-        raise MisconfigurationException(f"{where}, log_base={log_base!r}): a base is above 0, and not 1; 10, say")
-    if low <= 0:
-        raise MisconfigurationException(f"{where}, log_base={log_base!r}): on a logarithmic scale low is above 0")
+            return type(value)
+        except (TypeError, AttributeError):  # of a type that takes text only
+            return type(str(value))
+    except Exception as error:  # of the user's own type, whatever it raises
+        kind = getattr(type, "__name__", repr(type))
+        raise MisconfigurationException(
+            f"{option}: its type {kind} refuses the value {value!r:.200} ({error}); give a value that it takes, or "
+            "another type="
+        ) from error
 
 
 def range_of(
@@ -269,26 +245,32 @@ def range_of(
     Raises:
         MisconfigurationException: an argument is missing or out of its range.
     """
+    log, whole = log_base is not None, type is int
     where = f"opt_range({option!r}, low={low!r}, high={high!r}"
-    for name, number in (("low", low), ("high", high)):
-        if not isinstance(number, (int, float)) or isinstance(number, bool) or not math.isfinite(number):
-            raise MisconfigurationException(f"{where}): {name} is a finite number")
+
+    def check(holds: bool, arguments: str, said: str) -> None:
+        if not holds:
+            raise MisconfigurationException(f"{where}{arguments}): {said}")
+
+    check(_is_finite(low), "", "low is a finite number")
+    check(_is_finite(high), "", "high is a finite number")
     assert low is not None
     assert high is not None
-    if low > high:
-        raise MisconfigurationException(f"{where}): low is the smaller of the two")
-    if not isinstance(nb_samples, int) or nb_samples < 1:
-        raise MisconfigurationException(f"{where}, nb_samples={nb_samples!r}): give a number of points from 1")
+    check(low <= high, "", "low is the smaller of the two")
+    check(isinstance(nb_samples, int) and nb_samples > 0, f", {nb_samples=}", "give a number of points from 1")
     if log_base is not None:
-        _check_base(where, log_base, low)
-    whole = type is int
-    if whole and (low != int(low) or high != int(high)):
-        raise MisconfigurationException(f"{where}, type=int): give whole numbers")
+        check(log_base > 0 and log_base != 1, f", {log_base=}", "a base is above 0, and not 1; 10, say")
+        check(low > 0, f", {log_base=}", "on a logarithmic scale low is above 0")
     if whole:
-        return Range(int(low), int(high), True, log_base is not None, nb_samples)
-    made = Range(float(low), float(high), False, log_base is not None, nb_samples, None if type is float else type)
+        check(low == int(low) and high == int(high), ", type=int", "give whole numbers")
+        return Range(int(low), int(high), whole, log, nb_samples)
+    made = Range(float(low), float(high), whole, log, nb_samples, None if type is float else type)
     through(option, made.low, made.type)
     return made
+
+
+def _is_finite(number: object) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
 
 
 def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]:
@@ -302,17 +284,17 @@ def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]
     Raises:
         MisconfigurationException: a number of trials that is none, or that a grid has more combinations than.
     """
-    if nb_trials is None and strategy == "grid_search":
+    in_grid = strategy == "grid_search"
+    if nb_trials is None and in_grid:
         return range(space.size)
     if nb_trials is None:
         raise MisconfigurationException(f"strategy={strategy!r} needs nb_trials: how many trials to draw")
     if not isinstance(nb_trials, int) or isinstance(nb_trials, bool) or nb_trials < 1:
         raise MisconfigurationException(f"nb_trials={nb_trials!r}: give a number of trials from 1")
-    listed = all(isinstance(dimension, Options) for dimension in space.dimensions.values())
-    if strategy == "grid_search" and space.size > nb_trials:
+    if in_grid and space.size > nb_trials:
         counts = " x ".join(f"{name} {len(dimension)}" for name, dimension in space.dimensions.items())
         raise MisconfigurationException(
             f"nb_trials={nb_trials}, and the grid has {space.size} combinations ({counts}): give "
             f"nb_trials={space.size} to run all of them, fewer options, or strategy='random_search' for a part of them"
         )
-    return range(min(nb_trials, space.size) if strategy == "grid_search" or listed else nb_trials)
+    return range(min(nb_trials, space.size) if in_grid or space.is_listed else nb_trials)

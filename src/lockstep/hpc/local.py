@@ -70,56 +70,51 @@ class Trials:
     lost: Callable[[int], None]
 
 
-def run(function: Callable[..., object], options: object, trials: Trials) -> list[TrialOutcome]:
+def run(call: object, trials: Trials) -> list[TrialOutcome]:
     """Run the trials; gives how each ended, by number.
 
     A trial that fails is told of, and the others go on. Where the folder has trials that completed, these are not run
     again. A Ctrl-C ends all.
 
     Args:
-        function: called with the hyperparameters in each process.
-        options: that a process makes the hyperparameters of.
+        call: what each process needs to call the user's function: that, and what it makes the hyperparameters of.
         trials: which.
 
     Raises:
-        MisconfigurationException: function or options cannot travel, or the folder holds another search.
+        MisconfigurationException: the call cannot travel, or the folder holds another search.
         RuntimeError: all have failed.
     """
     trials.folder.mkdir(parents=True, exist_ok=True)
-    _write_call(function, options, trials.folder)
+    _write_call(call, trials.folder)
     outcomes: dict[int, TrialOutcome] = {}
-    free, running = list(reversed(trials.devices)), dict[int, tuple[_Process, str | None]]()
+    free, running = list(reversed(trials.devices)), dict[_Process, str | None]()
     waiting = _to_run(trials, outcomes)
     try:
-        more = True
-        while more or running:
-            while free and more:
-                trial = next(waiting, None)
-                more = trial is not None
-                if trial is not None:
-                    devices = free.pop()
-                    running[trial.number] = _Process(trial, trials, devices), devices
-            for number, (process, devices) in list(running.items()):
-                if process.code() is not None:
-                    del running[number]
-                    free.append(devices)
-                    outcomes[number] = process.outcome(trials)
-            time.sleep(LOOK if running else 0)
+        while True:
+            while free and (trial := next(waiting, None)) is not None:
+                devices = free.pop()
+                running[_Process(trial, trials, devices)] = devices
+            if not running:
+                break
+            time.sleep(LOOK)
+            for process in [each for each in running if each.code() is not None]:
+                free.append(running.pop(process))
+                outcomes[process.trial.number] = process.outcome(trials)
     finally:
-        _end([process for process, _ in running.values()])
+        _end([*running])
     found = [outcomes[number] for number in sorted(outcomes)]
     if found and all(each.state == "failed" for each in found):
         raise RuntimeError(f"all {len(found)} trial(s) have failed; trial {found[0].number}: {found[0].error}")
     return found
 
 
-def _write_call(function: Callable[..., object], options: object, folder: Path) -> None:
+def _write_call(call: object, folder: Path) -> None:
     from lockstep.launch.spawn import pack
 
     try:
         with open(folder / CALL, "wb") as file:
             pickle.dump(list(sys.path), file)
-            pack((function, options), file)
+            pack(call, file)
     except OSError:
         raise
     except Exception as error:  # whatever an object raises that cannot be pickled
@@ -142,7 +137,7 @@ def _to_run(trials: Trials, outcomes: dict[int, TrialOutcome]) -> Iterator[Trial
             trial.write_values(values)
         last = read_events(trial.events()).last
         if last is not None and last.end == "completed":
-            outcomes[number] = _outcome(trial, trials, "")
+            outcomes[number] = _outcome(trial, trials)
         else:
             trial.path.mkdir(exist_ok=True)
             yield trial
@@ -181,19 +176,19 @@ class _Process:
             error = f"its process {how}, without a last word of the trial's"
             self.trial.note("failed", attempt=last.number if last is not None else 0, error=error)
             trials.lost(self.trial.number)
-        return _outcome(self.trial, trials, "" if last is None else last.error)
+        return _outcome(self.trial, trials)
 
 
-def _outcome(trial: TrialFolder, trials: Trials, error: str) -> TrialOutcome:
+def _outcome(trial: TrialFolder, trials: Trials) -> TrialOutcome:
     """What a trial's folder says of its end."""
-    events = trial.events()
-    last, values = read_events(events).last, trial.values()
+    events, values = trial.events(), trial.values()
+    last = read_events(events).last
     hparams = None if values is None else trials.hparams(values, trial.number)
     metrics = trial.result().get("metrics", {})
     if last is not None and last.end == "completed":
         return TrialOutcome(trial.number, "pruned" if last.pruned else "completed", hparams, last.value, metrics)
-    told = [str(event.get("error", "")) for event in events if event.get("event") == "failed"]
-    error = (last.error if last is not None else "") or error or (told[-1] if told else "")
+    # one that never began has a failure of no start
+    error = events[-1].get("error", "") if last is None else last.error
     log.warning("trial %d failed: %s", trial.number, error)
     return TrialOutcome(trial.number, "failed", hparams, None, metrics, error)
 

@@ -7,28 +7,14 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from lockstep.hpc.local import CALL
 from lockstep.hpc.parser import Hyperparameters
-from lockstep.hpc.trial_process import run_trial, takes_cluster
+from lockstep.hpc.trial_process import OwnSaving, of_hparams, run_trial
 from lockstep.launch.attempts import trial_here
 from lockstep.launch.environment import visible_devices
 from lockstep.launch.spawn import unpack
-
-
-class NoCluster:
-    """In the place of a SlurmCluster: the function does not save by itself."""
-
-    saves = False
-
-    def call_save(self) -> None:
-        """Nothing to do."""
-
-    def call_load(self) -> None:
-        """Nothing to do."""
 
 
 def main(folder: str) -> None:
@@ -39,17 +25,11 @@ def main(folder: str) -> None:
     """
     with open(Path(folder).parent / CALL, "rb") as file:
         sys.path[:] = pickle.load(file)
-        function, (options, settings, cluster) = unpack(file)
+        function, options, settings = unpack(file)
     here = trial_here()
     assert here is not None
-    if cluster is None and takes_cluster(function):  # as test-tube calls it on GPUs
-        function = partial(_with_devices, function)
-    hparams = None if options is None else Hyperparameters.of(options, settings)
-    run_trial(function, hparams, cluster or NoCluster(), here)
-
-
-def _with_devices(function: Callable[..., object], hparams: Hyperparameters) -> object:
-    return function(hparams, ",".join(visible_devices()))
+    function = of_hparams(function, lambda: ",".join(visible_devices()))  # as test-tube calls it on GPUs
+    run_trial(function, Hyperparameters.of(options, settings), OwnSaving(), here)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lockstep.ground import plain_yaml
 from lockstep.ground.errors import MisconfigurationException, missing_extra
@@ -27,14 +27,11 @@ from lockstep.hpc.grid import (
     through,
 )
 from lockstep.hpc.local import TrialOutcome, Trials, dealt, run
+from lockstep.hpc.trials import End
 from lockstep.launch.environment import visible_devices
 
 if TYPE_CHECKING:
     from lockstep.hpc.study import StudyTrial
-
-End = Literal["completed", "pruned", "failed"]
-"""How a trial can end."""
-
 
 _running: StudyTrial | None = None
 """The trial of a study that this process plays."""
@@ -295,10 +292,10 @@ class Hyperparameters(argparse.Namespace):
 
             keeps = log_path is not None
             trials = Trials(folder, values, keeps, list(devices), self.with_values, lost)
-            return run(function, (dict(vars(self)), search, None), trials)
+            return run((function, dict(vars(self)), search), trials)
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], settings: SearchSettings | None) -> Hyperparameters:
+    def of(cls, options: Mapping[str, Any], settings: SearchSettings) -> Hyperparameters:
         """Hyperparameters with these options, of a search."""
         found = cls(**options)
         found._search = settings
@@ -561,9 +558,10 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
             try:
                 for name, value in _read_config(Path(path)).items():
                     action = by_name.get(name.replace("-", "_"))
-                    found[name if action is None else action.dest] = (
-                        value if action is None else self._checked(action, value)
-                    )
+                    if action is None:
+                        found[name] = value
+                    else:
+                        found[action.dest] = self._checked(action, value)
             except (MisconfigurationException, OSError) as error:
                 self.error(f"argument {'/'.join(config.option_strings)}: {error}")
         return found

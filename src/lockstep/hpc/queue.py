@@ -33,31 +33,17 @@ def is_there() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def submit(script: str, *arguments: str, options: Sequence[str] = ()) -> str:
+def submit(*words: str | Path, text: str | None = None) -> str:
     """Submit a batch script; gives the job's number.
 
     Args:
-        script: its path.
-        arguments: of the script.
-        options: of sbatch, which go before those in the script.
+        words: options of sbatch, which go before those in the script; then the script's path, and its arguments.
+        text: the script, where it is in no file.
 
     Raises:
         SlurmRefused: sbatch is missing, or refused, in its own words.
     """
-    return _submitted(["sbatch", "--parsable", *options, script, *arguments], None)
-
-
-def submit_text(text: str) -> str:
-    """Submit a batch script that is in no file; gives the job's number.
-
-    Raises:
-        SlurmRefused: as for :func:`submit`.
-    """
-    return _submitted(["sbatch", "--parsable"], text)
-
-
-def _submitted(words: Sequence[str], text: str | None) -> str:
-    said = _do(words, text)
+    said = _do(["sbatch", "--parsable", *map(str, words)], text)
     found = re.search(r"^(\d+)(;.*)?$", said, re.MULTILINE)  # behind the semicolon: a cluster's name
     if found is None:
         raise SlurmRefused(f"sbatch said {said.strip()!r:.300}, where the number of the job was expected")

@@ -99,6 +99,8 @@ SHORT = {
     "x": "exclude", "G": "gpus",
 }  # fmt: skip
 """Names of sbatch's options by their letters."""
+CONTROL = r"[\x00-\x1f\x7f]"
+"""Characters that end a line, or steer a terminal."""
 
 
 def option(cmd: str, value: object = None, comment: str = "") -> Option:
@@ -125,15 +127,14 @@ def minutes_of(time: str | int | None) -> float | None:
         >>> minutes_of("2:00:00"), minutes_of("15"), minutes_of("1-12"), minutes_of("15:30"), minutes_of("UNLIMITED")
         (120.0, 15.0, 2160.0, 15.5, None)
     """
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", str(time))
     if found is None:
         return None
-    days, first, second, third = (None if part is None else int(part) for part in found.groups())
-    if days is not None:
-        return float(days * 1440 + (first or 0) * 60 + (second or 0)) + (third or 0) / 60
-    if third is not None:
-        return float((first or 0) * 60 + (second or 0)) + third / 60
-    return float(first or 0) + (second or 0) / 60
+    parts = [float(part) for part in found[2].split(":")]
+    if found[1] is None and len(parts) < 3:  # without days, one number is minutes, and two are minutes and seconds
+        parts = [0.0, *parts]
+    hours, minutes, seconds = [*parts, 0.0, 0.0][:3]
+    return 1440 * float(found[1] or 0) + 60 * hours + minutes + seconds / 60
 
 
 def text(batch: Batch) -> str:
@@ -184,17 +185,10 @@ def _options(batch: Batch) -> list[str]:
     own = _own_options(batch)
     for option in batch.options:
         _check(option, own, batch)
-    said = {option.name: option for option in batch.options}
-    if "no-requeue" in said:
-        own.pop("requeue")
-    lines: list[str] = []
-    for name, value in own.items():
-        given = said.pop(name, None)
-        lines += _lines(Option(name, value) if given is None else given)
-    for option in batch.options:
-        if option.name in said:
-            lines += _lines(option)
-    return lines
+    lines = {name: Option(name, value) for name, value in own.items()} | {each.name: each for each in batch.options}
+    if "no-requeue" in lines:
+        del lines["requeue"]
+    return [line for option in lines.values() for line in _lines(option)]
 
 
 def _mail(batch: Batch) -> dict[str, str]:
@@ -207,30 +201,26 @@ def _mail(batch: Batch) -> dict[str, str]:
 
 def _own_options(batch: Batch) -> dict[str, str | None]:
     """What the script asks for by itself."""
-    found: dict[str, str | None] = {"job-name": batch.name}
-    if batch.trials is not None and batch.trials.number is None:
-        limit = "" if batch.trials.at_most is None else f"%{batch.trials.at_most}"
-        found["array"] = f"0-{batch.trials.count - 1}{limit}"
-    if batch.output is not None:
-        found["output"] = batch.output
-    if batch.error is not None:
-        found["error"] = batch.error
-    found["nodes"], found["ntasks-per-node"] = str(batch.nodes), str(batch.tasks_per_node)
-    if batch.gpus_per_node:
-        kind = "" if batch.gpu_type is None else f"{batch.gpu_type}:"
-        found["gres"] = f"gpu:{kind}{batch.gpus_per_node}"
-    if batch.cpus_per_task is not None:
-        found["cpus-per-task"] = str(batch.cpus_per_task)
-    if batch.memory_mb is not None:
-        found["mem"] = str(batch.memory_mb)
-    if batch.time is not None:
-        found["time"] = batch.time
-    if batch.signal_minutes:
-        found["signal"] = f"USR1@{60 * batch.signal_minutes}"
-    found.update(_mail(batch))
-    found["open-mode"] = "append"  # or a second start truncates what the first one has printed
-    found["requeue"] = None
-    return found
+    trials, kind = batch.trials, "" if batch.gpu_type is None else f"{batch.gpu_type}:"
+    array = None
+    if trials is not None and trials.number is None:
+        array = f"0-{trials.count - 1}" + ("" if trials.at_most is None else f"%{trials.at_most}")
+    found: dict[str, object] = {
+        "job-name": batch.name,
+        "array": array,
+        "output": batch.output,
+        "error": batch.error,
+        "nodes": batch.nodes,
+        "ntasks-per-node": batch.tasks_per_node,
+        "gres": f"gpu:{kind}{batch.gpus_per_node}" if batch.gpus_per_node else None,
+        "cpus-per-task": batch.cpus_per_task,
+        "mem": batch.memory_mb,
+        "time": batch.time,
+        "signal": f"USR1@{60 * batch.signal_minutes}" if batch.signal_minutes else None,
+        **_mail(batch),
+        "open-mode": "append",  # or a second start truncates what the first one has printed
+    }
+    return {name: str(value) for name, value in found.items() if value is not None} | {"requeue": None}
 
 
 def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
@@ -289,11 +279,8 @@ def quoted(word: str) -> str:
     """
     if "\0" in word:
         raise MisconfigurationException(f"{word!r:.100} holds a NUL, which no word of a command can hold")
-    if not any(ord(each) < 32 or ord(each) == 127 for each in word):
+    if not re.search(CONTROL, word):
         return shlex.quote(word)
     # three octal digits always: a hexadecimal escape would swallow letters behind it
-    escaped = (
-        f"\\{ord(each):03o}" if ord(each) < 32 or ord(each) == 127 else f"\\{each}" if each in "\\'" else each
-        for each in word
-    )
-    return f"$'{''.join(escaped)}'"
+    escaped = re.sub(CONTROL, lambda found: f"\\{ord(found[0]):03o}", re.sub(r"[\\']", r"\\\g<0>", word))
+    return f"$'{escaped}'"

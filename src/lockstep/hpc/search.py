@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.checkpoint import storage
 from lockstep.hpc import queue
 from lockstep.hpc.queue import QueuedJob, SlurmRefused
-from lockstep.hpc.trials import Attempt, TrialFolder, TrialHistory, folders, read_events
+from lockstep.hpc.trials import TrialFolder, TrialHistory, folders, read_events
 
 SEARCH = "search.json"
 SCRIPT = "job.sh"
@@ -26,6 +26,17 @@ FINAL = (COMPLETED, PRUNED, FAILED, CANCELLED, PREEMPTED, UNSUBMITTED)
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 _LOST = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")
+_OF_JOBS = {
+    **dict.fromkeys(_WAITS, (PENDING, "")),
+    **dict.fromkeys(_RUNS, (RUNNING, "")),
+    **{state: (PREEMPTED, state.lower()) for state in _LOST},
+    "CANCELLED": (CANCELLED, ""),
+    "TIMEOUT": (FAILED, "its time was up before it was saved"),
+    "DEADLINE": (FAILED, "its time was up before it was saved"),
+    "OUT_OF_MEMORY": (FAILED, "out of memory, says SLURM"),
+    "COMPLETED": (FAILED, "its process ended without a last word of the trial's"),
+}
+"""By the state of a job in SLURM: that of its trial, which has said no last word, and why."""
 
 
 @dataclass(frozen=True)
@@ -87,28 +98,19 @@ class Search:
     def limits(self) -> Limits:
         """How often its trials may be started again."""
         settings, standard = self.settings(), Limits()
-        return Limits(
-            settings.get("max_preemptions", standard.preemptions), settings.get("max_failures", standard.failures)
-        )
+        most = settings.get("max_preemptions", standard.preemptions)
+        return Limits(most, settings.get("max_failures", standard.failures))
 
     def trials(self) -> list[TrialFolder]:
         """Its trials, by number."""
         return folders(self.path)
-
-    def script(self, trial: TrialFolder) -> Path:
-        """The batch script of a trial: its own, or the one of the array job."""
-        return (self.path if self.settings().get("array") else trial.path) / SCRIPT
 
 
 def found_at(path: str | os.PathLike[str]) -> list[Search]:
     """The searches at a path: the folder of one, or a ``log_path`` with several in it."""
     if folders(path):
         return [Search(path)]
-    try:
-        names = sorted(os.listdir(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [Search(Path(path) / name) for name in names if folders(Path(path) / name)]
+    return [Search(inner) for inner in sorted(Path(path).glob("*")) if folders(inner)]
 
 
 # -- how trials stand ----------------------------------------------------------------------------------------
@@ -118,34 +120,30 @@ def look(search: Search) -> tuple[list[Status], str]:
     """How the trials of a search stand; and what kept SLURM from being asked, if something did."""
     trials = search.trials()
     histories = [read_events(trial.events()) for trial in trials]
-    asked = [history.jobs[-1] for history in histories if history.jobs and not _is_over(history)]
     jobs: dict[str, QueuedJob] = {}
     trouble = ""
-    if asked:
-        try:
-            jobs = queue.look(asked)
-        except SlurmRefused as refused:
-            trouble = str(refused)
-    return [
-        _status(trial, history, jobs.get(history.jobs[-1]) if history.jobs else None, not trouble)
-        for trial, history in zip(trials, histories, strict=True)
-    ], trouble
+    try:
+        jobs = queue.look(history.job for history in histories if history.job and not _is_over(history))
+    except SlurmRefused as refused:
+        trouble = str(refused)
+    pairs = zip(trials, histories, strict=True)
+    return [_status(trial, history, jobs.get(history.job), not trouble) for trial, history in pairs], trouble
 
 
 def _is_over(history: TrialHistory) -> bool:
     """Whether SLURM has nothing to add."""
-    return history.last is not None and history.last.end == "completed" and not history.waits
+    return history.current is not None and history.current.end == "completed"
 
 
 def _status(trial: TrialFolder, history: TrialHistory, job: QueuedJob | None, asked: bool) -> Status:
     state, error = state_of(history, job, asked)
+    node = "" if history.current is None else history.current.host
+    if not node and job is not None:
+        node = job.nodes
     if state == FAILED and not error:
         error = trial.last_line()
-    node = history.last.host if history.last is not None and not history.waits else ""
-    if job is not None and not node:
-        node = job.nodes
-    if state == FAILED and not error and history.last is None:
-        error = f"it never began: see whether {node or 'its node'} sees {trial.path}"
+        if not error and history.last is None:
+            error = f"it never began: see whether {node or 'its node'} sees {trial.path}"
     return Status(trial, state, error, node, history, trial.values() or {}, trial.result())
 
 
@@ -160,46 +158,35 @@ def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -
         job: what SLURM says of its newest job; None: it does not know it.
         asked: whether SLURM could be asked.
     """
-    last = None if history.waits else history.last
-    known = "" if job is None else job.state
+    last = history.current
     if last is not None and last.end == "completed":
         return (PRUNED if last.pruned else COMPLETED), ""
-    if known in _WAITS:
-        return PENDING, job.reason if job is not None else ""
-    if known in _LOST:
-        return PREEMPTED, known.lower()
+    state, why = _by_job(job, began=last is not None)
+    if state in (PENDING, PREEMPTED):
+        return state, why
     if last is not None and last.end == "failed":
         return FAILED, last.error
-    return _without_end(history, last, job, asked)
-
-
-def _without_end(history: TrialHistory, last: Attempt | None, job: QueuedJob | None, asked: bool) -> tuple[str, str]:
-    """The state of a trial that neither waits nor has said how its last attempt ended."""
-    known = "" if job is None else job.state
-    if known in _RUNS:
-        return RUNNING, ""
-    if history.cancelled or known == "CANCELLED":
+    if state in (RUNNING, CANCELLED):
+        return state, why
+    if history.cancelled:
         return CANCELLED, ""
     if last is not None and last.job is None:  # a process on this machine
         return RUNNING, ""
-    if not history.jobs:
+    if not history.job:
         return UNSUBMITTED, ""
-    return _without_word(last is None, known, job, asked)
+    return (state, why) if asked else (UNKNOWN, "")
 
 
-def _without_word(never_began: bool, known: str, job: QueuedJob | None, asked: bool) -> tuple[str, str]:
-    """The state of a trial that has said no last word, and whose job is over or unknown."""
-    if not asked:
-        return UNKNOWN, ""
-    if known in ("TIMEOUT", "DEADLINE"):
-        return FAILED, "its time was up before it was saved"
-    if known == "OUT_OF_MEMORY":
-        return FAILED, "out of memory, says SLURM"
-    if known == "COMPLETED":
-        return FAILED, "its process ended without a last word of the trial's"
-    if known == "":
+def _by_job(job: QueuedJob | None, began: bool) -> tuple[str, str]:
+    """The state of a trial that has said no last word, by that of its job."""
+    if job is None:
         return FAILED, "SLURM no longer knows its job, and it has said no last word"
-    return FAILED, "" if never_began or job is None else f"its job ended as {known}, without a last word of the trial's"
+    state, why = _OF_JOBS.get(job.state, (FAILED, ""))
+    if state == PENDING:
+        return PENDING, job.reason
+    if not why and state == FAILED and began:
+        return FAILED, f"its job ended as {job.state}, without a last word of the trial's"
+    return state, why
 
 
 # -- submission ----------------------------------------------------------------------------------------------
@@ -216,14 +203,11 @@ def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Call
     Raises:
         SlurmRefused: in sbatch's own words, with the trials that went in and those that did not.
     """
-    gone: list[tuple[TrialFolder, str]] = []
+    gone: dict[int, str] = {}
     try:
-        if search.settings().get("array"):
-            _submit_array(search, trials, gone)
-        else:
-            for trial in trials:
-                job = queue.submit(str(search.script(trial)), str(_starts(trial)))
-                _went_in(trial, job, gone)
+        for trial, job in _going_in(search, trials):
+            trial.note("submitted", job=job)
+            gone[trial.number] = job
     except SlurmRefused as refused:
         raise SlurmRefused(f"{refused}\n{_half(search, trials, gone)}") from None
     except BaseException:  # Ctrl-C
@@ -232,20 +216,20 @@ def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Call
     submitted(_told(gone))
 
 
-def _submit_array(search: Search, trials: Sequence[TrialFolder], gone: list[tuple[TrialFolder, str]]) -> None:
-    limit = search.settings().get("at_most")
-    numbers = ranges([trial.number for trial in trials]).replace(" ", "")
-    options = [f"--array={numbers}{f'%{limit}' if limit else ''}"]
-    # one number for all of them: what counts is that it is above those of all earlier starts
-    starts = max((_starts(trial) for trial in trials), default=0)
-    number = queue.submit(str(search.path / SCRIPT), str(starts), options=options)
-    for trial in trials:
-        _went_in(trial, f"{number}_{trial.number}", gone)
-
-
-def _went_in(trial: TrialFolder, job: str, gone: list[tuple[TrialFolder, str]]) -> None:
-    trial.note("submitted", job=job)
-    gone.append((trial, job))
+def _going_in(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tuple[TrialFolder, str]]:
+    """Submits; gives each trial with its job as soon as it is in the queue."""
+    settings = search.settings()
+    if settings.get("array"):
+        limit = settings.get("at_most")
+        numbers = ranges([trial.number for trial in trials]).replace(" ", "")
+        array = f"--array={numbers}{f'%{limit}' if limit else ''}"
+        # one number for all of them: what counts is that it is above those of all earlier starts
+        starts = max(map(_starts, trials), default=0)
+        job = queue.submit(array, search.path / SCRIPT, str(starts))
+        yield from ((trial, f"{job}_{trial.number}") for trial in trials)
+    else:
+        for trial in trials:
+            yield trial, queue.submit(trial.path / SCRIPT, str(_starts(trial)))
 
 
 def _starts(trial: TrialFolder) -> int:
@@ -253,17 +237,16 @@ def _starts(trial: TrialFolder) -> int:
     return max((attempt.number + 1 for attempt in read_events(trial.events()).attempts), default=0)
 
 
-def _told(gone: Sequence[tuple[TrialFolder, str]]) -> str:
+def _told(gone: Mapping[int, str]) -> str:
     if not gone:
         return "submitted no trial"
-    first, last = gone[0][1], gone[-1][1]
-    jobs = f"job {first}" if first == last else f"jobs {first} to {last}"
-    return f"submitted trial(s) {ranges([trial.number for trial, _ in gone])} as {jobs}"
+    jobs = list(gone.values())
+    told = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {jobs[0]} to {jobs[-1]}"
+    return f"submitted trial(s) {ranges([*gone])} as {told}"
 
 
-def _half(search: Search, trials: Sequence[TrialFolder], gone: Sequence[tuple[TrialFolder, str]]) -> str:
-    went = {trial.number for trial, _ in gone}
-    rest = ranges([trial.number for trial in trials if trial.number not in went])
+def _half(search: Search, trials: Sequence[TrialFolder], gone: Mapping[int, str]) -> str:
+    rest = ranges([trial.number for trial in trials if trial.number not in gone])
     return (
         f"{_told(gone)}; not submitted: trial(s) {rest or 'none'}. Later: "
         f"lockstep trials {search.path} --resubmit unsubmitted"
@@ -276,8 +259,8 @@ def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
     Raises:
         SlurmRefused: in scancel's own words.
     """
-    chosen = [status for status in trials if status.state in (PENDING, RUNNING, UNKNOWN) and status.history.jobs]
-    queue.cancel(status.history.jobs[-1] for status in chosen)
+    chosen = [status for status in trials if status.state in (PENDING, RUNNING, UNKNOWN) and status.history.job]
+    queue.cancel(status.history.job for status in chosen)
     for status in chosen:
         status.trial.note("cancelled")
     return [status.trial for status in chosen]

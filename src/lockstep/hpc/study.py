@@ -8,18 +8,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.data.order import make_key
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import log, rank_zero_only
 from lockstep.hpc.grid import Dimension, Options, SearchSettings
 from lockstep.hpc.journal import FileLock, StudyJournal, held
-from lockstep.hpc.trials import JOURNAL, TrialFolder
+from lockstep.hpc.trials import JOURNAL, End, TrialFolder
 
 try:
     import optuna
-    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
     from optuna.study import StudyDirection
     from optuna.trial import FrozenTrial, TrialState
 except ModuleNotFoundError:
@@ -40,7 +39,6 @@ LONGEST_DRAW = 120.0
 PATIENCE = 600.0
 """Seconds that a rank waits for what rank 0 draws."""
 
-End = Literal["completed", "pruned", "failed"]
 _ENDS: dict[TrialState, End] = {
     TrialState.COMPLETE: "completed",
     TrialState.PRUNED: "pruned",
@@ -106,16 +104,13 @@ class StudyTrial:
 
     def _begun(self) -> FrozenTrial:
         """The trial's entry in the study, running or ended."""
-        found = self._entry()
-        if found is None:
+        if self._entry() is None:
             asked = [trial for trial in self._all(TrialState.WAITING) if NUMBER not in trial.user_attrs]
             if asked:  # values that somebody has enqueued in the study
                 self._storage.set_trial_user_attr(asked[0]._trial_id, NUMBER, self.number)
             else:
                 self._study.enqueue_trial({}, user_attrs={NUMBER: self.number})
-            found = self._known_entry()
-        if found.state == TrialState.FAIL:
-            found = self._again(found, TrialState.RUNNING)
+        found = self._alive()
         if found.state == TrialState.WAITING:
             self._storage.set_trial_state_values(found._trial_id, TrialState.RUNNING)
         return found
@@ -193,16 +188,14 @@ class StudyTrial:
         return state
 
     def _alive(self) -> FrozenTrial:
-        """The trial's running entry; a new one where it was taken for dead."""
+        """The trial's entry; where that has failed, another one with its values and reports, which runs."""
         entry = self._known_entry()
-        return self._again(entry, TrialState.RUNNING) if entry.state == TrialState.FAIL else entry
-
-    def _again(self, entry: FrozenTrial, state: TrialState) -> FrozenTrial:
-        """Another entry for the trial with the values and reports of one that has failed."""
+        if entry.state != TrialState.FAIL:
+            return entry
         attributes = {name: value for name, value in entry.user_attrs.items() if name != LOST}
         self._study.add_trial(
             optuna.create_trial(
-                state=state,
+                state=TrialState.RUNNING,
                 params=entry.params,
                 distributions=entry.distributions,
                 user_attrs=attributes,
@@ -363,22 +356,12 @@ def _last(entry: FrozenTrial) -> float | None:
 
 
 def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
-    distribution = distribution_of(dimension)
-    if isinstance(distribution, CategoricalDistribution):
-        return trial.suggest_categorical(name, distribution.choices)
-    if isinstance(distribution, IntDistribution):
-        return trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
-    assert isinstance(distribution, FloatDistribution)
-    return trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
-
-
-def distribution_of(dimension: Dimension) -> BaseDistribution:
-    """Where Optuna draws a hyperparameter from."""
+    """What Optuna draws for a hyperparameter."""
     if isinstance(dimension, Options):
-        return CategoricalDistribution(_labels(dimension))
+        return trial.suggest_categorical(name, _labels(dimension))
     if dimension.whole:
-        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
-    return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
+        return trial.suggest_int(name, int(dimension.low), int(dimension.high), log=dimension.log)
+    return trial.suggest_float(name, dimension.low, dimension.high, log=dimension.log)
 
 
 def _labels(options: Options) -> list[Any]:

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,21 @@ class Order:
     def key(self, status: Status) -> float:
         """For sorting, the best first."""
         value = self.of(status)
-        return math.inf if value is None else -value if self.largest else value
+        if value is None:
+            return math.inf
+        return -value if self.largest else value
+
+    def best(self, statuses: Iterable[Status]) -> Status | None:
+        """The trial with the best value, of those that have come to their end."""
+        ended = [each for each in statuses if each.state in (COMPLETED, PRUNED) and self.of(each) is not None]
+        return min(ended, key=self.key, default=None)
+
+    def lines(self, statuses: Iterable[Status]) -> list[str]:
+        """The line that tells which trial is the best, if one is."""
+        best, which = self.best(statuses), "largest" if self.largest else "smallest"
+        if best is None:
+            return []
+        return [f"best: trial {best.trial.number}, {self.metric} {_cell(self.of(best))} (the {which})"]
 
 
 def order_by(statuses: Sequence[Status], metric: str | None, largest: bool | None) -> Order | None:
@@ -46,57 +60,48 @@ def order_by(statuses: Sequence[Status], metric: str | None, largest: bool | Non
 
     Args:
         statuses: of the trials.
-        metric: as asked for; None: ``val_loss``, or another one of validation, or ``value``, or the only one.
+        metric: as asked for; None: ``val_loss``, or ``value``, or another one of validation, or the only one.
         largest: as asked for; None: as the metric's name tells.
 
     Raises:
         MisconfigurationException: no trial has logged that metric.
     """
-    names = metric_names(statuses)
+    names = names_in(status.metrics for status in statuses)
     if metric is None:
-        usual = [name for name in names if name in ("val_loss", "value")] + [n for n in names if n.startswith("val")]
-        if not usual and len(names) != 1:
+        usual = sorted(names, key=lambda name: (name not in ("val_loss", "value"), not name.startswith("val")))
+        if not usual or (len(names) > 1 and not usual[0].startswith("val")):
             return None
-        metric = (usual or names)[0]
+        metric = usual[0]
     elif metric not in names:
         there = ", ".join(names) or "nothing yet"
         raise MisconfigurationException(f"--sort {metric}: no trial has logged that; there is: {there}")
     return Order(metric, any(part in metric.lower() for part in LARGEST) if largest is None else largest)
 
 
-def metric_names(statuses: Sequence[Status]) -> list[str]:
-    """The metrics of all trials, in the order in which they come."""
-    return list(dict.fromkeys(name for status in statuses for name in status.metrics))
+def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names of all, in the order in which they come."""
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def value_names(statuses: Sequence[Status], everything: bool = False) -> list[str]:
-    """The hyperparameters in which trials differ; all of them where there is but one trial."""
-    names = list(dict.fromkeys(name for status in statuses for name in status.values))
-    drawn = [status for status in statuses if status.values]
-    if everything or len(drawn) < 2:
+def differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of what is not the same in all rows; all names where there is one row."""
+    names = names_in(rows)
+    if len(rows) < 2:
         return names
-    return [name for name in names if len({json.dumps(status.values.get(name)) for status in drawn}) > 1]
+    return [name for name in names if len({json.dumps(row.get(name)) for row in rows}) > 1]
 
 
-def best(statuses: Sequence[Status], order: Order | None) -> Status | None:
-    """The trial with the best value, of those that have come to their end."""
-    if order is None:
-        return None
-    ended = [status for status in statuses if status.state in (COMPLETED, PRUNED) and order.of(status) is not None]
-    return min(ended, key=order.key, default=None)
-
-
-def seconds(status: Status, now: float | None = None) -> float:
+def seconds(status: Status) -> float:
     """Time that a trial has run for, over all its starts, as far as that is known."""
     last = status.history.last
     if last is None:
         return 0.0
     until = last.last
     if status.state == RUNNING:
-        until = time.time() if now is None else now
+        until = time.time()
     elif last.end is None:
-        until = max(until, float(status.result.get("time", 0.0)))
-    return status.history.seconds - (last.last - last.began) + max(0.0, until - last.began)
+        until = float(status.result.get("time", 0.0))
+    return status.history.seconds + max(0.0, until - last.last)
 
 
 # -- text ----------------------------------------------------------------------------------------------------
@@ -113,51 +118,56 @@ def text(name: str, statuses: Sequence[Status], order: Order | None, everything:
     """
     counts = Counter(status.state for status in statuses)
     heading = f"{name}: {len(statuses)} trial(s): {', '.join(f'{count} {state}' for state, count in counts.items())}"
-    values, metrics = value_names(statuses, everything), metric_names(statuses)
+    drawn = [status.values for status in statuses if status.values]
+    values, metrics = names_in(drawn) if everything else differing(drawn), names_in(each.metrics for each in statuses)
     if order is not None:
-        metrics = [order.metric, *(name for name in metrics if name != order.metric)]
+        metrics.sort(key=lambda name: name != order.metric)
     shown = metrics if everything else metrics[:MOST_METRICS]
-    has_why = any(status.error for status in statuses)
-    heads = ["trial", "state", *map(_cell, values), *map(_cell, shown), "node", "restarts", "seconds"]
-    rows = [[*heads, *(["why"] if has_why else [])]]
-    for status in statuses:
-        row = [str(status.trial.number), status.state]
-        row += [*_cells(status.values, values), *_cells(status.metrics, shown)]
-        row += [status.node, str(status.history.restarts), f"{seconds(status):.0f}"]
-        rows.append([*row, *([_printable(status.error)] if has_why else [])])
-    lines = [heading, *_aligned(rows, {1, len(heads) - 3, len(heads)})]
+    lines = [heading, *_aligned(statuses, _columns(statuses, values, shown))]
     if len(shown) < len(metrics):
         lines.append(f"and {len(metrics) - len(shown)} more metric(s) (--all)")
-    return "\n".join([*lines, *_best(statuses, order)])
+    if order is not None:
+        lines += order.lines(statuses)
+    return "\n".join(lines)
 
 
-def _best(statuses: Sequence[Status], order: Order | None) -> list[str]:
-    """The line that tells which trial is the best."""
-    found = best(statuses, order)
-    if found is None or order is None:
-        return []
-    which = "largest" if order.largest else "smallest"
-    return [f"best: trial {found.trial.number}, {order.metric} {_cell(order.of(found))} (the {which})"]
+Column = tuple[str, Callable[[Status], str], bool]
+"""Its head, the cell of a trial, and whether cells begin on the left."""
 
 
-def _cells(found: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """A cell for each name, empty where nothing of the name was found."""
-    return [_cell(found[name]) if name in found else "" for name in names]
+def _columns(statuses: Sequence[Status], values: Iterable[str], metrics: Iterable[str]) -> Iterator[Column]:
+    yield "trial", lambda status: str(status.trial.number), False
+    yield "state", lambda status: status.state, True
+    for name in values:
+        yield name, lambda status, name=name: _of(status.values, name), False  # type: ignore[misc]
+    for name in metrics:
+        yield name, lambda status, name=name: _of(status.metrics, name), False  # type: ignore[misc]
+    yield "node", lambda status: status.node, True
+    yield "restarts", lambda status: str(status.history.restarts), False
+    yield "seconds", lambda status: f"{seconds(status):.0f}", False
+    if any(status.error for status in statuses):
+        yield "why", lambda status: _printable(status.error), True
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    for row in rows:
-        cells = (cell.ljust(width) if at in left else cell.rjust(width)
-                 for at, (cell, width) in enumerate(zip(row, widths, strict=True)))  # fmt: skip
-        yield "  ".join(cells).rstrip()
+def _aligned(statuses: Sequence[Status], columns: Iterable[Column]) -> Iterator[str]:
+    """The lines of a table, its heads first."""
+    aligned = []
+    for head, cell, left in columns:
+        column = [_cell(head), *map(cell, statuses)]
+        width = max(map(len, column))
+        aligned.append([text.ljust(width) if left else text.rjust(width) for text in column])
+    return ("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
+
+
+def _of(found: Mapping[str, Any], name: str) -> str:
+    """The cell of a value; empty where there is none of the name."""
+    return _cell(found[name]) if name in found else ""
 
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    shown = value if isinstance(value, str) else json.dumps(value)
-    shown = _printable(shown)
+    shown = _printable(value if isinstance(value, str) else json.dumps(value))
     return shown if len(shown) <= WIDEST else f"{shown[: WIDEST - 3]}..."
 
 
@@ -178,7 +188,7 @@ def as_dict(search: str, status: Status) -> dict[str, Any]:
         "values": _finite(status.values),
         "metrics": _finite(status.metrics),
         "node": status.node,
-        "job": status.history.jobs[-1] if status.history.jobs else None,
+        "job": status.history.job or None,
         "restarts": status.history.restarts,
         "preemptions": status.history.preemptions,
         "failures": status.history.failures,
@@ -191,8 +201,8 @@ def as_dict(search: str, status: Status) -> dict[str, Any]:
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Trials as CSV, a column for each hyperparameter (``values.lr``) and each metric (``metrics.loss``)."""
     flat = [dict(_flat(row)) for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row))
-    names.sort(key=lambda name: name.partition(".")[0] in ("values", "metrics"))
+    names = names_in(flat)
+    names.sort(key=lambda name: name.startswith(("values.", "metrics.")))
     out = io.StringIO()
     writer = csv.DictWriter(out, names, lineterminator="\n")
     writer.writeheader()
@@ -201,8 +211,9 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The cells of a row, by their columns."""
     for name, value in row.items():
-        if name in ("values", "metrics"):
+        if isinstance(value, Mapping):
             for inner, each in value.items():
                 yield f"{name}.{inner}", json.dumps(each) if isinstance(each, (dict, list)) else each
         else:

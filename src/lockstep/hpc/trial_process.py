@@ -6,9 +6,10 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from numbers import Real
 from signal import SIGTERM, SIGUSR1, SIGUSR2
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log, rank_zero_only
@@ -21,18 +22,18 @@ from lockstep.supervise.signals import by_default, end_at_once, handling
 LONGEST_ERROR = 1000
 
 
-class Saves(Protocol):
-    """The user's own functions that save and load."""
+@dataclass
+class OwnSaving:
+    """The user's own functions that save and load; None: there is none."""
 
-    @property
-    def saves(self) -> bool:
-        """Whether there is a function that saves."""
-
-    def call_save(self) -> None:
-        """Save."""
+    save: Callable[[], object] | None = None
+    load: Callable[[], object] | None = None
 
     def call_load(self) -> None:
-        """Load."""
+        """Call the function that loads, if there is one, for the first time."""
+        load, self.load = self.load, None
+        if load is not None:
+            load()
 
 
 def _note_failure(trial: TrialFolder, hparams: Hyperparameters | None, here: Trial, error: BaseException) -> None:
@@ -44,8 +45,8 @@ def _note_failure(trial: TrialFolder, hparams: Hyperparameters | None, here: Tri
         hparams.finish(trial.number, "failed")
 
 
-def run_trial(main: Callable[..., Any], options: Hyperparameters | None, cluster: Saves, here: Trial) -> None:
-    """Call ``main(hparams)``, or ``main(hparams, cluster)``, as the trial ``here``.
+def run_trial(main: Callable[[Any], object], options: Hyperparameters | None, saving: OwnSaving, here: Trial) -> None:
+    """Call ``main(hparams)`` as the trial ``here``.
 
     Rank 0 notes the start and the end; any rank notes its failure. What ``main`` returns is the trial's result: a
     number, or a dict of numbers.
@@ -64,11 +65,10 @@ def run_trial(main: Callable[..., Any], options: Hyperparameters | None, cluster
         if leads:
             _begin(trial, here)
         hparams = _values(trial, options, leads)
-        with _signals_acted_on(trial, cluster, here, leads):
+        with _signals_acted_on(trial, saving, here, leads):
             if has_saved(here):
-                cluster.call_load()
-            returned = main(hparams, cluster) if takes_cluster(main) else main(hparams)
-        metrics, value = measured(returned)
+                saving.call_load()
+            metrics, value = measured(main(hparams))
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             _note_failure(trial, hparams if leads else None, here, error)
@@ -144,6 +144,11 @@ def takes_cluster(main: Callable[..., Any]) -> bool:
     return places[1].default is places[1].empty or places[1].name == "cluster"
 
 
+def of_hparams(main: Callable[..., object], second: Callable[[], object]) -> Callable[[Any], object]:
+    """A function of the hyperparameters alone: one that wants a second argument gets what ``second`` gives."""
+    return (lambda hparams: main(hparams, second())) if takes_cluster(main) else main
+
+
 def measured(returned: object) -> tuple[dict[str, float], float | None]:
     """What a function that returned this has measured: metrics by name, and its value if it is a number.
 
@@ -159,11 +164,11 @@ def measured(returned: object) -> tuple[dict[str, float], float | None]:
 
 
 def _number(value: object) -> float | None:
-    item = getattr(value, "item", None)  # a tensor, or a number of NumPy's
-    if callable(item) and getattr(value, "size", None) is not None:
+    item = getattr(value, "item", None)
+    if callable(item):  # a tensor, or a number of NumPy's
         try:
             value = item()
-        except (ValueError, RuntimeError):  # of several elements
+        except (TypeError, ValueError, RuntimeError):  # of several elements
             return None
     return float(value) if isinstance(value, Real) else None
 
@@ -183,7 +188,7 @@ def last_words(error: BaseException) -> str:
 
 
 @contextmanager
-def _signals_acted_on(trial: TrialFolder, cluster: Saves, here: Trial, leads: bool) -> Iterator[None]:
+def _signals_acted_on(trial: TrialFolder, saving: OwnSaving, here: Trial, leads: bool) -> Iterator[None]:
     """Heed the signals that say that the job's time is up, or that it has to make room. A fit takes them over.
 
     Where the user's own function saves, or an earlier fit has left a checkpoint, SIGUSR1 and SIGUSR2 have the job put
@@ -196,8 +201,8 @@ def _signals_acted_on(trial: TrialFolder, cluster: Saves, here: Trial, leads: bo
     busy = saved = False
 
     def save() -> None:
-        if cluster.saves:
-            cluster.call_save()
+        if saving.save is not None:
+            saving.save()
             if leads:
                 trial.note("saved", attempt=here.attempt)
 
@@ -205,7 +210,7 @@ def _signals_acted_on(trial: TrialFolder, cluster: Saves, here: Trial, leads: bo
         nonlocal busy, saved
         if busy:  # schedulers send signals twice
             return
-        if number != SIGTERM and not cluster.saves and not job.check().get("saved"):
+        if number != SIGTERM and saving.save is None and not job.check().get("saved"):
             return
         busy = True
         if number == SIGTERM:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
@@ -22,6 +22,9 @@ METRICS = "metrics.jsonl"
 STDOUT, STDERR = "stdout", "stderr"
 JOURNAL = "study.journal"
 """Of a search by Optuna, in the folder of the search."""
+
+End = Literal["completed", "pruned", "failed"]
+"""How a trial can end."""
 
 _NAME = re.compile(r"trial_(\d{4,})")
 
@@ -182,13 +185,19 @@ class TrialHistory:
     Attributes:
         jobs: the jobs that it was submitted as; the last one counts.
         attempts: its starts.
+        submitted: when it was submitted last.
         cancelled: whether somebody has cancelled it after its last start or submission.
     """
 
     jobs: list[str] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
-    submitted: float | None = None
+    submitted: float = 0.0
     cancelled: bool = False
+
+    @property
+    def job(self) -> str:
+        """The newest job; "" where there is none."""
+        return self.jobs[-1] if self.jobs else ""
 
     @property
     def last(self) -> Attempt | None:
@@ -198,7 +207,12 @@ class TrialHistory:
     @property
     def waits(self) -> bool:
         """Whether it was submitted anew after its last start."""
-        return bool(self.jobs) and (self.last is None or (self.submitted or 0.0) > self.last.began)
+        return bool(self.job) and (self.last is None or self.submitted > self.last.began)
+
+    @property
+    def current(self) -> Attempt | None:
+        """The newest start, unless it was submitted anew after it."""
+        return None if self.waits else self.last
 
     @property
     def failures(self) -> int:
