@@ -41,7 +41,7 @@ def test_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "hashes: hold",
         "global_step: 2",
         "into.weight",
-        "(7, 6)           float64    336 B",
+        "(7, 6)           float64    336 bytes",
         "AdamW: states of",
     ):
         assert words in said, said

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli.run import Wrong, main, name_of, planned
+from lockstep.cli.run import main, name_of, planned
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.elastic_run import LaunchPlan, refuse_nested, start
 from lockstep.launch.environment import free_port
@@ -86,8 +86,8 @@ def test_the_same_command_has_the_same_name_and_another_one_another() -> None:
         ("--devices 0 train.py", "--devices 0: give the number of ranks on this node, from 1, or auto"),
         ("--devices two train.py", "--devices two: give the number"),
         ("--device 2 train.py", "--device is none of its options; did you mean --devices?"),
-        ("--max-restarts x train.py", "argument --max-restarts: invalid int value: 'x'"),
-        ("--max-restarts -1 train.py", "--max-restarts -1: give a number from 0"),
+        ("--max-restarts x train.py", "argument --max-restarts: 'x': give a number from 0"),
+        ("--max-restarts -1 train.py", "argument --max-restarts: '-1': give a number from 0"),
         ("--nodes 0 train.py", "--nodes 0: give a number from 1"),
         ("--nodes 3:2 train.py", "--nodes 3:2: give a number from 1, or the fewest and the most"),
         ("--nodes 2 train.py", "--nodes 2 without --master-addr: give the host of node 0"),
@@ -101,7 +101,7 @@ def test_the_same_command_has_the_same_name_and_another_one_another() -> None:
 )
 def test_wrong_words_are_answered_by_one_sentence(words: str, said: str, script: Path) -> None:
     (script.parent / "folder").mkdir()
-    with pytest.raises(Wrong, match=rf"^lockstep run: .*{said}"):
+    with pytest.raises(MisconfigurationException, match=said):
         planned(words.split())
 
 

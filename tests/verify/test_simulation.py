@@ -93,7 +93,7 @@ def test_ranks_that_never_meet_are_no_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--simulate", "1"], "--simulate 1: give a number of ranks, from 2"),
+        (["--simulate", "1"], "--simulate: '1': give a number from 2"),
         (["--simulate", "8", "--resume"], "--simulate 8 --resume: give each in a command of its own"),
     ],
 )

@@ -208,7 +208,7 @@ def test_a_copy_may_lie_in_the_folder_by_a_relative_path(tmp_path: Path, monkeyp
     ("words", "sentence"),
     [
         (["train.py", "--devices", "1"], "--devices 1: give numbers of ranks from 2"),
-        (["train.py", "--steps", "0"], "--steps 0: give the number of optimizer steps, from 1"),
+        (["train.py", "--steps", "0"], "--steps: '0': give a number from 1"),
         (["train.py", "--patience", "0"], "--patience 0: give seconds"),
         (["train.py", "--keep", "."], "--keep .: it is there already"),
         (["nothing.py"], "nothing.py is not there"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import export, format, frozen, sharded, storage
+from lockstep.cli.run import CommandParser
 from lockstep.engines.deepspeed import folder as deepspeed_folder
 from lockstep.ground.comm import as_bytes
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
+from lockstep.memory.meter import readable
 
 ABOUT = """\
 Show what a checkpoint holds, write it in another format, or compare two. A checkpoint is a file, a folder of parts, or
@@ -46,7 +48,7 @@ def checkpoint(words: Sequence[str]) -> int:
     Raises:
         MisconfigurationException: for what cannot be done, with the way out.
     """
-    parser = argparse.ArgumentParser("lockstep checkpoint", description=ABOUT)
+    parser = CommandParser("lockstep checkpoint", None, ABOUT)
     actions = parser.add_subparsers(dest="action", metavar="show|convert|diff")
     show = actions.add_parser("show", help="epoch, step, parameters, optimizers, callbacks, who wrote it, its hashes")
     show.add_argument("paths", nargs="+", metavar="PATH")
@@ -73,10 +75,7 @@ def checkpoint(words: Sequence[str]) -> int:
     diff.add_argument("--atol", type=float, default=0.0, help="absolute difference of values that counts as none")
     for action in (show, convert, diff):
         action.add_argument("--pickled", action="store_true", help=PICKLED)
-    try:
-        given = parser.parse_args(words)
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    given = parser.parse_args(words)
     if given.action is None:
         parser.print_help()
         return 2
@@ -84,9 +83,7 @@ def checkpoint(words: Sequence[str]) -> int:
         if given.action == "show":
             return max([_show(path, given.all, given.pickled) for path in given.paths])
         if given.action == "convert":
-            if given.to == "huggingface":
-                return _to_pretrained(given)
-            return _convert(given.source, given.target, given.to, given.pickled)
+            return _convert(given)
         both = [_read(path, given.pickled) for path in given.paths]
         return _diff(both, given.all, given.rtol, given.atol)
     except (CorruptCheckpoint, OSError) as error:
@@ -150,11 +147,11 @@ def _writer(found: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
 
 def _weights(weights: dict[str, Any], everything: bool) -> Iterator[str]:
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    yield f"parameters and buffers: {len(tensors)}, {_size(sum(each.nbytes for each in tensors.values()))}"
+    yield f"parameters and buffers: {len(tensors)}, {readable(sum(each.nbytes for each in tensors.values()))}"
     shown = list(tensors.items()) if everything else list(tensors.items())[:SHOWN]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
-        yield f"  {name:<{width}}  {tuple(value.shape)!s:<16} {_dtype(value):<10} {_size(value.nbytes)}"
+        yield f"  {name:<{width}}  {tuple(value.shape)!s:<16} {_dtype(value):<10} {readable(value.nbytes)}"
     if len(shown) < len(tensors):
         yield f"  and {len(tensors) - len(shown)} more (--all)"
 
@@ -164,22 +161,15 @@ def _optimizers(found: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
         inner = [value for each in state.get("state", {}).values() for value in each.values()]
         size = sum(value.nbytes for value in inner if isinstance(value, Tensor))
         name = names[number] if number < len(names) else "optimizer"
-        yield f"{name}: states of {len(state.get('state', {}))} parameters, {_size(size)}"
+        yield f"{name}: states of {len(state.get('state', {}))} parameters, {readable(size)}"
 
 
 def _kind(path: str) -> str:
-    if not sharded.is_sharded(path):
-        return f"one file, {_size(storage.size(path))}"
+    if storage.is_file(path):
+        return f"one file, {readable(storage.size(path))}"
     of = " of DeepSpeed's" if deepspeed_folder.is_engines(path) else ""
     sizes = storage.sizes(path)
-    return f"folder of {len(sizes)} files{of}, {_size(sum(sizes.values()))}"
-
-
-def _size(count: int) -> str:
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+    return f"folder of {len(sizes)} files{of}, {readable(sum(sizes.values()))}"
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -189,60 +179,70 @@ def _dtype(tensor: Tensor) -> str:
 # -- convert -------------------------------------------------------------------------------------------------
 
 
-def _convert(source: str, target: str, kind: str | None, pickled: bool) -> int:
+def _convert(given: argparse.Namespace) -> int:
+    source, target, kind = given.source, given.target, given.to
+    if target.endswith(WEIGHTS) and kind != "huggingface":
+        kind = "weights"
     if storage.exists(target):
-        raise MisconfigurationException(f"lockstep checkpoint convert: {target!r} is there already: choose a new name")
-    if target.endswith(WEIGHTS):
-        _safetensors()
-    elif kind == "deepspeed" and find_spec("deepspeed") is None:
-        raise missing_extra("deepspeed", "deepspeed", "lockstep checkpoint convert --to deepspeed")
-    found = _read(source, pickled)
+        raise MisconfigurationException(f"{target!r} is there already: choose a new name")
+    _check_needs(kind, given)
+    found = _read(source, given.pickled)
     if "state_dict" not in found:
-        raise MisconfigurationException(f"lockstep checkpoint convert: {source!r} has no 'state_dict'")
+        raise MisconfigurationException(f"{source!r} has no 'state_dict'")
     if kind is None:
         kind = "file" if sharded.is_sharded(source) and not deepspeed_folder.is_engines(source) else "parts"
-    _write(found, target, kind)
+    WRITERS[kind](found, target, given)
     print(f"{target}: {_kind(target)}")
     return 0
 
 
-def _write(found: dict[str, Any], target: str, kind: str) -> None:
-    """Write a checkpoint as weights alone, as a file, as a folder of DeepSpeed's or as a folder of parts."""
-    if target.endswith(WEIGHTS):
-        # tied weights share memory, which safetensors refuses
-        tensors = {n: v.detach().clone().contiguous() for n, v in found["state_dict"].items() if isinstance(v, Tensor)}
-        encoded = _safetensors().save(tensors)
-        with storage.replacing(target) as file:
-            file.write(encoded)
-    elif kind == "file":
-        format.save(found, target)
-    elif kind == "deepspeed":
-        about = {key: found.get(key) for key in ("epoch", "global_step")}
-        sharded.write_by(lambda folder: deepspeed_folder.write(found, folder), about, target)
-    else:
-        parts = sharded.split(found)
-        sharded.write(parts, sharded.plan(parts, 0), target)
+def _check_needs(kind: str | None, given: argparse.Namespace) -> None:
+    """Refuse a format that needs what is not there, before a checkpoint is read."""
+    if kind == "weights":
+        _safetensors()
+    elif kind == "deepspeed" and find_spec("deepspeed") is None:
+        raise missing_extra("deepspeed", "deepspeed", "lockstep checkpoint convert --to deepspeed")
+    elif kind == "huggingface":
+        if given.config is None:
+            raise MisconfigurationException("--to huggingface: give --config FOLDER, which has the model's config.json")
+        export.check_tokenizer(given.tokenizer)
 
 
-def _to_pretrained(given: argparse.Namespace) -> int:
-    """Write the model of a checkpoint as a folder for ``from_pretrained``."""
-    if given.config is None:
-        raise MisconfigurationException(
-            "lockstep checkpoint convert --to huggingface: give --config FOLDER, which has the model's config.json"
-        )
-    if storage.exists(given.target):
-        raise MisconfigurationException(
-            f"lockstep checkpoint convert: {given.target!r} is there already: choose a new name"
-        )
-    export.check_tokenizer(given.tokenizer)
-    found = _read(given.source, given.pickled)
-    if "state_dict" not in found:
-        raise MisconfigurationException(f"lockstep checkpoint convert: {given.source!r} has no 'state_dict'")
+def _write_weights(found: dict[str, Any], target: str, given: argparse.Namespace) -> None:
+    # tied weights share memory, which safetensors refuses
+    tensors = {n: v.detach().clone().contiguous() for n, v in found["state_dict"].items() if isinstance(v, Tensor)}
+    encoded = _safetensors().save(tensors)
+    with storage.replacing(target) as file:
+        file.write(encoded)
+
+
+def _write_file(found: dict[str, Any], target: str, given: argparse.Namespace) -> None:
+    format.save(found, target)
+
+
+def _write_parts(found: dict[str, Any], target: str, given: argparse.Namespace) -> None:
+    parts = sharded.split(found)
+    sharded.write(parts, sharded.plan(parts, 0), target)
+
+
+def _write_deepspeed(found: dict[str, Any], target: str, given: argparse.Namespace) -> None:
+    about = {key: found.get(key) for key in ("epoch", "global_step")}
+    sharded.write_by(lambda folder: deepspeed_folder.write(found, folder), about, target)
+
+
+def _write_pretrained(found: dict[str, Any], target: str, given: argparse.Namespace) -> None:
+    """The model alone, as a folder for ``from_pretrained``."""
     base = frozen.base_of(found)
-    export.write_state(given.target, found["state_dict"], given.config, given.max_shard_size, given.tokenizer, base)
-    sizes = storage.sizes(given.target)
-    print(f"{given.target}: folder of {len(sizes)} files, {_size(sum(sizes.values()))}")
-    return 0
+    export.write_state(target, found["state_dict"], given.config, given.max_shard_size, given.tokenizer, base)
+
+
+WRITERS: dict[str, Callable[[dict[str, Any], str, argparse.Namespace], None]] = {
+    "weights": _write_weights,
+    "file": _write_file,
+    "parts": _write_parts,
+    "deepspeed": _write_deepspeed,
+    "huggingface": _write_pretrained,
+}
 
 
 # -- diff ----------------------------------------------------------------------------------------------------
@@ -299,19 +299,20 @@ def _difference(one: Tensor, other: Tensor, rtol: float, atol: float) -> str:
     if one.dtype != other.dtype:
         return f"dtype {_dtype(one)} and {_dtype(other)}"
     bits = [as_bytes(each) for each in (one, other)]
-    if torch.equal(bits[0], bits[1]):
-        return ""
-    if (rtol or atol) and torch.allclose(one, other, rtol, atol, equal_nan=True):
+    near = bool(rtol or atol) and torch.allclose(one, other, rtol, atol, equal_nan=True)
+    if near or torch.equal(bits[0], bits[1]):
         return ""
     apart = bits[0].ne(bits[1]).reshape(-1, one.element_size()).any(1)
-    far = ""
-    if one.dtype is not torch.bool:
-        wide = torch.complex128 if one.is_complex() else torch.float64
-        gaps = (one.to(wide) - other.to(wide)).abs()
-        alone = int((one.isnan() != other.isnan()).sum())
-        far = f", by {gaps[~gaps.isnan()].max().item():.3g} at most" if not gaps.isnan().all() else ""
-        far += f"; {alone} are NaN in one of the two" if alone else ""
-    return f"{int(apart.sum())} of {one.numel()} values differ{far}"
+    said = f"{int(apart.sum())} of {one.numel()} values differ"
+    if one.dtype is torch.bool:
+        return said
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    gaps = (one.to(wide) - other.to(wide)).abs()
+    gaps = gaps[~gaps.isnan()]
+    if gaps.numel():
+        said += f", by {gaps.max().item():.3g} at most"
+    alone = int((one.isnan() != other.isnan()).sum())
+    return f"{said}; {alone} are NaN in one of the two" if alone else said
 
 
 def _short(value: object) -> str:

@@ -10,16 +10,14 @@ from typing import TypedDict
 
 import torch
 
+from lockstep.cli.run import CommandParser
 from lockstep.cluster.detect import explained
 from lockstep.ground.accelerators import CUDAAccelerator
 from lockstep.ground.device import accelerator_kinds, device_name, devices_of
 from lockstep.ground.device_memory import total_memory
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.environment import cores, in_force
 
 ABOUT = """\
-usage: lockstep env [--json]
-
 Show what a run depends on: versions, devices, the cluster that started this process and how it is known, its rank, and
 the variables that lockstep reads. Values that look like keys or tokens are not shown. Start it as the script would be
 started (`srun lockstep env`) to see what a rank sees.
@@ -57,14 +55,10 @@ def env(words: Sequence[str]) -> int:
     Raises:
         MisconfigurationException: a word that it does not know.
     """
-    if any(word in ("-h", "--help") for word in words):
-        print(ABOUT, end="")
-        return 0
-    unknown = [word for word in words if word != "--json"]
-    if unknown:
-        raise MisconfigurationException(f"lockstep env: {unknown[0]} is none of its options; there is: --json")
-    found = report()
-    print(json.dumps(found, indent=2) if words else "\n".join(_lines(found)))
+    parser = CommandParser("lockstep env", None, ABOUT)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given, found = parser.parse_args(words), report()
+    print(json.dumps(found, indent=2) if given.json else "\n".join(_lines(found)))
     return 0
 
 

@@ -7,7 +7,6 @@ and bodies of functions stay as they are: `lockstep run --lightning` runs a scri
 
 from __future__ import annotations
 
-import argparse
 import ast
 import difflib
 import functools
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from lockstep.cli.run import CommandParser
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.names.finder import LIGHTNINGS, ROOT, TEST_TUBE
 from lockstep.names.old_flags import OLD_FLAGS, TOGETHER, Today, Translation, meaning, old_flags_of
@@ -39,13 +39,10 @@ def migrate(words: Sequence[str]) -> int:
     Raises:
         MisconfigurationException: a file that is not there, or is no Python.
     """
-    parser = argparse.ArgumentParser("lockstep migrate", description=__doc__, allow_abbrev=False)
+    parser = CommandParser("lockstep migrate", None, __doc__)
     parser.add_argument("files", nargs="+", metavar="script.py", help="a script, or a folder of scripts")
     parser.add_argument("--write", action="store_true", help="make the changes of the diff in the files")
-    try:
-        given = parser.parse_args(list(words))
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    given = parser.parse_args(words)
     files = [file for path in given.files for file in _files(Path(path))]
     read = [(file, *_read(file)) for file in files]  # all, before the first is written
     for file, text, encoding in read:
@@ -64,12 +61,12 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         found = [file for file in sorted(path.rglob("*.py")) if not re.search(r"/(\.|site-packages/)", f"/{file}")]
     if not found:
-        raise MisconfigurationException(f"lockstep migrate: there is no script in the folder {path}")
+        raise MisconfigurationException(f"there is no script in the folder {path}")
     if not found[0].is_file():
-        raise MisconfigurationException(f"lockstep migrate: {path} is not there (this is {Path.cwd()})")
+        raise MisconfigurationException(f"{path} is not there (this is {Path.cwd()})")
     if path.suffix == ".ipynb":
         raise MisconfigurationException(
-            f"lockstep migrate: {path} is a notebook: write it as a script first, by `jupyter nbconvert --to script`"
+            f"{path} is a notebook: write it as a script first, by `jupyter nbconvert --to script`"
         )
     return found
 
@@ -87,7 +84,7 @@ def _read(file: Path) -> tuple[str, str]:
         ast.parse(text)
     except (SyntaxError, ValueError) as error:
         line, said = getattr(error, "lineno", None) or 1, getattr(error, "msg", error)
-        raise MisconfigurationException(f"lockstep migrate: {file}:{line} is no Python of today: {said}") from None
+        raise MisconfigurationException(f"{file}:{line} is no Python of today: {said}") from None
     return text, encoding
 
 

@@ -17,14 +17,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import Parameter, UninitializedParameter
 
 from lockstep.cli.outputs import check_file
-from lockstep.cli.run import CommandParser, check_script, split
+from lockstep.cli.run import CommandParser, check_script, number_from, split
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import PLANNED_PARAMETERS
 from lockstep.ground.types import TrainerFn
 from lockstep.loop import choice
 from lockstep.module import LightningModule
 from lockstep.planner.hardware import Hardware, bytes_said, described
-from lockstep.planner.plan import Plan
+from lockstep.planner.plan import Plan, SavedPlan
 from lockstep.trainer import Trainer
 
 USAGE = "lockstep plan [options] script.py [options] [arguments of the script]"
@@ -60,25 +60,21 @@ def plan(words: Sequence[str]) -> int:
     Raises:
         MisconfigurationException: for what cannot be planned, with the way out.
     """
-    try:
-        given, script = split(list(words), _parser())
-    except SystemExit as ended:  # --help
-        return int(ended.code or 0)
+    given, script = split(list(words), _parser())
     check_script("lockstep plan", None, script)
     if given.save is not None:
         if not given.save.endswith((".yaml", ".yml")):
             raise MisconfigurationException(f"--save {given.save}: give a name that ends with .yaml")
-        check_file("lockstep plan --save", given.save)
+        check_file("--save", given.save)
     if given.csv is not None:
-        check_file("lockstep plan --csv", given.csv)
+        check_file("--csv", given.csv)
     found = _plan_of(given, script)
     print("\n".join(found.lines(everything=given.all)))
     if given.save is not None and found.choice is not None:
         found.save(given.save)
-        nodes = "" if found.hardware.nodes == 1 else f", num_nodes={found.hardware.nodes}"
-        alone = found.choice.devices == 1
-        nodes, devices = ("", 1) if alone else (nodes, found.hardware.devices)
-        print(f'\n{given.save}: use it by Trainer(strategy="{given.save}", devices={devices}{nodes})')
+        saved = SavedPlan.of(found)
+        nodes = "" if saved.nodes == 1 else f", num_nodes={saved.nodes}"
+        print(f'\n{given.save}: use it by Trainer(strategy="{given.save}", devices={saved.devices}{nodes})')
     if given.csv is not None:
         write_csv(found, given.csv)
     return 0 if found.choice is not None else 1
@@ -87,8 +83,8 @@ def plan(words: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser("lockstep plan", USAGE, ABOUT, EXAMPLES)
     add = parser.add_argument
-    add("--devices", metavar="N", help="of each node; default: as the script's Trainer says")
-    add("--nodes", type=int, metavar="M", help="machines; default: 1")
+    add("--devices", type=number_from(1), metavar="N", help="of each node; default: as the script's Trainer says")
+    add("--nodes", type=number_from(1), metavar="M", help="machines; default: 1")
     add("--memory", metavar="BYTES", help="of each device: 80GB, 24GiB")
     add("--link", metavar="BYTES/S", help="of the slowest link: 25GB/s; between nodes, where there are several")
     add("--chip", metavar="NAME", help="GPU for whose arithmetic the seconds are: H100, A100, RTX 3090")
@@ -101,7 +97,6 @@ def _parser() -> CommandParser:
 
 
 def _plan_of(given: argparse.Namespace, script: list[str]) -> Plan:
-    devices = _number("--devices", given.devices)
     elsewhere = any(getattr(given, name) is not None for name in ELSEWHERE)
     memory = None if given.memory is None else bytes_said("--memory", given.memory)
     link = None if given.link is None else bytes_said("--link", given.link)
@@ -110,9 +105,9 @@ def _plan_of(given: argparse.Namespace, script: list[str]) -> Plan:
     def fit(trainer: Trainer, model: LightningModule, *args: Any, **kwargs: Any) -> NoReturn:
         hardware: Hardware | None
         if elsewhere:
-            hardware = described(devices or trainer.world_size, given.nodes or 1, memory, link, given.chip)
+            hardware = described(given.devices or trainer.world_size, given.nodes or 1, memory, link, given.chip)
         else:
-            hardware = _here(trainer, devices)
+            hardware = _here(trainer, given.devices)
         loader, data = args[0] if args else kwargs.get("train_dataloaders"), kwargs.get("datamodule")
         trainer._attach(TrainerFn.FITTING, model, {"train": loader}, data)
         batch = choice.first_batch(trainer)
@@ -131,14 +126,6 @@ def _here(trainer: Trainer, devices: int | None) -> Hardware | None:
     from lockstep.planner.hardware import hardware_of
 
     return hardware_of(trainer.strategy.root_device, devices)
-
-
-def _number(flag: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdigit() or int(text) == 0:
-        raise MisconfigurationException(f"{flag} {text}: give a number from 1")
-    return int(text)
 
 
 def _run(script: list[str], fit: Any, elsewhere: bool) -> Plan:

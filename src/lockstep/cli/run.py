@@ -11,9 +11,9 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from lockstep.ground.errors import MissingExtra
+from lockstep.ground.errors import MisconfigurationException, MissingExtra
 
 if TYPE_CHECKING:
     from lockstep.launch.elastic_run import LaunchPlan
@@ -55,10 +55,6 @@ COMMANDS = ("run", "verify", "submit", "trials", "migrate", "checkpoint", "plan"
 MASTER_PORT = 29400
 
 
-class Wrong(ValueError):
-    """What somebody typed cannot be done: one sentence."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command ``lockstep``; gives the exit code.
 
@@ -86,8 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command: Callable[[Sequence[str]], int] = getattr(import_module(f"lockstep.cli.{first}"), first)
         return command(words[1:])
     except (ValueError, MissingExtra) as error:  # a MisconfigurationException is a ValueError
-        text = str(error)
-        print(text if text.startswith(f"lockstep {first}: ") else f"lockstep {first}: {text}", file=sys.stderr)
+        print(f"lockstep {first}: {str(error).removeprefix(f'lockstep {first}: ')}", file=sys.stderr)
         return 2
 
 
@@ -95,8 +90,8 @@ def run(words: Sequence[str]) -> int:
     """Start what ``lockstep run`` is told by ``words``, wait for its end, and give its exit code.
 
     Raises:
-        Wrong: with the option, its value, and the way out.
-        MisconfigurationException: this process is a rank itself, or a port is taken.
+        MisconfigurationException: with the option, its value, and the way out; this process is a rank itself, or a
+            port is taken.
     """
     plan = planned(words)
     from lockstep.launch.elastic_run import start  # torch's agent costs 0.3 s, and --help needs none
@@ -108,15 +103,12 @@ def planned(words: Sequence[str]) -> LaunchPlan:
     """The words of the command as a plan.
 
     Raises:
-        Wrong: with the option, its value, and the way out.
+        MisconfigurationException: with the option, its value, and the way out.
     """
     options, script = split(list(words), _parser())
     few, most = _nodes(options.nodes)
     devices = _devices(options.devices)
     address, port = _meeting(options, few, most)
-    for name in ("max_restarts", "patience", "shutdown_timeout"):
-        if getattr(options, name) < 0:
-            raise Wrong(f"lockstep run: --{name.replace('_', '-')} {getattr(options, name)}: give a number from 0")
     command = words_of(options.module, script)
     check_script("lockstep run", options.module, script)
     from lockstep.launch.elastic_run import LaunchPlan
@@ -154,21 +146,35 @@ def name_of(command: Sequence[str]) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of a command that starts a script.
+    """The options of a command; what is wrong with them is told in one sentence.
 
     Args:
-        command: its name, as it is typed.
-        usage: how it is called.
+        prog: its name, as it is typed.
+        usage: how it is called; None: as its options say.
         about: what it does.
         examples: what stands behind the options.
+        kwargs: of `argparse.ArgumentParser`.
     """
 
-    def __init__(self, command: str, usage: str, about: str, examples: str) -> None:
+    def __init__(
+        self, prog: str, usage: str | None = None, about: str | None = None, examples: str = "", **kwargs: Any
+    ) -> None:
         layout = argparse.RawDescriptionHelpFormatter
-        super().__init__(command, usage, about, examples, formatter_class=layout, allow_abbrev=False)
+        super().__init__(prog, usage, about, examples, formatter_class=layout, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        raise Wrong(f"{self.prog}: {message}; `{self.prog} --help` lists the options")
+        raise MisconfigurationException(f"{message}; `{self.prog} --help` lists the options")
+
+
+def number_from(least: int) -> Callable[[str], int]:
+    """The type of an option that takes whole numbers from ``least`` on."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a number from {least}")
+        return int(text)
+
+    return read
 
 
 def _parser() -> CommandParser:
@@ -180,11 +186,12 @@ def _parser() -> CommandParser:
         "`pytorch_lightning` are lockstep there")  # fmt: skip
     many = parser.add_argument_group("restarts")
     add = many.add_argument
-    add("--max-restarts", type=int, default=0, metavar="N", help="how often all ranks are started anew when one has "
-        "failed; each fit then goes on from the newest checkpoint of the run (default: 0)")  # fmt: skip
+    add("--max-restarts", type=number_from(0), default=0, metavar="N", help="how often all ranks are started anew when "
+        "one has failed; each fit then goes on from the newest checkpoint of the run (default: 0)")  # fmt: skip
     add("--resume", action="store_true", help="go on from what an earlier run of the same command, with --resume or "
         "--max-restarts, has left, if there is something")  # fmt: skip
-    add("--shutdown-timeout", type=int, default=30, metavar="S", help="seconds that ranks get to end (default: 30)")
+    add("--shutdown-timeout", type=number_from(0), default=30, metavar="S", help="seconds that ranks get to end "
+        "(default: 30)")  # fmt: skip
     many = parser.add_argument_group("several nodes (start the same command on each)")
     add = many.add_argument
     add("--nodes", default="1", metavar="N", help="how many nodes, or MIN:MAX; default: 1")
@@ -196,7 +203,8 @@ def _parser() -> CommandParser:
     add("--rdzv-endpoint", metavar="HOST:PORT", help="--master-addr and --master-port in one")
     add("--rdzv-id", default="lockstep", metavar="ID", help="the same on all nodes; tells runs apart that meet at one "
         "place")  # fmt: skip
-    add("--patience", type=int, default=600, metavar="S", help="seconds to wait for other nodes (default: 600)")
+    add("--patience", type=number_from(0), default=600, metavar="S", help="seconds to wait for other nodes (default: "
+        "600)")  # fmt: skip
     return parser
 
 
@@ -204,7 +212,7 @@ def split(words: list[str], parser: CommandParser) -> tuple[argparse.Namespace, 
     """Our options, before the script and directly behind it; and the script with its arguments, of a module these.
 
     Raises:
-        Wrong: a word that is no option, or one that stands in both places.
+        MisconfigurationException: a word that is no option, or one that stands in both places.
     """
     takes = {word: action.nargs != 0 for action in parser._actions for word in action.option_strings}
     front, rest = _ours(words, takes)
@@ -214,14 +222,14 @@ def split(words: list[str], parser: CommandParser) -> tuple[argparse.Namespace, 
     if script and script[0].startswith("-"):
         near = difflib.get_close_matches(script[0].partition("=")[0], takes, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise Wrong(f"{parser.prog}: {script[0]} is none of its options{hint} `{parser.prog} --help` lists them")
+        raise MisconfigurationException(f"{script[0]} is none of its options{hint} `{parser.prog} --help` lists them")
     own = "-m" in front and dashes  # what follows -m MODULE -- is the module's
     behind, arguments = ([], rest) if own else _ours(rest[len(script) :], takes)
     twice = {word.partition("=")[0] for word in front} & {word.partition("=")[0] for word in behind} & takes.keys()
     if twice:
         name, what = min(twice), script[0] if script else "the module"
-        raise Wrong(
-            f"{parser.prog}: {name} stands before {what} and behind it, where it is lockstep's, too: if it is meant "
+        raise MisconfigurationException(
+            f"{name} stands before {what} and behind it, where it is lockstep's, too: if it is meant "
             f"for the script, put -- in front of it: {what} -- {name} ..."
         )
     return parser.parse_args([*front, *behind]), [*script, *arguments[arguments[:1] == ["--"] :]]
@@ -242,7 +250,7 @@ def _nodes(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     few, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 0 < few <= most:
-        raise Wrong(f"lockstep run: --nodes {text}: give a number from 1, or the fewest and the most, as 1:4")
+        raise MisconfigurationException(f"--nodes {text}: give a number from 1, or the fewest and the most, as 1:4")
     return few, most
 
 
@@ -253,7 +261,7 @@ def _devices(text: str) -> int:
     if text == "auto":
         return there or 1
     if not text.isdigit() or int(text) == 0:
-        raise Wrong(f"lockstep run: --devices {text}: give the number of ranks on this node, from 1, or auto")
+        raise MisconfigurationException(f"--devices {text}: give the number of ranks on this node, from 1, or auto")
     return int(text)
 
 
@@ -262,7 +270,7 @@ def _endpoint(given: str) -> tuple[str, int]:
     address, _, text = given.rpartition(":")
     address, text = (address, text) if address else (text, str(MASTER_PORT))
     if not text.isdigit():
-        raise Wrong(f"lockstep run: --rdzv-endpoint {given}: give HOST:PORT")
+        raise MisconfigurationException(f"--rdzv-endpoint {given}: give HOST:PORT")
     return address, int(text)
 
 
@@ -276,22 +284,26 @@ def _meeting(options: argparse.Namespace, few: int, most: int) -> tuple[str | No
     if (few, most) == (1, 1):
         if options.node_rank in (None, 0):
             return None, 0
-        raise Wrong(f"lockstep run: {', '.join(given)}, but --nodes 1: say how many nodes there are by --nodes")
+        raise MisconfigurationException(f"{', '.join(given)}, but --nodes 1: say how many nodes there are by --nodes")
     address, port = options.master_addr, options.master_port
     if options.rdzv_endpoint is not None:
         if address is not None or port is not None:
-            raise Wrong(f"lockstep run: {', '.join(given)}: give either --rdzv-endpoint or --master-addr and its port")
+            raise MisconfigurationException(
+                f"{', '.join(given)}: give either --rdzv-endpoint or --master-addr and its port"
+            )
         address, port = _endpoint(options.rdzv_endpoint)
     if address is None:
-        raise Wrong(
-            f"lockstep run: --nodes {options.nodes} without --master-addr: give the host of node 0, as all nodes know "
+        raise MisconfigurationException(
+            f"--nodes {options.nodes} without --master-addr: give the host of node 0, as all nodes know "
             "it, and --node-rank 0, 1, ... on each"
         )
     if options.node_rank is not None and not 0 <= options.node_rank < most:
-        raise Wrong(f"lockstep run: --node-rank {options.node_rank} of --nodes {options.nodes}: give 0 to {most - 1}")
+        raise MisconfigurationException(
+            f"--node-rank {options.node_rank} of --nodes {options.nodes}: give 0 to {most - 1}"
+        )
     port = MASTER_PORT if port is None else port
     if not 0 < port < 65536:
-        raise Wrong(f"lockstep run: --master-port {port}: give a number from 1 to 65535")
+        raise MisconfigurationException(f"--master-port {port}: give a number from 1 to 65535")
     return address, port
 
 
@@ -309,15 +321,15 @@ def check_script(command: str, module: str | None, script: list[str]) -> None:
     """Refuse a script or a module that is not there.
 
     Raises:
-        Wrong: with the name that it may mean.
+        MisconfigurationException: with the name that it may mean.
     """
     here = os.getcwd()
     if module is not None:
         if not _is_module(module, here):
-            raise Wrong(f"{command}: -m {module}: there is no such module in {here} or where packages are")
+            raise MisconfigurationException(f"-m {module}: there is no such module in {here} or where packages are")
         return
     if not script:
-        raise Wrong(f"{command}: no script is given: {command} train.py --devices 2; -m for a module")
+        raise MisconfigurationException(f"no script is given: {command} train.py --devices 2; -m for a module")
     if os.path.isfile(script[0]) or os.path.isfile(os.path.join(script[0], "__main__.py")):
         return
     folder = os.path.dirname(script[0])
@@ -325,7 +337,7 @@ def check_script(command: str, module: str | None, script: list[str]) -> None:
     near = difflib.get_close_matches(os.path.basename(script[0]), names, n=1)
     hint = f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
     what = "is a folder without a __main__.py" if os.path.isdir(script[0]) else "is not there"
-    raise Wrong(f"{command}: {script[0]} {what} (this is {here}){hint}")
+    raise MisconfigurationException(f"{script[0]} {what} (this is {here}){hint}")
 
 
 def _is_module(name: str, folder: str) -> bool:

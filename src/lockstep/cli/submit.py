@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli.run import CommandParser, Wrong, check_script, split
+from lockstep.cli.run import CommandParser, check_script, number_from, split, words_of
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.hpc import queue, sbatch
 from lockstep.hpc.sbatch import Batch
 
@@ -34,8 +35,7 @@ def submit(words: Sequence[str]) -> int:
         words: behind ``lockstep submit``.
 
     Raises:
-        Wrong: with the option, its value, and the way out.
-        MisconfigurationException: an option of sbatch that contradicts the script.
+        MisconfigurationException: with the option, its value, and the way out.
     """
     options, script = split(list(words), _parser())
     check_script("lockstep submit", options.module, script)
@@ -57,15 +57,15 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     add("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as `python -m` does")
     add("--print", action="store_true", help="show the batch script, and submit nothing")
-    add("--nodes", type=_count, default=1, metavar="N", help="how many nodes (default: 1)")
-    add("--gpus-per-node", type=_count_or_none, default=0, metavar="N", help="GPUs of a node, and as many tasks "
+    add("--nodes", type=number_from(1), default=1, metavar="N", help="how many nodes (default: 1)")
+    add("--gpus-per-node", type=number_from(0), default=0, metavar="N", help="GPUs of a node, and as many tasks "
         "(default: none)")  # fmt: skip
     add("--gpu-type", metavar="NAME", help="as the cluster names it")
-    add("--tasks-per-node", type=_count, metavar="N", help="tasks on a node (default: its GPUs, or one)")
-    add("--cpus-per-task", type=_count, metavar="N", help="CPUs of a task")
-    add("--mem", type=_count, metavar="MIB", help="memory of a node in MiB")
+    add("--tasks-per-node", type=number_from(1), metavar="N", help="tasks on a node (default: its GPUs, or one)")
+    add("--cpus-per-task", type=number_from(1), metavar="N", help="CPUs of a task")
+    add("--mem", type=number_from(1), metavar="MIB", help="memory of a node in MiB")
     add("--time", metavar="LIMIT", help="the time limit: 2:00:00, 1-12, or minutes")
-    add("--save-before", type=_count_or_none, default=5, metavar="MIN", help="minutes before that limit at which the "
+    add("--save-before", type=number_from(0), default=5, metavar="MIN", help="minutes before that limit at which the "
         "run is saved and requeued; 0: it is not (default: 5)")  # fmt: skip
     add("--partition", metavar="NAME", help="of the cluster")
     add("--job-name", metavar="NAME", help="what squeue shows (default: the script's name)")
@@ -92,21 +92,20 @@ def _further_options(options: argparse.Namespace) -> list[sbatch.Option]:
 def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
     tasks = options.tasks_per_node or options.gpus_per_node or 1
     if options.gpus_per_node and tasks != options.gpus_per_node:
-        raise Wrong(
-            f"lockstep submit: --tasks-per-node {tasks}, but --gpus-per-node {options.gpus_per_node}: a task drives "
+        raise MisconfigurationException(
+            f"--tasks-per-node {tasks}, but --gpus-per-node {options.gpus_per_node}: a task drives "
             "one GPU; leave --tasks-per-node out"
         )
     minutes = sbatch.minutes_of(options.time)
     if minutes is not None and minutes <= options.save_before:
-        raise Wrong(
-            f"lockstep submit: --time {options.time} is no longer than --save-before {options.save_before} (minutes): "
+        raise MisconfigurationException(
+            f"--time {options.time} is no longer than --save-before {options.save_before} (minutes): "
             "the job would be requeued as soon as it begins"
         )
-    words = ["-m", options.module, *script] if options.module else script
     name = options.module or os.path.basename(os.path.normpath(script[0])).removesuffix(".py")
     return Batch(
         name=options.job_name or name,
-        command=[options.python, *words],
+        command=[options.python, *words_of(options.module, script)],
         folder=os.getcwd(),
         output=options.output or "slurm-%j.out",
         nodes=options.nodes,
@@ -120,15 +119,3 @@ def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
         options=_further_options(options),
         commands=[*map(sbatch.module_command, options.modules), *options.commands],
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1")
-    return int(text)
-
-
-def _count_or_none(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 0")
-    return int(text)

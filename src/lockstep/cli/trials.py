@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from lockstep.cli.run import CommandParser
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.hpc import search as searches
 from lockstep.hpc import table
@@ -41,18 +42,14 @@ def trials(words: Sequence[str]) -> int:
     Raises:
         MisconfigurationException: for what cannot be done, with the way out.
     """
-    try:
-        given = _parser().parse_args(words)
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    given = _parser().parse_args(words)
     found = searches.found_at(given.path)
     if not found:
         raise MisconfigurationException(
             f"{given.path}: there are no trials (folders trial_0000 ...): give the log_path of a SlurmCluster, or the "
             "folder of a search in it"
         )
-    one = given.resubmit or given.cancel
-    if one and len(found) > 1:
+    if (given.resubmit or given.cancel) and len(found) > 1:
         names = ", ".join(str(search.path) for search in found)
         raise MisconfigurationException(f"{given.path}: several searches are there; name one: {names}")
     try:
@@ -64,14 +61,8 @@ def trials(words: Sequence[str]) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lockstep trials",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser("lockstep trials", None, ABOUT, EXAMPLES)
     add = parser.add_argument
     add("path", metavar="LOG_PATH", help="the log_path of a SlurmCluster, or the folder of a search in it")
     add("--sort", metavar="METRIC", help="the best trials first, by this metric")

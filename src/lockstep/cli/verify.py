@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli.run import CommandParser, Wrong, check_script, split, words_of
+from lockstep.cli.run import CommandParser, check_script, number_from, split, words_of
+from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
     from lockstep.verify.runs import Request, Runs
@@ -35,20 +36,16 @@ def verify(words: Sequence[str]) -> int:
     """Verify what ``words`` say, print the certificates, write them, and give the exit code.
 
     Raises:
-        Wrong: with the option, its value, and the way out.
+        MisconfigurationException: with the option, its value, and the way out.
     """
     options, script = split(list(words), _parser())
     devices = _devices(options.devices)
-    if options.steps < 1:
-        raise Wrong(f"lockstep verify: --steps {options.steps}: give the number of optimizer steps, from 1")
-    if options.simulate is not None and options.simulate < 2:
-        raise Wrong(f"lockstep verify: --simulate {options.simulate}: give a number of ranks, from 2")
     if options.simulate is not None and options.resume:
-        raise Wrong(f"lockstep verify: --simulate {options.simulate} --resume: give each in a command of its own")
+        raise MisconfigurationException(f"--simulate {options.simulate} --resume: give each in a command of its own")
     if options.patience <= 0:
-        raise Wrong(f"lockstep verify: --patience {options.patience:g}: give seconds, above 0")
+        raise MisconfigurationException(f"--patience {options.patience:g}: give seconds, above 0")
     if options.keep is not None and Path(options.keep).exists():
-        raise Wrong(f"lockstep verify: --keep {options.keep}: it is there already: give a folder that is not")
+        raise MisconfigurationException(f"--keep {options.keep}: it is there already: give a folder that is not")
     check_script("lockstep verify", options.module, script)
     return _certify(options, words_of(options.module, script), devices)
 
@@ -87,7 +84,7 @@ def _check(options: argparse.Namespace) -> Callable[[Request, Runs], Check]:
 def _devices(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.strip().isdigit() and int(word) > 1 for word in words):
-        raise Wrong(f"lockstep verify: --devices {text}: give numbers of ranks from 2, as 2 or 2,4")
+        raise MisconfigurationException(f"--devices {text}: give numbers of ranks from 2, as 2 or 2,4")
     return [int(word) for word in words]
 
 
@@ -96,13 +93,13 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     add("-m", dest="module", metavar="MODULE", help="verify a module in place of a script, as `python -m` runs it")
     add("--devices", default="2", metavar="N[,N]", help="ranks that are compared with one process (default: 2)")
-    add("--steps", type=int, default=5, metavar="K", help="optimizer steps that are compared (default: 5)")
+    add("--steps", type=number_from(1), default=5, metavar="K", help="optimizer steps that are compared (default: 5)")
     add("--strategy", default="", metavar="NAME", help="what Trainers of lockstep and Lightning take on the ranks, in "
         "place of their own: ddp, fsdp, ...")  # fmt: skip
     add("--resume", action="store_true", help="compare a run that is stopped behind K steps and started again with one "
         "that is not, in place of ranks with one process")  # fmt: skip
-    add("--simulate", type=int, metavar="N", help="run two steps on each of N ranks, a few at a time and without the "
-        "others, and compare their collectives, in place of ranks with one process")  # fmt: skip
+    add("--simulate", type=number_from(2), metavar="N", help="run two steps on each of N ranks, a few at a time and "
+        "without the others, and compare their collectives, in place of ranks with one process")  # fmt: skip
     add("--output", default=".", metavar="FOLDER", help="where certificate.json and certificate.md go (default: here)")
     add("--patience", type=float, default=90.0, metavar="S", help="seconds without any sign of a rank after which it "
         "counts as stuck; a run may take ten times as long (default: 90)")  # fmt: skip
