@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.accelerator.conftest import PATH
 from tests.accelerator.madeup import missing
+from tests.tools.fresh import python
 
 SCRIPT = """
 import time, torch
@@ -46,8 +44,7 @@ def test_a_rank_for_which_a_devices_queue_waits_is_named(tmp_path: Path) -> None
     """Nothing was said: the call had returned, and the rank was in a line of the user's."""
     script = tmp_path / "late.py"
     script.write_text(SCRIPT)
-    environ = {**os.environ, "PYTHONPATH": PATH}
-    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environ, timeout=90)
+    found = python(script, seconds=90, PYTHONPATH=PATH)
     assert found.returncode == 0, found.stderr
     told = next(line for line in found.stderr.splitlines() if line.startswith("lockstep: for "))
     assert "rank 1 is in its own code, " in told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -118,28 +117,6 @@ def test_files_that_have_rows_are_known() -> None:
         if path and is_file and (rows or any(other.startswith(f"{path}.") for other in MODULES)):
             found.add(path)
     assert found == COMPLETED
-
-
-UNREAD = """
-import lockstep
-from lockstep import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lockstep.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
-from lockstep.loggers import CSVLogger
-from lockstep.names.table import table
-from lockstep.strategies import DDPStrategy
-from lockstep.testing.models import BoringModel
-from lockstep.utilities import rank_zero_only
-Trainer(accelerator="cpu", devices=1, max_steps=2, logger=CSVLogger(".")).fit(BoringModel())
-print(table.cache_info().currsize)
-from lockstep.core.lightning import LightningModule
-print(table.cache_info().currsize)
-"""
-
-
-def test_the_table_is_read_when_a_name_is_missing_and_not_before(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", UNREAD]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert found.stdout.split()[-2:] == ["0", "1"], found.stderr
 
 
 # -- the mechanism --------------------------------------------------------------------------------------------
@@ -259,26 +236,6 @@ def test_an_alias_hides_nothing_of_a_files_own() -> None:
             body = ast.parse(file.read_text()).body
             defined = {getattr(node, "name", "") for node in body}
             assert last not in defined, path
-
-
-PROGRAM = """
-import sys
-import lockstep as pl
-before = set(sys.modules)
-assert not [name for name in before if name.startswith(("lockstep.testing", "lockstep.cli", "lockstep.tuner"))]
-pl.callbacks.EarlyStopping
-pl.utilities.model_helpers.is_overridden
-pl.demos.boring_classes.BoringModel
-pl.strategies.DDPStrategy
-pl.profilers.SimpleProfiler
-from lockstep.utilities.types import STEP_OUTPUT
-print("ok")
-"""
-
-
-def test_parts_of_the_face_come_when_they_are_asked_for() -> None:
-    found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
-    assert found.stdout == "ok\n", found.stderr
 
 
 def test_what_is_asked_for_once_is_kept() -> None:

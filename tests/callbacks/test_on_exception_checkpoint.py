@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lockstep.checkpoint import format
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, Validated, numbers, on_ranks, quiet
+from tests.tools.fresh import python
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -219,9 +218,7 @@ def test_the_first_rank_that_fails_writes_and_asks_nobody(ranks: RankPool, tmp_p
 def test_a_rank_that_fails_alone_saves_what_all_have_in_common(ranks: RankPool, tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "saved"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    failed = python(script, folder, seconds=90, PYTHONPATH=str(HERE))
     assert failed.returncode != 0
     assert "the disk of rank 1 is gone" in failed.stderr.splitlines()[-1]
     assert os.listdir(folder) == ["on_exception.ckpt"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import operator
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from lockstep.cli import (  # noqa: E402
     instantiate_class,
     instantiate_module,
 )
+from tests.tools.fresh import python  # noqa: E402
 
 
 class Encoder(nn.Module):
@@ -721,15 +721,8 @@ def test_a_script_on_two_processes(tmp_path: Path) -> None:
     """Both ranks parse the same words; rank 0 alone writes the config."""
     (tmp_path / "train.py").write_text(SCRIPT)
     words = "fit --model.lr 0.25 --trainer.max_epochs 1 --trainer.accelerator cpu --trainer.devices 2"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(
-        [sys.executable, "train.py", *words.split()],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    run = python("train.py", *words.split(), folder=tmp_path, **variables)
     assert run.returncode == 0, run.stderr
     assert "steps 2 lr 0.25" in run.stdout
     (config,) = tmp_path.rglob("config.yaml")

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from lockstep.launch.elastic_run import LaunchPlan, refuse_nested, start
 from lockstep.launch.environment import free_port
 from lockstep.testing.pool import RankPool
 from tests.cli.restarted import train
+from tests.launch.sessions import kill
 from tests.tools.crash import Kill
+from tests.tools.fresh import python
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("restarted.py")
@@ -173,16 +176,32 @@ def test_a_port_that_is_taken() -> None:
 # -- runs ----------------------------------------------------------------------------------------------------
 
 
+_begun: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _none_goes_on() -> Iterator[None]:
+    """What a test has begun ends with it, and all that this has started."""
+    yield
+    while _begun:
+        process = _begun.pop()
+        kill(process.pid)
+        process.communicate()
+
+
 def begin(words: list[Any], folder: Path, **environ: str) -> subprocess.Popen[str]:
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*COMMAND, *map(str, words)],
         cwd=folder,
         env={**inherited, "OMP_NUM_THREADS": "1", **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
+    _begun.append(process)
+    return process
 
 
 def digests(text: str) -> dict[str, str]:
@@ -304,7 +323,6 @@ def test_an_agent_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
     pids = [int(file.read_text()) for file in files]
     process.kill()
     assert all(gone(pid) for pid in pids)
-    process.communicate()
 
 
 @pytest.mark.slow
@@ -428,15 +446,7 @@ def test_a_rank_looks_for_modules_where_it_does_without_lockstep(tmp_path: Path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "sitecustomize.py").write_text("import sys\nsys.whose = 'the user'\n")
     (tmp_path / "looks.py").write_text(LOOKS)
-    found = subprocess.run(
-        [sys.executable, "-m", "lockstep", "run", "looks.py"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "mine")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    found = python("-m", "lockstep", "run", "looks.py", folder=tmp_path, PYTHONPATH=str(tmp_path / "mine"))
     assert found.stdout.splitlines() == [f"['the user', {str(tmp_path / 'mine')!r}, [], False]", "_Hook"]
 
 
@@ -445,13 +455,7 @@ def test_what_fails_before_the_trainer_is_the_last_line(tmp_path: Path) -> None:
     """It was "ended with exit code 1": no supervisor was there yet that could tell."""
     script = tmp_path / "early.py"
     script.write_text("import lockstep\n\nraise FileNotFoundError('labels.csv is not here')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "run", "--devices", "2", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-m", "lockstep", "run", "--devices", "2", script)
     assert done.returncode == 1
     last = done.stderr.rstrip("\n").split("\n")[-1]
     assert re.fullmatch(

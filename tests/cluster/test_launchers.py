@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lockstep.launch.environment import free_port
 from lockstep.testing.pool import RankPool
+from tests.launch.sessions import kill
 from tests.scripts.in_rank import run_script
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -29,12 +31,28 @@ os.write(1, (" ".join(map(str, line)) + "\\n").encode())  # in one piece: two ra
 """
 
 
+_begun: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _none_goes_on() -> Iterator[None]:
+    """What a test has begun ends with it, and all that this has started."""
+    yield
+    while _begun:
+        process = _begun.pop()
+        kill(process.pid)
+        process.communicate()
+
+
 def start(folder: Path, words: list[str], flags: str = "{}", **environ: str) -> subprocess.Popen[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     environ = {**os.environ, "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT}", "NCCL_DEBUG": "WARN", **environ}
     command = [*words, str(script), flags]
-    return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=environ, text=True, start_new_session=True, **pipes)
+    _begun.append(process)
+    return process
 
 
 def said(process: subprocess.Popen[str]) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -20,6 +20,7 @@ from lockstep import LightningModule
 from lockstep.testing import RankPool
 from tests.documents import guide
 from tests.loop.pieces import QUIET
+from tests.tools.fresh import ended
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -205,5 +206,5 @@ def test_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "job.sh").write_text(textwrap.dedent(guide.BATCH_SCRIPT).lstrip())
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # train.py takes its model from here
-    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = ended(["bash", "job.sh"], tmp_path, 100, dict(os.environ))
     assert done.stdout.endswith("steps: 2\n"), done.stderr

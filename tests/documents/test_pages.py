@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.fresh import ended
+
 PROJECT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -53,7 +55,5 @@ def test_a_page_runs_from_top_to_bottom(tmp_path: Path, name: str) -> None:
     if name in TORCHRUN:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "page.py"]
     environ = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    done = ended(command, tmp_path, 280, environ)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -7,8 +7,6 @@ really run.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.testing.pool import RankPool
 from tests.engines.messages import ByStep, counted
+from tests.tools.fresh import python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -255,8 +254,6 @@ def test_local_steps_on_two_nodes_send_one_average_a_period(ranks: RankPool) -> 
 def test_the_block_is_a_script(name: str, tmp_path: Path) -> None:
     """As a user runs it: ``python script.py``, which starts the second process itself."""
     (tmp_path / "script.py").write_text(f"from tests.engines.test_options_page import MyModel\n{ours(name)}")
-    root = Path(__file__).parents[2]
-    environ = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    done = python("script.py", folder=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
     assert done.returncode == 0, done.stderr
     assert "trainer.fit ended" in done.stderr

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +11,14 @@ import pytest
 
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.fresh import python
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
 
 
 def digits(folder: Path, *flags: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Runs the example; what it printed by label, and the metrics of each epoch."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--out", str(folder), *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    done = python(SCRIPT, "--out", folder, *flags, seconds=150)
     assert done.returncode == 0, done.stderr
     epochs = [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
     return said(done.stdout), epochs

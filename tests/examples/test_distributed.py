@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.launch.environment import free_port
+from tests.tools.fresh import python
 
 SCRIPT = str(Path(__file__).resolve().parents[2] / "examples" / "distributed.py")
-RUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-LAUNCH = [sys.executable, "-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", "3", "--master-port"]
+RUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+LAUNCH = ["-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", "3", "--master-port"]
 
 
-def losses(*command: str) -> list[float]:
+def losses(*words: str) -> list[float]:
     """What the script prints, epoch by epoch."""
-    done = subprocess.run(
-        [*command, "--epochs", "2"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    done = python(*words, "--epochs", "2", seconds=150)
     assert done.returncode == 0, done.stderr
     return [float(loss) for loss in re.findall(r"^epoch \d: loss (\S+)$", done.stdout, re.M)]
 
 
 def expected() -> list[float]:
-    found = losses(sys.executable, SCRIPT)
+    found = losses(SCRIPT)
     assert len(found) == 2
     assert found[1] < found[0]
     return found
@@ -49,4 +40,4 @@ def test_torchrun_gives_the_numbers_of_one_process() -> None:
 def test_the_launch_module_and_spawn_do() -> None:
     right = expected()
     assert losses(*LAUNCH, str(free_port()), SCRIPT) == pytest.approx(right, rel=1e-11)
-    assert losses(sys.executable, SCRIPT, "--spawn", "2") == pytest.approx(right, rel=1e-11)
+    assert losses(SCRIPT, "--spawn", "2") == pytest.approx(right, rel=1e-11)

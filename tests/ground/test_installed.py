@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import lockstep
 from lockstep.ground.installed import GLOBALS, INSTALLED, OTHER_PROCESSES, Installation
 from tests.guards.source import house
+from tests.tools.fresh import python
 
 SOURCE = Path(lockstep.__file__).parent
 CALLS = ("register_at_fork", "set_wakeup_fd", "_registration_hook", "optimizer_step_pre_hook", "faulthandler.register")
@@ -181,12 +180,9 @@ print("\\n" + json.dumps([at_first, *seen, process(), there]), flush=True)
 def test_a_fit_leaves_nothing_but_what_the_list_says_stays(tmp_path: Path, devices: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, script, str(devices)], capture_output=True, timeout=120, env=environ, cwd=tmp_path
-    )
-    assert ended.returncode == 0, ended.stderr.decode()
-    told = [line for line in ended.stdout.decode().splitlines() if line.startswith("[{")]
+    ended = python(script, str(devices), folder=tmp_path, seconds=120)
+    assert ended.returncode == 0, ended.stderr
+    told = [line for line in ended.stdout.splitlines() if line.startswith("[{")]
     assert len(told) == devices
     for line in told:
         before, first, second, removed, there = json.loads(line)

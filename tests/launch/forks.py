@@ -148,6 +148,7 @@ def main(root: str) -> None:
     torch.set_num_threads(2)
     made = torch.nn.Linear(WIDTH, WIDTH)  # parallel regions, and a backward
     made(torch.randn(2000, WIDTH)).square().mean().backward()
+    torch.optim.SGD(made.parameters(), 0.1)  # imports torch's compiler, here and not in each of a dozen ranks
     atexit.register(lambda: print("the script ends"))
     signal.signal(signal.SIGTERM, lambda *_: print("the script's handler"))
     print("said before the fork")  # and not yet written

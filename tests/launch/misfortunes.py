@@ -48,6 +48,7 @@ class Unlucky(Net):
 
 
 def main():
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)  # imports torch's compiler, before ranks are forked
     early = what == "early" and os.environ.get("LOCAL_RANK") == "1"
     data = DataLoader(Numbers(4000, fail if what == "bad sample" else None), batch_size=4, num_workers=workers)
     steps = 6 if early else 12 if what == "early" else 1000

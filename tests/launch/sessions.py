@@ -34,10 +34,30 @@ def left_of(session: int) -> list[int]:
 
 
 def kill(session: int) -> None:
-    """Kill what is left of a session."""
+    """Kill what is left of a session, and see it gone.
+
+    multiprocessing's tracker removes the semaphores of those that were killed, and then ends by itself.
+    """
     for process in members(session):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+        if not _is_tracker(process):
+            _end(process)
+    until = time.monotonic() + 5
+    while members(session) and time.monotonic() < until:
+        time.sleep(0.01)
+    for process in members(session):
+        _end(process)
+
+
+def _is_tracker(process: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _end(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
 
 
 def marked(script: Path, mark: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from lockstep.supervise.screen_text import MOST, MOST_ALONE, REASON, one_line, p
 from lockstep.testing.pool import RankPool
 from scripts import draw_run
 from tests.scripts.in_rank import run_script
+from tests.tools.fresh import python
 
 FORGED = "it broke\nlockstep: rank 7 failed first, at other.py:1: ValueError: not me"
 HOSTILE = [
@@ -226,9 +225,7 @@ def test_a_failure_is_told_in_40_lines(ranks: RankPool, tmp_path: Path, what: st
     if devices == 1 and strategy == "auto":
         (ended,) = run_script(ranks, script, *words, folder=tmp_path)
     else:
-        command = [sys.executable, str(script), *words]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path)
+        ended = python(script, *words, folder=tmp_path, seconds=120)
     lines = [line for line in ended.stderr.rstrip("\n").split("\n") if not line.startswith("memory of rank 0")]
     assert ended.returncode == 1
     assert len(lines) <= 40

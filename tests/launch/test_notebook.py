@@ -50,6 +50,7 @@ DEFINED = """
             time.sleep(0.05)
             return super().training_step(batch, batch_idx)
 
+    torch.optim.SGD(Net().parameters(), 0.1)  # imports torch's compiler, here and not in each rank that is forked
     torch.manual_seed(3)
     data = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=2)
     flags = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_model_summary=False)
@@ -57,9 +58,10 @@ DEFINED = """
 FIT = """
     net = Net()
     before = net.layer.weight.detach().clone()
-    trainer = Trainer(strategy="ddp_notebook", max_epochs=2, **flags)
+    trainer = Trainer(strategy="{}", max_epochs=2, **flags)
     result = trainer.fit(net, data)
 """
+SPAWNED = FIT.format("ddp_notebook")
 USED = """
     print(result.epochs, float(trainer.callback_metrics["loss"]) == result.metrics["loss"])
     print(result.metrics["loss"] < 2.0, torch.equal(net.layer.weight, before), float(net.scale(1)))
@@ -107,12 +109,13 @@ def raised(cell: Any) -> str:
 
 
 @pytest.mark.timeout(300)  # where others keep the processors busy; some 8 s where they do not
-def test_a_module_of_a_cell_is_trained_and_used_in_the_next_one(execute: Executes) -> None:
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_notebook", marks=pytest.mark.slow)])
+def test_a_module_of_a_cell_is_trained_and_used_in_the_next_one(execute: Executes, strategy: str) -> None:
     chosen = """
         print(Trainer(**flags).strategy.launcher, Trainer(**{**flags, "devices": 1}).strategy.launcher)
         Trainer(strategy="ddp", max_epochs=1, **flags).fit(net, data)
     """
-    defined, fit, used, again, choose = execute(DEFINED, FIT, USED, AGAIN.format("ddp_fork"), chosen)
+    defined, fit, used, again, choose = execute(DEFINED, FIT.format(strategy), USED, AGAIN.format("ddp_fork"), chosen)
     assert not raised(defined)
     assert not raised(fit)
     assert "Epoch 1/1: 100%" in said(fit)  # rank 0's bar and what it prints, under the cell that trained
@@ -130,7 +133,13 @@ def test_a_module_of_a_cell_is_trained_and_used_in_the_next_one(execute: Execute
 
 @pytest.mark.slow  # every day from a script: tests/launch/test_fork.py
 def test_a_kernel_lives_on_after_ranks_that_failed_and_were_interrupted(execute: Executes) -> None:
-    cells = DEFINED, FIT, FAILS.format("ddp_fork"), AGAIN.format("ddp_fork"), INTERRUPTED.format("ddp_fork")
+    cells = (
+        DEFINED,
+        SPAWNED,
+        FAILS.format("ddp_fork"),
+        AGAIN.format("ddp_fork"),
+        INTERRUPTED.format("ddp_fork"),
+    )
     _, _, fails, again, interrupted = execute(*cells)
     last = raised(fails).strip().splitlines()[-1]
     assert re.search(r"strategy='ddp_fork': rank 1 failed first, at .*:\d+: ValueError: no such column$", last)
@@ -140,7 +149,13 @@ def test_a_kernel_lives_on_after_ranks_that_failed_and_were_interrupted(execute:
 
 @pytest.mark.slow
 def test_auto_trains_in_a_notebook_and_is_interrupted_there(execute: Executes) -> None:
-    cells = DEFINED, FIT, FAILS.format("ddp_notebook"), AGAIN.format("auto"), INTERRUPTED.format("auto")
+    cells = (
+        DEFINED,
+        SPAWNED,
+        FAILS.format("ddp_notebook"),
+        AGAIN.format("auto"),
+        INTERRUPTED.format("auto"),
+    )
     defined, fit, fails, again, interrupted, once_more = execute(*cells, AGAIN.format("ddp_notebook"))
     assert not any(raised(cell) for cell in (defined, fit, again, interrupted, once_more))
     assert re.search(r"strategy='ddp_notebook': rank 1 .*no such column$", raised(fails).strip().splitlines()[-1])

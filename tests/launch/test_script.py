@@ -21,6 +21,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.environment import started_in
 from lockstep.launch.script import MAILBOX, RANK_OF, ScriptLauncher, check_not_nested, command_line
 from lockstep.supervise.mailbox import Mailbox
+from tests.tools.fresh import python
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 
@@ -72,14 +73,7 @@ def script(tmp_path: Path) -> Path:
 
 def run(script: Path, what: str, *words: str) -> tuple[int, list[str], list[str]]:
     """Exit code, lines of stdout, lines of stderr."""
-    done = subprocess.run(
-        [sys.executable, *words, "--flag", "x"],
-        env=environment(what),
-        cwd=script.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    done = python(*words, "--flag", "x", folder=script.parent.parent, seconds=110, WHAT=what)
     return done.returncode, sorted(done.stdout.splitlines()), done.stderr.splitlines()
 
 
@@ -318,8 +312,6 @@ quiet(strategy="ddp", devices=2, max_epochs=1).fit(Module(), numbers(2))
         "from tests.loop.pieces import Slope, numbers, quiet\nquiet(max_epochs=1).fit(Slope(), numbers(2))\n"
     )
     project = Path(__file__).resolve().parents[2]
-    environ = {**os.environ, "PYTHONPATH": f"{project / 'src'}:{project}"}
-    words = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "other.py")]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=100)
+    done = python(tmp_path / "train.py", tmp_path / "other.py", PYTHONPATH=f"{project / 'src'}:{project}")
     assert done.returncode == 0, done.stderr
     assert "this process takes itself for rank 1 of 2" in done.stdout

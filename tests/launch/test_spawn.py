@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from lockstep.launch.topology import launcher
 from lockstep.supervise.causes import Divergence
 from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
+from tests.tools.fresh import python
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 
@@ -69,10 +69,7 @@ print(world.rank, world.size, world.port > 0, rank, argv[1:], torch.equal(drawn,
 
 def test_an_unguarded_script_with_loader_workers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "train.py", "x"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110
-    )
+    done = python("train.py", "x", folder=tmp_path, seconds=110)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["script runs", "True 56.0 0.0", "0 2 True 0 ['x'] True 40"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lockstep.callbacks import OnExceptionCheckpoint
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 from tests.scripts.in_rank import run_script
+from tests.tools.fresh import python
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -181,7 +181,5 @@ class Module(Slope):
 quiet(default_root_dir=os.getcwd()).test(Module(), numbers(3))
 print("tested")
 """)
-    environ = {**os.environ, **TASK, "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT}"}
-    words = [sys.executable, "test.py"]
-    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+    done = python("test.py", folder=tmp_path, **TASK, PYTHONPATH=f"{PROJECT / 'src'}:{PROJECT}")
     assert done.stdout.endswith("tested\n"), done.stderr

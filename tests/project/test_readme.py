@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.fresh import python
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -61,16 +61,7 @@ def test_first_script_runs(ranks: RankPool, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_first_script_starts_its_ranks(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, first_script(tmp_path, 2).name],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    check(done, tmp_path)
+    check(python(first_script(tmp_path, 2).name, folder=tmp_path), tmp_path)
 
 
 def test_first_script_runs_on_one_process(ranks: RankPool, tmp_path: Path) -> None:

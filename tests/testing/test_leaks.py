@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.testing import RandomDataset, leaks
 from lockstep.testing.pool import pool_processes
+from tests.tools.fresh import python
 
 
 @pytest.fixture
@@ -189,10 +189,9 @@ def test_the_suites_guard_fails_the_test_that_leaks(tmp_path: Path) -> None:
     (tmp_path / "test_leaky.py").write_text(LEAKY)
     (tmp_path / "test_ends.py").write_text(ENDS)
     (tmp_path / "test_drawn.py").write_text(DRAWN)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
-    command += ["--copies=2", "--rootdir", str(tmp_path)]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # that conftest imports from tests/
-    result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path, env=environ)
+    words = ["-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--copies=2", "--rootdir"]
+    root = str(Path(__file__).parents[2])  # that conftest imports from tests/
+    result = python(*words, tmp_path, tmp_path, folder=tmp_path, PYTHONPATH=root)
     assert "2 failed, 5 passed, 3 deselected" in result.stdout, result.stdout + result.stderr
     assert "1 error" in result.stdout
     assert "test_ends.py::test_ends_its_process ended with exit status 3 in the test" in result.stdout

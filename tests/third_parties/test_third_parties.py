@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ import pytest
 from lockstep import lightning as names
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.fresh import python
 
 PROGRAMS = Path(__file__).parent / "programs"
 ORDER = {"PL_TRAINER_ORDER": "torch"}
@@ -35,9 +33,7 @@ LOCKSTEP = ("-m", "lockstep.lightning")
 
 def play(folder: Path, name: str, *words: str, by: tuple[str, ...] = LOCKSTEP, seconds: float = 300) -> dict[str, str]:
     """The program's lines, by what stands before the colon; ``by=()``: with Lightning itself."""
-    command = [sys.executable, *by, str(PROGRAMS / f"{name}.py"), *words]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **ORDER}
-    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds)
+    ended = python(*by, PROGRAMS / f"{name}.py", *words, folder=folder, seconds=seconds, **ORDER)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return told(ended.stdout)
 

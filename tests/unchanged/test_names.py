@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import textwrap
 import types
@@ -26,6 +25,7 @@ from lockstep.names.finder import FINDER, resolve
 from lockstep.names.table import Refused, table
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.fresh import python
 
 HERE = Path(__file__).parent
 COMMAND = Path(names.__file__)
@@ -35,13 +35,6 @@ HOME = "lockstep.callbacks.base"
 def in_mode(ranks: RankPool, folder: Path, *words: str | Path) -> CompletedProcess[str]:
     """``python -m lockstep.lightning words``, in a copy of a process that has imported lockstep."""
     return run_script(ranks, COMMAND, *map(str, words), folder=folder)[0]
-
-
-def python(folder: Path, *words: str | Path, seconds: float = 100, **variables: str) -> CompletedProcess[str]:
-    """A fresh process."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds)
 
 
 def script(folder: Path, text: str) -> Path:
@@ -420,9 +413,9 @@ def check(ended: CompletedProcess[str], world: int) -> None:
 MODULE = ["-m", "lockstep.lightning"]
 
 
-def test_spawned_workers_have_the_names(tmp_path: Path) -> None:
+def test_spawned_workers_have_the_names(ranks: RankPool, tmp_path: Path) -> None:
     """A process that is started by a command line without a word of lockstep, as ranks are."""
-    check(python(folder_of(tmp_path), *MODULE, "train.py", "auto", "1", "spawn"), 1)
+    check(in_mode(ranks, folder_of(tmp_path), "train.py", "auto", "1", "spawn"), 1)
 
 
 @pytest.mark.slow
@@ -441,7 +434,7 @@ def test_spawned_workers_have_the_names(tmp_path: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_every_way_to_start_ranks_hands_the_names_down(command: list[str], world: int, tmp_path: Path) -> None:
-    check(python(folder_of(tmp_path), *command), world)
+    check(python(*command, folder=folder_of(tmp_path)), world)
 
 
 @pytest.mark.slow
@@ -450,7 +443,7 @@ def test_a_folder_runs_as_a_script(tmp_path: Path) -> None:
     program.mkdir()
     (program / "__main__.py").write_text((HERE / "train.py").read_text())
     (program / "helper.py").write_text((HERE / "helper.py").read_text())
-    check(python(tmp_path, *MODULE, "program", "ddp", "2", "none"), 2)
+    check(python(*MODULE, "program", "ddp", "2", "none", folder=tmp_path), 2)
 
 
 def test_a_process_that_is_started_imports_nothing_until_a_name_is_asked_for(tmp_path: Path) -> None:
@@ -469,7 +462,7 @@ def test_a_process_that_is_started_imports_nothing_until_a_name_is_asked_for(tmp
     (other / "sitecustomize.py").write_text("import sys\nsys.whose = 'the user'\n")
     variables = names_variables({"PYTHONPATH": os.pathsep.join([str(other), os.environ.get("PYTHONPATH", "")])})
     path = script(tmp_path, text)
-    ended = python(tmp_path, path, **variables)
+    ended = python(path, folder=tmp_path, **variables)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"mine False\n{STANDS_FOR} True lockstep.trainer\nthe user\n"
 
@@ -478,11 +471,8 @@ def test_a_python_without_lockstep_goes_on_without(tmp_path: Path) -> None:
     """A process below may be of another environment: there the names are whose they were."""
     (tmp_path / "lightning.py").write_text("where = 'its own'")
     path = script(tmp_path, "import lightning\nprint(lightning.where)")
-    environ = {**os.environ, STANDS_IN: STANDS_FOR, "PYTHONPATH": SITE}
     hidden = "import sys; sys.modules['lockstep'] = None; import runpy; runpy.run_path(sys.argv[1])"
-    ended = subprocess.run(
-        [sys.executable, "-c", hidden, str(path)], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
-    )
+    ended = python("-c", hidden, path, folder=tmp_path, **{STANDS_IN: STANDS_FOR, "PYTHONPATH": SITE})
     assert ended.stdout == "its own\n", ended.stderr
 
 
@@ -514,39 +504,12 @@ def test_a_notebook(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 # -- cost ----------------------------------------------------------------------------------------------------
 
 
-COST = """
-import time
-import lockstep
-from lockstep import LightningModule, Trainer, seed_everything  # which the script would import anyway
-from lockstep.callbacks import ModelCheckpoint
-start = time.process_time()
-from lockstep.lightning import enter
-enter()
-import lightning as L
-import lightning.pytorch as pl
-import pytorch_lightning
-from lightning.fabric.utilities.seed import seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
-assert pl.Trainer is L.Trainer is lockstep.Trainer
-print(time.process_time() - start)
-"""
-SECONDS = 0.1
-
-
-def test_the_names_cost_little_at_the_start(tmp_path: Path) -> None:
-    path = script(tmp_path, COST)
-    costs = [float(python(tmp_path, path).stdout)]
-    while min(costs) > SECONDS and len(costs) < 4:
-        costs.append(float(python(tmp_path, path).stdout))
-    assert min(costs) < SECONDS, costs
-
-
 def test_a_python_that_asks_for_none_of_them_pays_nothing_to_speak_of(tmp_path: Path) -> None:
     path = script(tmp_path, "import sys, time\nprint(time.process_time(), 'torch' in sys.modules)")
     with_names, without = [], []
     for _ in range(6):
         for times, variables in ((with_names, names_variables()), (without, {})):
-            seconds, torch_is_there = python(tmp_path, path, **variables).stdout.split()
+            seconds, torch_is_there = python(path, folder=tmp_path, **variables).stdout.split()
             times.append(float(seconds))
             assert torch_is_there == "False"
     assert min(with_names) - min(without) < 0.02, (with_names, without)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 from lockstep import lightning as names
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.fresh import python
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden.json"
@@ -40,11 +38,8 @@ def found(ended: CompletedProcess[str]) -> dict[str, Any]:
     return {line[1] if len(line) == 3 else "name": float(line[2]) if len(line) == 3 else line[1] for line in lines}
 
 
-def run(folder: Path, *command: str, **variables: str) -> CompletedProcess[str]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environ, capture_output=True, text=True, timeout=200
-    )
+def run(folder: Path, *words: str, **variables: str) -> CompletedProcess[str]:
+    return python(*words, folder=folder, seconds=200, **variables)
 
 
 def golden(name: str, devices: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +21,7 @@ from lockstep.testing import EquivalenceReport, RankFailure, RankPool, check_equ
 from tests.engines.deepspeed.test_deepspeed import Deep
 from tests.equivalence.models import Normed, Plain, rows
 from tests.loop.pieces import quiet
+from tests.tools.fresh import ended, python
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -233,13 +233,6 @@ print(f"rank {trainer.global_rank} of {trainer.world_size} has made {trainer.glo
 """
 
 
-def ended(folder: Path, *command: Any) -> tuple[str, str]:
-    """What a command writes, to both."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, cwd=folder)
-    return done.stdout, done.stderr.rstrip("\n")
-
-
 ENDS = [
     ("deepspeed_stage_2", "raise", "lockstep: rank 1 failed first, at ", "ValueError: of rank 1"),
     ("deepspeed_stage_2", "skip", "lockstep: the ranks' calls do not match: ", "all_reduce"),
@@ -253,7 +246,7 @@ ENDS = [
 def test_the_last_line_is_the_cause(tmp_path: Path, strategy: str, what: str, first: str, holds: str) -> None:
     """A rank that raises, that skips a layer, that leaves out a collective."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    _, written = ended(tmp_path, sys.executable, "train.py", strategy, what)
+    written = python("train.py", strategy, what, folder=tmp_path, seconds=200).stderr.rstrip("\n")
     last = written.split("\n")[-1]
     assert last.startswith(first), written
     assert holds in last
@@ -267,6 +260,7 @@ def test_deepspeeds_own_launcher_starts_a_script(tmp_path: Path) -> None:
         SCRIPT.replace("sys.argv[1:3]", "(word for word in sys.argv[1:] if word[0] != '-')")
     )
     launcher = Path(sys.executable).parent / "deepspeed"
-    written, errors = ended(tmp_path, launcher, "--num_accelerators", "2", "train.py", "deepspeed_stage_2", "nothing")
+    words = ["--num_accelerators", "2", "train.py", "deepspeed_stage_2", "nothing"]
+    done = ended([launcher, *words], tmp_path, 200, {**os.environ, "OMP_NUM_THREADS": "1"})
     for rank in (0, 1):
-        assert f"rank {rank} of 2 has made 4 steps" in written, errors
+        assert f"rank {rank} of 2 has made 4 steps" in done.stdout, done.stderr

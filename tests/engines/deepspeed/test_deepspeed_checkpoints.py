@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -25,6 +23,7 @@ from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.testing import RankPool
 from tests.equivalence.models import Plain
 from tests.loop.pieces import quiet
+from tests.tools.fresh import python
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -319,6 +318,6 @@ def loaded(path: str) -> list[str]:
 def test_weights_of_a_deepspeed_checkpoint_of_lightnings_load(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     script, path = tmp_path / "script.py", tmp_path / "theirs.ckpt"
     script.write_text(LIGHTNING)
-    command = [sys.executable, script, str(stage), path]
-    subprocess.run(command, check=True, timeout=200, capture_output=True, cwd=tmp_path)
+    done = python(script, str(stage), path, folder=tmp_path, seconds=200)
+    assert done.returncode == 0, done.stderr
     assert ranks(1).run(loaded, str(path), timeout=100) == [[]]
