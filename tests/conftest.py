@@ -31,6 +31,7 @@ if DEVICE == "madeup":
     sys.path[:0] = _folders
     os.environ["PYTHONPATH"] = os.pathsep.join([*_folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
+from collections import Counter  # noqa: E402
 from collections.abc import Generator, Iterator  # noqa: E402
 from contextlib import nullcontext  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
@@ -85,7 +86,7 @@ seed_torch = torch.manual_seed if has_device else torch.default_generator.manual
 """Without a device, the former notes the whole stack three times, for the seeds of devices to come."""
 
 # A drawn example may take as long as the machine lets it: a test that fails once in a hundred runs tells nothing.
-settings.register_profile("patient", parent=settings(), deadline=None)
+settings.register_profile("patient", parent=settings(), deadline=None, max_examples=40)
 settings.load_profile("patient")
 
 POOL = pytest.StashKey[RankPool]()
@@ -108,17 +109,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def mark_slow_cases(items: list[pytest.Item]) -> None:
-    """Marks as slow all cases of a test but those that ``everyday(count)`` lets run every day, spread over the list."""
+    """Marks as slow all cases of a test but those that ``everyday`` lets run every day."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("everyday") and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for alike in cases.values():
-        (count,) = alike[0].get_closest_marker("everyday").args
-        chosen = {round(number * (len(alike) - 1) / max(1, count - 1)) for number in range(count)}
-        for place, item in enumerate(alike):
-            if place not in chosen:
+        kept = of_every_day(alike, *alike[0].get_closest_marker("everyday").args)
+        for item in alike:
+            if item not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def of_every_day(alike: list[pytest.Item], count: int = 0) -> list[pytest.Item]:
+    """So many cases, spread over the list, that have many values of each parameter, each about equally often.
+
+    Without a count as few as have each value of each parameter.
+    """
+    most = min(count or len(alike), len(alike))
+    values = {item: {(name, repr(value)) for name, value in item.callspec.params.items()} for item in alike}  # type: ignore[attr-defined]
+    spread = {round(number * (len(alike) - 1) / max(1, most - 1)) for number in range(most)}
+    left = [alike[place] for place in sorted(range(len(alike)), key=lambda place: place not in spread)]
+    kept: list[pytest.Item] = []
+    uses: Counter[tuple[str, str]] = Counter()
+
+    def gain(item: pytest.Item) -> tuple[int, int]:
+        """The values that none has yet; then how seldom the others have its values."""
+        own = [uses[value] for value in values[item]]
+        return own.count(0), -sum(own)
+
+    while len(kept) < most:
+        item = max(left, key=gain)
+        if not count and not gain(item)[0]:
+            break
+        left.remove(item)
+        kept.append(item)
+        uses.update(values[item])
+    return kept
 
 
 @pytest.hookimpl(wrapper=True)
@@ -172,7 +199,7 @@ def in_order(files: Files) -> Files:
 
     Every second one is of `LONG`: all at once they would start more processes than there are processors.
     """
-    first = {tests[0].nodeid.partition("::")[0]: tests for tests in files}
+    first = {test.nodeid.partition("::")[0]: tests for tests in files for test in tests}
     long = [first[path] for path in LONG if path in first]
     others = sorted((tests for tests in files if tests not in long), key=cost, reverse=True)
     pairs = [both for pair in zip(long, others, strict=False) for both in pair]

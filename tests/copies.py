@@ -17,7 +17,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -39,13 +38,23 @@ PATIENCE = 60.0
 """Seconds that copies have to clear up when a run ends early."""
 
 
+TOGETHER = {
+    "slurm": "a machine has one such cluster",
+    "accelerator": "they share ranks that have the made-up device",
+    "guards": "they share the parsed package",
+}
+"""Folders whose tests one copy runs, and why."""
+WITH = {"test_installed.py": "guards", "test_docs.py": "guards"}
+"""Files of other folders that belong to them."""
+
+
 def by_file(items: Iterable[pytest.Item]) -> Files:
-    """The tests of each file; those of tests/slurm stay together: a machine has one such cluster."""
-
-    def key(item: pytest.Item) -> Path:
-        return item.path.parent if item.path.parent.name == "slurm" else item.path
-
-    return [list(tests) for _, tests in groupby(items, key)]
+    """The tests of each file, or of all files that stay together."""
+    found: dict[Path | str, list[pytest.Item]] = {}
+    for item in items:
+        folder = WITH.get(item.path.name, item.path.parent.name)
+        found.setdefault(folder if folder in TOGETHER else item.path, []).append(item)
+    return list(found.values())
 
 
 # -- what a copy does ----------------------------------------------------------------------------------------
