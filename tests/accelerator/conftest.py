@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,16 @@ PATH = os.pathsep.join([AUTOLOAD, str(Path(__file__).parents[2])])
 """The ``PYTHONPATH`` of a process that is to have the device."""
 
 
+PRELOAD = (
+    "lockstep.testing.equivalence",
+    "lockstep.trainer",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    *(["torchmetrics"] if find_spec("torchmetrics") else []),
+)
+"""What ranks would import, once for all of them."""
+
+
 @pytest.fixture(scope="session")
 def madeup() -> Iterator[RankPool]:
     """A rank pool as ``ranks``, of processes that have the device; each forgets what was set in a test."""
@@ -25,6 +36,6 @@ def madeup() -> Iterator[RankPool]:
         patch.syspath_prepend(AUTOLOAD)
         patch.setenv("PYTHONPATH", PATH)
         patch.setenv(devices.VARIABLE, NAME)
-        pool = RankPool(2, ("lockstep.trainer", "torch.distributed.fsdp"))
+        pool = RankPool(2, PRELOAD)
     with pool:
         yield pool

@@ -96,7 +96,7 @@ STEADY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("flags", STEADY.values(), ids=STEADY)
 def test_a_steady_step_waits_for_nothing(madeup: RankPool, flags: dict[str, Any]) -> None:
     assert madeup(1).run(_steady, flags, group=False) == [[]]
@@ -172,7 +172,7 @@ EQUAL: dict[str, tuple[type[Small], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(("kind", "flags"), EQUAL.values(), ids=EQUAL)
 def test_two_ranks_are_one_process_of_the_cpu(madeup: RankPool, kind: type[Small], flags: dict[str, Any]) -> None:
     assert madeup(2).run(_equal, kind, flags, group=False) == ["", ""]

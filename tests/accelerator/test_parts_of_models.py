@@ -23,7 +23,14 @@ def test_whole_parameters_are_updated_beside_parts() -> None:
     """torch's optimizers gave both to one foreach function, as on all devices but the CPU, and it takes one kind."""
     for strategy in STRATEGIES:  # each of them has some whole ones
         report = check_equivalence(
-            Blocks, rows(13), strategy=strategy(), devices=2, batch_size=2, accelerator="madeup", gradient_clip_val=0.5
+            Blocks,
+            rows(13),
+            strategy=strategy(),
+            devices=2,
+            batch_size=2,
+            steps=2,
+            accelerator="madeup",
+            gradient_clip_val=0.5,
         )
         assert report, report
 

@@ -203,7 +203,7 @@ RESUMES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday
 @pytest.mark.parametrize("settings", RESUMES)
 @pytest.mark.parametrize("stop_at", [2, 3, 7])
 def test_a_resume_is_bitwise_the_run_that_went_on(settings: dict[str, Any], stop_at: int, tmp_path: Path) -> None:

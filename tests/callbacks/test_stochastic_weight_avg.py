@@ -102,7 +102,7 @@ class Saver(Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.everyday(10)
+@pytest.mark.everyday
 @pytest.mark.parametrize("batch_norm", [True, False])
 @pytest.mark.parametrize("scheduler", [True, False])
 @pytest.mark.parametrize(("epoch", "batch"), [(0, None), (1, 2), (2, None), (3, 3), (4, None)])

@@ -265,6 +265,7 @@ def test_wrong_arguments() -> None:
         EMAWeightAveraging(update_every_n_steps=-1)
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -13,7 +13,8 @@ import lockstep
 from lockstep import LightningModule
 from tests.checkpoint.tuned import CLASSES, CONFIGS, WORDS, Tuned, class_of, needs_transformers
 
-TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "bert": ["query", "value"]}
+OF_LLAMAS = ["q_proj", "v_proj", "down_proj"]
+TARGETS = {"llama": OF_LLAMAS, "deep llama": OF_LLAMAS, "bert": ["query", "value"]}
 
 
 def needs_peft() -> None:

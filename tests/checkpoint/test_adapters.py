@@ -46,21 +46,37 @@ def equivalence(strategy: str, folder: str, kind: str) -> EquivalenceReport:
 
 
 STRATEGIES = ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "balanced"]
+PAIRS = {(name, kind) for name in STRATEGIES for kind in ("llama", "")}
+"""With a model that peft adapts, and one that is adapted by hand."""
+EVERYDAY = {
+    ("ddp", ""),
+    ("fsdp", "llama"),
+    ("deepspeed_stage_2", "llama"),
+    ("deepspeed_stage_3", ""),
+    ("balanced", "llama"),
+}
+MANY = {(name, kind) for name in STRATEGIES if name != "balanced" for kind in ("llama", "bert", "")}
 
 
-def all_equivalent(folders: dict[str, str], names: list[str]) -> list[EquivalenceReport]:
-    kinds = {**folders, "": ""}
-    return [equivalence(name, folder, kind) for name in names for kind, folder in kinds.items()]
+def all_equivalent(folders: dict[str, str], pairs: list[tuple[str, str]]) -> list[EquivalenceReport]:
+    return [equivalence(name, folders.get(kind, ""), kind) for name, kind in pairs]
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_adapters_train_as_on_one_process(ranks: RankPool, tmp_path: Path, world: int) -> None:
-    folders = {"llama": str(write_folder(tmp_path / "llama", "llama"))}
-    if world == 4:
-        folders["bert"] = str(write_folder(tmp_path / "bert", "bert"))
-    names = [name for name in STRATEGIES if world > 1 or name != "balanced"]
-    names = [name for name in names if "bert" not in folders or name != "balanced"]  # two layers for four ranks
-    for found in ranks(world).run(all_equivalent, folders, names, timeout=300):
+@pytest.mark.parametrize(
+    ("world", "pairs"),
+    [
+        (2, EVERYDAY),
+        pytest.param(1, {pair for pair in PAIRS if pair[0] != "balanced"}, marks=pytest.mark.slow),
+        pytest.param(2, PAIRS - EVERYDAY, marks=pytest.mark.slow),
+        pytest.param(4, MANY, marks=pytest.mark.slow),
+    ],
+    ids=["2", "1-all", "2-others", "4-all"],
+)
+def test_adapters_train_as_on_one_process(
+    ranks: RankPool, tmp_path: Path, world: int, pairs: set[tuple[str, str]]
+) -> None:
+    folders = {kind: str(write_folder(tmp_path / kind, kind)) for kind in {kind for _, kind in pairs if kind}}
+    for found in ranks(world).run(all_equivalent, folders, sorted(pairs), timeout=300):
         for report in found:
             assert report, report
 
@@ -77,8 +93,8 @@ def test_in_two_dimensions(ranks: RankPool, world: int) -> None:
 
 @pytest.mark.slow
 def test_a_llama_on_four_stages(ranks: RankPool, tmp_path: Path) -> None:
-    folder = str(write_folder(tmp_path, "llama"))
-    for report in ranks(4).run(equivalence, "balanced", folder, "llama", timeout=100):
+    folder = str(write_folder(tmp_path, "deep llama"))
+    for report in ranks(4).run(equivalence, "balanced", folder, "deep llama", timeout=100):
         assert report, report
 
 

@@ -341,7 +341,7 @@ class TestLetThrough:
         with pytest.raises(MisconfigurationException):
             readable({"p": Point()})
 
-    @settings(max_examples=60)
+    @settings(max_examples=25)
     @given(
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(min_size=1),

@@ -29,7 +29,7 @@ def peft() -> None:
 
 
 def words(batch_size: int) -> DataLoader[Any]:
-    drawn = torch.randint(0, WORDS, (32, 6), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(0, WORDS, (16, 6), generator=torch.Generator().manual_seed(0))
     return DataLoader(drawn, batch_size=batch_size, shuffle=True)  # type: ignore[arg-type]
 
 
@@ -89,6 +89,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 NAMES = ["ddp", "fsdp", "sharded", "deepspeed_stage_2", "deepspeed_stage_3", "full", "balanced"]
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resume_goes_on_to_the_same_bits(ranks: RankPool, tmp_path: Path, name: str) -> None:
     whole = ranks(2).run(written, name, "", str(tmp_path), 4, timeout=100)[0]
@@ -103,7 +104,7 @@ def test_a_resume_goes_on_to_the_same_bits(ranks: RankPool, tmp_path: Path, name
 
 ELSEWHERE = [
     ("balanced", 2),
-    ("ddp", 1),
+    pytest.param("ddp", 1, marks=pytest.mark.slow),
     pytest.param("fsdp", 2, marks=pytest.mark.slow),
     pytest.param("deepspeed_stage_3", 2, marks=pytest.mark.slow),
 ]
@@ -155,7 +156,7 @@ def test_an_adapter_for_another_base_is_refused_by_name_on_every_rank(ranks: Ran
     for told in ranks(2).run(all_refused, ["ddp", "fsdp", "balanced"], other, path, timeout=100):
         for said in told:
             assert said.startswith(f"trainer.fit(ckpt_path={path!r}): the checkpoint is an adapter for another base")
-            assert f"it was trained on {one!r}, and here is {other!r}; 39 of 39 frozen tensors" in said
+            assert f"it was trained on {one!r}, and here is {other!r}; 21 of 21 frozen tensors" in said
 
 
 @pytest.mark.usefixtures("peft")

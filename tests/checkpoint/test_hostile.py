@@ -225,6 +225,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(
     ("text", "says"),
     [

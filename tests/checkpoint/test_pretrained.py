@@ -138,6 +138,7 @@ def only_loaded(strategy: str, folder: str, kind: str, model: str = "", **flags:
     return differing(module.seen, folder, module.class_name, **options)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
 def test_names_ties_conversions_and_missing_keys_are_as_from_pretrained_has_them(
     ranks: RankPool, tmp_path: Path, strategy: str
@@ -349,16 +350,16 @@ def of_another(folder: str) -> str:
 def test_weights_of_another_model_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     folder = str(write_folder(tmp_path, "llama"))
     for said in ranks(2).run(of_another, folder, timeout=60):
-        assert "none of its 39 tensors fits BertForMaskedLM" in said
+        assert "none of its 21 tensors fits BertForMaskedLM" in said
         assert "'lm_head.weight', 'model.embed_tokens.weight'" in said
-        assert "and 29 more" in said
+        assert "and 11 more" in said
 
 
 def test_other_shapes_are_refused_by_name(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, "llama")
     with torch.device("meta"):
         model = class_of(CLASSES["llama"])(llama(intermediate_size=48))
-    with pytest.raises(MisconfigurationException, match=r"12 tensors have other shapes .*\(40, 16\) for \(48, 16\)"):
+    with pytest.raises(MisconfigurationException, match=r"6 tensors have other shapes .*\(40, 16\) for \(48, 16\)"):
         lockstep.load_pretrained(model, folder)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,6 +50,26 @@ def on_rank(kind: str, folder: str, act: Any, *args: Any) -> Any:
         return act(at(kind, folder), *args)
 
 
+@pytest.fixture(scope="module")
+def samples(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """By the kind of URL the folder that two ranks have saved at one, and what they had; each made once."""
+
+    @cache
+    def made(kind: str) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(kind)
+        return folder, ranks(2).run(on_rank, kind, str(folder), saves, 2, timeout=60)[0]
+
+    return made
+
+
+@pytest.fixture
+def saved(samples: Callable[[str], tuple[Path, dict[str, Any]]], kind: str, tmp_path: Path) -> dict[str, Any]:
+    """A copy of it; what the ranks had."""
+    folder, live = samples(kind)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return live
+
+
 def saves(url: str, steps: int) -> dict[str, Any]:
     return fit_to(steps, "fsdp", None, f"{url}/two.ckpt")
 
@@ -56,21 +79,20 @@ def resumes(url: str) -> list[dict[str, Any]]:
 
 
 def test_a_folder_at_a_url_is_what_one_on_this_machine_is(
-    ranks: RankPool, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    ranks: RankPool, tmp_path: Path, kind: str, saved: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    live, _ = ranks(2).run(on_rank, kind, str(tmp_path), saves, 2, timeout=60)
     url = at(kind, tmp_path)
     assert sharded.is_sharded(f"{url}/two.ckpt")
     assert storage.names(url) == ["two.ckpt"]
-    check_same(sharded.load(f"{url}/two.ckpt"), live)
+    check_same(sharded.load(f"{url}/two.ckpt"), saved)
     for again, once in ranks(2).run(on_rank, kind, str(tmp_path), resumes, timeout=60):
         assert all(torch.equal(again["weights"][name], value) for name, value in once["weights"].items())
     with storage.opened(f"{url}/two.ckpt/index.json") as file:
         index = json.loads(file.read())
     prefix = os.path.dirname(next(iter(index["files"])))
-    state: dict[str, Any] = {"model": {name: torch.zeros_like(value) for name, value in live["weights"].items()}}
+    state: dict[str, Any] = {"model": {name: torch.zeros_like(value) for name, value in saved["weights"].items()}}
     torch.distributed.checkpoint.load(state, storage_reader=FsspecReader(f"{url}/two.ckpt/{prefix}"), no_dist=True)
-    assert all(torch.equal(state["model"][name], value) for name, value in live["weights"].items())
+    assert all(torch.equal(state["model"][name], value) for name, value in saved["weights"].items())
     assert command(["show", f"{url}/two.ckpt"]) == 0
     assert command(["convert", f"{url}/two.ckpt", str(tmp_path / "one.ckpt")]) == 0
     assert command(["convert", str(tmp_path / "one.ckpt"), f"{url}/parts.ckpt", "--to", "parts"]) == 0
@@ -91,8 +113,8 @@ def fails(url: str) -> str:
     return ""
 
 
+@pytest.mark.usefixtures("saved")
 def test_the_earlier_one_stays_until_the_next_is_whole(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    ranks(2).run(on_rank, kind, str(tmp_path), saves, 2, timeout=60)
     url = at(kind, tmp_path)
     path = f"{url}/two.ckpt"
     said = ranks(2).run(on_rank, kind, str(tmp_path), fails, timeout=60)
@@ -125,8 +147,8 @@ def test_a_first_one_that_was_not_finished_is_none(tmp_path: Path, kind: str) ->
     assert os.listdir(tmp_path / "run" if (tmp_path / "run").exists() else tmp_path) == []
 
 
-def test_a_file_and_a_folder_at_one_url(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    ranks(2).run(on_rank, kind, str(tmp_path), saves, 2, timeout=60)
+@pytest.mark.usefixtures("saved")
+def test_a_file_and_a_folder_at_one_url(tmp_path: Path, kind: str) -> None:
     url = at(kind, tmp_path)
     path = f"{url}/two.ckpt"
     whole = sharded.load(path)
@@ -141,9 +163,9 @@ def test_a_file_and_a_folder_at_one_url(ranks: RankPool, tmp_path: Path, kind: s
         storage.new_folder(f"{url}/results")
 
 
+@pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize("harm", ["flip", *(pytest.param(harm, marks=pytest.mark.slow) for harm in ("cut", "lose"))])
 def test_a_damaged_part_is_named(ranks: RankPool, tmp_path: Path, kind: str, harm: str) -> None:
-    ranks(2).run(on_rank, kind, str(tmp_path), saves, 2, timeout=60)
     path = f"{at(kind, tmp_path)}/two.ckpt"
     (within,) = [name for name in storage.names(path) if name.startswith("parts-")]
     part = f"{path}/{within}/__1_0.distcp"

@@ -58,6 +58,7 @@ def test_a_checkpoint_is_gone_on_from_as_it_was_written(
     assert wrong is None, wrong
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(("run", "moment"), [case(*saved, everyday=True) for saved in SAVED])
 def test_one_process_goes_on_from_any(ranks: RankPool, written: Written, run: str, moment: str) -> None:
     wrong = go_on(ranks, written, run, written[0] / run / moment, "one process")

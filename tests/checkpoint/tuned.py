@@ -27,8 +27,13 @@ def needs_transformers() -> None:
 def llama(**others: Any) -> Any:
     from transformers import LlamaConfig
 
-    sizes = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaConfig(**{"vocab_size": WORDS, **sizes, "num_key_value_heads": 2, **others})
+
+
+def deep_llama() -> Any:
+    """With a layer for each of four stages."""
+    return llama(num_hidden_layers=4)
 
 
 def bert() -> Any:
@@ -59,9 +64,16 @@ def mixtral() -> Any:
     return MixtralConfig(vocab_size=WORDS, **sizes, num_key_value_heads=2, num_local_experts=4)
 
 
-CONFIGS: dict[str, Callable[[], Any]] = {"llama": llama, "bert": bert, "gpt2": gpt2, "mixtral": mixtral}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "deep llama": deep_llama,
+    "bert": bert,
+    "gpt2": gpt2,
+    "mixtral": mixtral,
+}
 CLASSES = {
     "llama": "LlamaForCausalLM",
+    "deep llama": "LlamaForCausalLM",
     "bert": "BertForMaskedLM",
     "gpt2": "GPT2LMHeadModel",
     "mixtral": "MixtralForCausalLM",

@@ -424,7 +424,7 @@ def test_the_memory_of_torchs_powersgd_travels_to_processes(ranks: RankPool, sta
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks: RankPool, hook: str, tmp_path: Path) -> None:
     """At a moment when weights and optimizers of the ranks differ, too: every rank's own are in the checkpoint."""
     straight = ranks(2).run(states, hook, str(tmp_path), timeout=60)
-    for step in (4, 5, 6):
+    for step in (4, 6):
         resumed = ranks(2).run(states, hook, str(tmp_path), step, timeout=60)
         for (whole, _), (rest, _) in zip(straight, resumed, strict=True):
             assert same(whole[step:], rest)

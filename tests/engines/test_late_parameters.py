@@ -238,7 +238,7 @@ def look(ranks: RankPool, count: int, seed: int) -> None:
 
 
 def test_what_may_come_trains_as_in_one_process(ranks: RankPool) -> None:
-    look(ranks, 22, seed=0)
+    look(ranks, 12, seed=0)
 
 
 @pytest.mark.slow
@@ -289,6 +289,7 @@ def refusals(options: dict[str, Any]) -> list[tuple[str, str]]:
 OPTIONS: list[dict[str, Any]] = [{}, {"shared_memory": False}, {"shard_optimizer": True}]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_what_comes_after_set_up_is_refused_by_name(ranks: RankPool, options: dict[str, Any]) -> None:
     """Each rank trained a parameter of its own, and nobody was told."""

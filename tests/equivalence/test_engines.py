@@ -82,7 +82,7 @@ def in_ranks(ranks: RankPool, engine: str, case: str, world: int) -> Equivalence
     return reports[0]
 
 
-@pytest.mark.everyday(20)
+@pytest.mark.everyday(12)
 @pytest.mark.parametrize(("engine", "case", "world"), QUICK)
 def test_ranks_are_one_process(ranks: RankPool, engine: str, case: str, world: int) -> None:
     report = in_ranks(ranks, engine, case, world)

@@ -20,7 +20,7 @@ def with_shares(shares: tuple[float, ...], make: Any, length: int, given: dict[s
         return check_equivalence(make, rows(length), devices=len(shares), **given)
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday
 @pytest.mark.parametrize("make", [Plain, Weighted])
 @pytest.mark.parametrize(
     ("length", "given"), [(72, {}), (67, {"accumulate": 2}), (67, {"strategy": "ddp"}), (65, {"accumulate": 3})]

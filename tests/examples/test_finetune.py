@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,14 +61,31 @@ def check_same(one: Run, other: Run) -> None:
     assert one[2] == other[2]
 
 
+Alone = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """The run of one process with these words, which is made once."""
+    made: dict[tuple[str, ...], Run] = {}
+
+    def run(*words: str) -> Run:
+        if words not in made:
+            made[words] = done(ranks, tmp_path_factory.mktemp("alone") / "run", "auto", *words)
+        return made[words]
+
+    return run
+
+
 @pytest.mark.parametrize(("strategy", "words"), [("balanced", ["--lora"]), ("fsdp", ["--model=bert"])])
-def test_two_ranks_tune_as_one(ranks: RankPool, tmp_path: Path, strategy: str, words: list[str]) -> None:
-    check_same(*[done(ranks, tmp_path / name, name, *SMALL, *words) for name in ("auto", strategy)])
+def test_two_ranks_tune_as_one(ranks: RankPool, tmp_path: Path, alone: Alone, strategy: str, words: list[str]) -> None:
+    check_same(alone(*SMALL, *words), done(ranks, tmp_path / "run", strategy, *SMALL, *words))
 
 
-def killed(ranks: RankPool, tmp_path: Path, one: tuple[str, int], other: tuple[str, int], *words: str) -> None:
+def killed(
+    ranks: RankPool, tmp_path: Path, whole: Run, one: tuple[str, int], other: tuple[str, int], *words: str
+) -> None:
     """A run with an adapter that is killed and goes on elsewhere becomes what it would have been."""
-    whole = done(ranks, tmp_path / "whole", "auto", *words, "--lora")
     step = 4 if words == SMALL else 14
     code, out, error = outcome(ranks, tmp_path / "x", one[0], *words, "--lora", f"--kill-at={step}", world=one[1])
     assert code != 0
@@ -77,8 +95,8 @@ def killed(ranks: RankPool, tmp_path: Path, one: tuple[str, int], other: tuple[s
     check_same(whole, done(ranks, tmp_path / "x", other[0], *words, "--lora", world=other[1]))
 
 
-def test_killed_and_resumed_on_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    killed(ranks, tmp_path, ("ddp", 2), ("auto", 1), *SMALL)
+def test_killed_and_resumed_on_another_number_of_ranks(ranks: RankPool, tmp_path: Path, alone: Alone) -> None:
+    killed(ranks, tmp_path, alone(*SMALL, "--lora"), ("ddp", 2), ("auto", 1), *SMALL)
 
 
 @pytest.mark.slow
@@ -87,9 +105,9 @@ def test_killed_and_resumed_on_another_number_of_ranks(ranks: RankPool, tmp_path
     ("one", "other"), [(("fsdp", 2), ("ddp", 4)), (("balanced", 2), ("2-d", 4)), (("2-d", 4), ("balanced", 2))]
 )
 def test_killed_and_resumed_under_another_strategy(
-    ranks: RankPool, tmp_path: Path, one: tuple[str, int], other: tuple[str, int]
+    ranks: RankPool, tmp_path: Path, alone: Alone, one: tuple[str, int], other: tuple[str, int]
 ) -> None:
-    killed(ranks, tmp_path, one, other, *MEDIUM)
+    killed(ranks, tmp_path, alone(*MEDIUM, "--lora"), one, other, *MEDIUM)
 
 
 STRATEGIES = ["ddp", "fsdp", "2-d", "balanced", *(["deepspeed_stage_3"] if find_spec("deepspeed") else [])]
@@ -98,10 +116,9 @@ STRATEGIES = ["ddp", "fsdp", "2-d", "balanced", *(["deepspeed_stage_3"] if find_
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("words", [[], ["--lora"], ["--model=bert"], ["--model=bert", "--lora"]], ids=str)
-def test_every_strategy_tunes_as_one_process(ranks: RankPool, tmp_path: Path, words: list[str]) -> None:
-    alone = done(ranks, tmp_path / "auto", "auto", *MEDIUM, *words)
+def test_every_strategy_tunes_as_one_process(ranks: RankPool, tmp_path: Path, alone: Alone, words: list[str]) -> None:
     for strategy in STRATEGIES:
-        check_same(alone, done(ranks, tmp_path / strategy, strategy, *MEDIUM, *words))
+        check_same(alone(*MEDIUM, *words), done(ranks, tmp_path / strategy, strategy, *MEDIUM, *words))
 
 
 def test_a_piece_of_bert_has_as_many_targets_as_the_others() -> None:

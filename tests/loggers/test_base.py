@@ -209,7 +209,7 @@ class TestYaml:
 
     scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 
-    @settings(max_examples=60)
+    @settings(max_examples=25)
     @given(
         st.dictionaries(
             st.text() | st.integers(),

@@ -46,6 +46,7 @@ def play_balanced(ranks: RankPool, world: int, *args: Any) -> dict[str, Any]:
     return {**found[0], "seen": [sample for each in found for sample in each["seen"]], "parts": parts}
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_balanced_run_is_stopped_and_goes_on_with_other_shares_and_other_ranks(
     ranks: RankPool, workers: int, tmp_path: Path

@@ -195,7 +195,7 @@ def _equal(engine: str, make: type[Blocks] = Blocks, **flags: Any) -> Equivalenc
     return check_equivalence(make, sums(23), strategy=ENGINES[engine](), devices=2, **flags)
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(3)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_compiled_run_is_one_process(engine: str, ranks: RankPool) -> None:

@@ -208,7 +208,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], bool, dict[str, Any]]]
 }
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_one_process(ranks: RankPool, case: str) -> None:
     expected = fitted(*CASES[case])

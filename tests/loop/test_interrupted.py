@@ -114,7 +114,7 @@ def fit(kind: str, callbacks: list[Any], trainer: Callable[..., Any] = quiet, **
     return result, module.epochs, (module.w.item(), repr(states), rates, made.global_step)
 
 
-@pytest.mark.everyday(11)
+@pytest.mark.everyday
 @pytest.mark.parametrize("saved_by", SAVING)
 @pytest.mark.parametrize("kind", WATCHING)
 def test_an_interrupted_epoch_is_saved_and_resumes_with_the_same_metrics(

@@ -96,6 +96,7 @@ def played(kind: str, on_instance: bool, start: Callable[..., Any] = quiet) -> l
     return list(CALLS)
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("on_instance", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_hook_is_called_as_a_method_is(kind: str, on_instance: bool) -> None:

@@ -107,7 +107,7 @@ WATCHING: dict[str, tuple[str | None, Any]] = {
 }
 
 
-@pytest.mark.everyday(15)
+@pytest.mark.everyday
 @pytest.mark.parametrize("watching", WATCHING)
 @pytest.mark.parametrize("hook", LAST_BATCH)
 def test_a_checkpoint_of_an_epochs_last_batch_goes_on_beside_what_watches_a_metric(

@@ -275,6 +275,7 @@ def extremes(on_tensors: bool, world: int) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("on_tensors", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
 def test_nan_disappeared_from_extremes(ranks: RankPool, world: int, on_tensors: bool) -> None:

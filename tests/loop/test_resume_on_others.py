@@ -129,14 +129,14 @@ def loader(batch: int, stream: bool = False) -> DataLoader[Any]:
     return DataLoader(Stream(data), batch) if stream else DataLoader(data, batch, shuffle=True)
 
 
-class SaveAll(Callback):
-    """Saves after every micro-batch of the first epoch."""
+class Saves(Callback):
+    """Saves after some micro-batches of the first epoch."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, places: Iterable[int]) -> None:
+        self.folder, self.places = folder, places
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 0:
+        if trainer.current_epoch == 0 and batch_idx in self.places:
             trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
 
 
@@ -154,7 +154,12 @@ Found = tuple[dict[str, Tensor], list[dict[str, float]], list[float]]  # weights
 
 
 def play(
-    engine: str, folder: Path | None = None, load: Path | None = None, stream: bool = False, batch: int = 0
+    engine: str,
+    folder: Path | None = None,
+    load: Path | None = None,
+    stream: bool = False,
+    batch: int = 0,
+    places: Iterable[int] = PLACES,
 ) -> Found:
     ranks, replicas = SHAPES[engine]
     metrics = Metrics()
@@ -165,7 +170,7 @@ def play(
         accumulate_grad_batches=ACCUMULATE,
         precision="64-true",
         log_every_n_steps=1,
-        callbacks=[metrics, *([] if folder is None else [SaveAll(folder)])],
+        callbacks=[metrics, *([] if folder is None else [Saves(folder, places)])],
     )
     trainer.seed = 7
     module = Net()
@@ -189,9 +194,9 @@ def check(found: Found, expected: Found, said: str) -> None:
 def moved(
     ranks: RankPool, folder: Path, wrote: str, readers: Iterable[str], places: Iterable[int], stream: bool = False
 ) -> None:
-    """Saved by one engine after every micro-batch, resumed by others from some of these."""
+    """Saved by one engine after these micro-batches, resumed by others from each."""
     expected = play("auto", stream=stream)
-    saved = ranks(SHAPES[wrote][0]).run(play, wrote, folder, None, stream, timeout=60)[0]
+    saved = ranks(SHAPES[wrote][0]).run(play, wrote, folder, None, stream, 0, places, timeout=60)[0]
     check(saved, expected, f"{wrote}, not stopped")
     for reader in readers:
         world = SHAPES[reader][0]
@@ -203,7 +208,7 @@ def moved(
 
 
 PAIRS = [(wrote, reader) for wrote, reader in product(ENGINES, ENGINES) if wrote != reader]
-DRAWN = random.Random(0).sample(PAIRS, 4)
+DRAWN = random.Random(0).sample(PAIRS, 3)
 
 
 @pytest.mark.parametrize(("wrote", "reader", "place"), [(*pair, 4 * (n % 2)) for n, pair in enumerate(DRAWN)])
@@ -223,10 +228,10 @@ def test_after_each_micro_batch_a_run_goes_on_under_every_engine(ranks: RankPool
 @pytest.mark.parametrize(
     ("wrote", "readers"),
     [
-        ("fsdp in parts", ["ddp", "2 x 2 in parts"]),
-        ("2 x 2 in parts", ["tensor parallel", "fsdp in parts"]),
-        pytest.param("fsdp in parts", ["tensor parallel", "fsdp in parts"], marks=pytest.mark.slow),
-        pytest.param("2 x 2 in parts", ["ddp", "2 x 2 in parts"], marks=pytest.mark.slow),
+        ("fsdp in parts", ["2 x 2 in parts"]),
+        ("2 x 2 in parts", ["tensor parallel"]),
+        pytest.param("fsdp in parts", ["ddp", "tensor parallel", "fsdp in parts"], marks=pytest.mark.slow),
+        pytest.param("2 x 2 in parts", ["ddp", "fsdp in parts", "2 x 2 in parts"], marks=pytest.mark.slow),
     ],
 )
 def test_parts_of_a_window_under_way_are_read_by_others(

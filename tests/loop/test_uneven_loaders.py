@@ -68,7 +68,7 @@ def fitted(mode: str, kind: str, sizes: tuple[int, int], accumulate: int) -> tup
     return module.gradients, module.seen
 
 
-@pytest.mark.everyday(10)
+@pytest.mark.everyday
 @pytest.mark.parametrize("sizes", [(3, 4), (4, 3), (5, 2), (1, 6)])
 @pytest.mark.parametrize(
     ("kind", "mode"),

@@ -292,7 +292,7 @@ def fitted(strategy: str, wraps: bool, precision: str, given: dict[str, Any]) ->
     trainer = quiet(
         strategy=STRATEGIES[strategy](**given),
         devices=dist.get_world_size(),
-        max_epochs=2,
+        max_epochs=1,
         accumulate_grad_batches=2,
         precision=precision,
         sync_batchnorm=True,
@@ -350,6 +350,7 @@ def equivalent(strategy: str) -> Any:
     )
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_empty_shares_with_synchronized_statistics(ranks: RankPool, strategy: str) -> None:
     for report in ranks(3).run(equivalent, strategy, timeout=60):

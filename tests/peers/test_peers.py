@@ -69,6 +69,7 @@ def test_ours_passes_what_torchs_passes_but_for_a_few() -> None:
 
 
 @other_torch
+@pytest.mark.slow
 def test_the_record_has_all_tests_of_the_files(pool: RankPool) -> None:
     without = {"test_DistributedSampler_padding", "test_backward_no_ddp"}  # make none
     names = set(record.names(pool))

@@ -32,7 +32,7 @@ def test_less_than_half_a_billion_that_fits_one_device(billions: float, memory: 
     assert chosen(planned(billions, 1, memory)) == ("single", 0, False)
 
 
-@pytest.mark.everyday(12)
+@pytest.mark.everyday
 @pytest.mark.parametrize("billions", [0.1, 0.3, 0.49])
 @pytest.mark.parametrize("devices", [2, 4, 8, 16])
 @pytest.mark.parametrize("memory", [24, 80])
@@ -62,7 +62,7 @@ def test_more_than_three_billion_where_shards_are_still_too_large(billions: floa
     assert chosen(planned(billions, devices, 24)) == ("deepspeed", 3, True)
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday
 @pytest.mark.parametrize("billions", [0.1, 1.0, 3.0, 7.0])
 @pytest.mark.parametrize(("devices", "memory"), [(1, 24), (8, 24), (16, 80)])
 def test_any_size_at_maximum_efficiency(billions: float, devices: int, memory: float) -> None:

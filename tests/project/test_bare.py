@@ -54,6 +54,7 @@ def outcomes(python: Path, rows: list[tuple[str, str | None]]) -> dict[str, str]
 # -- environments of links -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_extra_that_is_not_installed_is_named(tmp_path: Path) -> None:
     """Fits run with what is required alone; what needs more says which extra brings it, when it is asked for."""
     found = outcomes(linked_environment(tmp_path), [(extra, None) for extra in EXTRAS])

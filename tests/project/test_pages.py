@@ -33,6 +33,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("title", "code"), EXAMPLES)
 def test_extensions_run(title: str, code: str, world: int, ranks: RankPool, tmp_path: Path) -> None:

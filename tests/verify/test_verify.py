@@ -37,6 +37,7 @@ def certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -
     return lambda name: verify(Request((str(SCRIPTS / f"{name}.py"),), patience=PATIENCE), server=server)
 
 
+@pytest.mark.slow
 def test_a_healthy_script_is_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["verify", str(SCRIPTS / "healthy/ddp_plain.py"), "--output", "report"]) == 0
@@ -71,6 +72,12 @@ def test_a_script_whose_optimizer_steps_by_closures_is_alike(
     certificate = verify(Request(("train.py",), patience=PATIENCE), server=server)
     assert certificate.verdict == ALIKE, str(certificate)
     assert certificate.steps == 5
+    write([certificate], Path("report"))
+    (found,) = json.loads(Path("report/certificate.json").read_text())
+    assert found["verdict"] == ALIKE
+    assert {row["what"] for row in found["rows"]} >= {"samples", "parameters", "number of steps"}
+    assert all(not row["outcome"].startswith("DIFFERENT") for row in found["rows"])
+    assert "alike" in Path("report/certificate.md").read_text()
 
 
 HOOKED = """

@@ -403,6 +403,7 @@ SCENES: dict[str, Any] = {
 }
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("scene", SCENES)
 def test_gradients_are_those_of_one_process(ranks: RankPool, scene: str) -> None:
     expected = _on_ranks(scene, 0)

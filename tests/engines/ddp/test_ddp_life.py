@@ -448,7 +448,7 @@ def _compiled(how: str) -> tuple[bool, list[str], bool]:
     return right, told, container.reducer._overlap
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "how",

@@ -283,12 +283,12 @@ def test_what_runs_behind_the_chain_counts_for_the_last_stage(ranks: RankPool) -
 
 def test_a_slow_rank_gets_fewer_blocks_for_each_of_its_stages(ranks: RankPool) -> None:
     slow = (0, 3.0, 12)
-    for report, decisions in ranks(2).run(followed, (1.0,) * 16, 0.0, slow, 2, {}, "interleaved", timeout=60):
+    for report, decisions in ranks(2).run(followed, (1.0,) * 8, 0.0, slow, 2, {}, "interleaved", timeout=60):
         assert report, report
         first, second = decisions
-        assert (first.before, first.after) == ((4, 4, 4, 4), (6, 2, 6, 2))  # rank 0 has the second stage and the last
-        assert first.predicted == pytest.approx((0.006,) * 4)
-        assert second.after == (2, 6, 2, 6)
+        assert (first.before, first.after) == ((2, 2, 2, 2), (3, 1, 3, 1))  # rank 0 has the second stage and the last
+        assert first.predicted == pytest.approx((0.003,) * 4)
+        assert second.after == (1, 3, 1, 3)
         assert second.gain == pytest.approx(3.0)
 
 

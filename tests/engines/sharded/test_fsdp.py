@@ -133,7 +133,7 @@ def equivalence(case: str, mode: str) -> EquivalenceReport:
     if mode == "hybrid":
         options["device_mesh"] = (2, dist.get_world_size() // 2)
     return check_equivalence(
-        module, rows(length), strategy=FSDPStrategy(**options), devices=dist.get_world_size(), **given
+        module, rows(length), strategy=FSDPStrategy(**options), devices=dist.get_world_size(), **{"steps": 3, **given}
     )
 
 

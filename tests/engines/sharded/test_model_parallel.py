@@ -158,13 +158,13 @@ CASES: dict[str, tuple[type[Wide], int, dict[str, Any]]] = {
     "plain": (Wide, 24, {}),
     "all sharded": (AllSharded, 24, {}),
     "along the sequence": (AlongTheSequence, 24, {"gradient_clip_val": 0.05}),
-    "clipped by norm, accumulated": (Wide, 24, {"accumulate": 3, "gradient_clip_val": 0.05, "steps": 3}),
+    "clipped by norm, accumulated": (Wide, 24, {"accumulate": 3, "gradient_clip_val": 0.05}),
     "along the sequence, clipped by value": (
         AlongTheSequence,
         24,
-        {"accumulate": 2, "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value", "steps": 3},
+        {"accumulate": 2, "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
     ),
-    "empty shares": (AllSharded, 9, {"accumulate": 2, "steps": 3}),
+    "empty shares": (AllSharded, 9, {"accumulate": 2}),
     "synchronized norms": (Normed, 10, {"sync_batchnorm": True, "steps": 4}),
     "unused": (SometimesUnused, 24, {"steps": 4}),
 }
@@ -176,9 +176,8 @@ ON_TWO = {"plain": (2, 1), "all sharded": (1, 2), "along the sequence": (1, 2)}
 def equivalence(case: str, data: int, tensor: int) -> EquivalenceReport:
     module, length, given = CASES[case]
     strategy = ModelParallelStrategy(data, tensor, save_distributed_checkpoint=False)
-    return check_equivalence(
-        module, rows(length), strategy=strategy, devices=data * tensor, batch_size=2, precision="64-true", **given
-    )
+    given = {"batch_size": 2, "precision": "64-true", "steps": 3, **given}
+    return check_equivalence(module, rows(length), strategy=strategy, devices=data * tensor, **given)
 
 
 @pytest.mark.everyday(5)

@@ -65,7 +65,7 @@ def built(make: Callable[[], nn.Module], budget: int) -> tuple[dict[str, Tensor]
     return {name: tensor.detach().clone() for name, tensor in state.items()}, after, building.peak, kept
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday
 @pytest.mark.parametrize("make", [layers, initialized, twice])
 @pytest.mark.parametrize(("world", "budget"), [(1, 0), (2, 0), (3, 50_000), (2, 10**9)])
 def test_values_and_random_states_are_those_of_one_process(

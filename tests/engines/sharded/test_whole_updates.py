@@ -174,10 +174,9 @@ def _equal(name: str, engine: str, pieces: int, **flags: Any) -> EquivalenceRepo
     ("name", "engine", "world"),
     [
         ("muon + adamw", "fsdp", 3),
-        ("exact", "fsdp", 2),
         ("adafactor", "fsdp", 2),
         ("transformers", "fsdp", 2),
-        ("shampoo", "fsdp", 4),
+        ("shampoo", "fsdp", 2),
         ("exact + adamw", "hybrid", 4),
         ("muon + adamw", "owned", 2),
         *(
@@ -206,7 +205,9 @@ def _drawn(seed: int) -> EquivalenceReport:
     )
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
+@pytest.mark.parametrize(
+    "seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40) if seed not in (1, 2))]
+)
 def test_any_shapes_train_as_on_one_process(ranks: RankPool, seed: int) -> None:
     for report in ranks(1 + seed % 4).run(_drawn, seed):
         assert report, report
@@ -242,8 +243,7 @@ def _split(name: str, data: int, tensor: int) -> EquivalenceReport:
     ("name", "data", "tensor"),
     [
         ("muon + adamw", 2, 2),
-        ("exact", 1, 2),
-        ("shampoo", 2, 1),
+        ("shampoo", 1, 2),
         *(
             pytest.param(name, data, tensor, marks=pytest.mark.slow)
             for name in ("muon + adamw", "exact", "adafactor", "shampoo")
@@ -315,6 +315,7 @@ ROADS: list[list[tuple[str, int]]] = [
 ]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("name", "road"),
     [
