@@ -169,7 +169,10 @@ PARTS: tuple[Part, ...] = (
         DDP,
     ),
     Part(
-        "torch.autograd.profiler._is_profiler_enabled", "engines/ddp/container.py", "names of phases in a profile", DDP
+        "torch.autograd.profiler._is_profiler_enabled",
+        "engines/ddp/container.py loop/update.py",
+        "whether a profile names phases",
+        EVERYTHING,
     ),
     Part(
         "torch.nn.parallel.distributed._MixedPrecision", "engines/ddp/mixed_precision.py", "an argument of torch's", DDP

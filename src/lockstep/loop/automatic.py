@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep.loop.backward import Backward
-from lockstep.loop.closures import ClosureUpdate
 from lockstep.loop.micro_batches import Begun, MicroBatches
 from lockstep.loop.padding import padding
 from lockstep.loop.session import Session
@@ -43,34 +43,24 @@ class Automatic:
         self._scaler = session.strategy.precision.scaler
         self._shared = session.world_size > 1
         self._batches, self._outputs, self._update, self._backward = batches, outputs, update, backward
-        self._closure = ClosureUpdate(session, batches, outputs, update, self._play) if update.by_closure else None
+        self._learn_from: Callable[[Tensor, float | Tensor], Tensor] = backward.of
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one window, yielding after each micro-batch, when its hooks have run."""
-        batches, update, closure = self._batches, self._update, self._closure
-        played: list[Begun] = []
+        batches, update = self._batches, self._update
         steps = self._shared or bool(window.begun)  # whether there is a batch that is not None
-        if closure is not None:
-            closure.losses.clear()
         for micro_batch in batches.begun(window, batch_idx):
             steps = steps or micro_batch.batch is not None
-            if closure is not None:
-                played.append(micro_batch)
-            if not micro_batch.last:
-                shown = self._play(micro_batch)
-            elif closure is not None and steps:
-                shown = closure.step(played)
-            else:
-                shown = self._play(micro_batch)
+            shown = self.play(micro_batch)
+            if micro_batch.last:
                 if steps:
                     update.prepare()
                     self._strategy.step(update.optimizer)  # type: ignore[arg-type]  # there is one on this way
-            if micro_batch.last:
                 update.end_window(micro_batch.number, steps)
             batches.end(shown, micro_batch)
             yield
 
-    def _play(self, micro_batch: Begun) -> Any:
+    def play(self, micro_batch: Begun) -> Any:
         """Forward and backward of one micro-batch; gives what ``on_train_batch_end`` is shown."""
         if micro_batch.absent:
             return self._play_with_absent(micro_batch)
@@ -93,13 +83,11 @@ class Automatic:
         if loss is None:
             self._backward.skip()
         else:
-            loss = self._backward.of(loss, factor)
-            if self._closure is not None:
-                self._closure.losses.append(loss.detach())
+            loss = self._learn_from(loss, factor)
         return None if self._hooks.on_train_batch_end is None else with_loss(output, loss)
 
     def _without_batch(self, micro_batch: Begun) -> None:
-        """What :meth:`_play` does where the loader gave None for a batch."""
+        """What :meth:`play` does where the loader gave None for a batch."""
         if micro_batch.first and not self._strategy.sync_gradients:  # the window goes on
             self._update.zero_grad(micro_batch.number)
         if self._shared and self._strategy.sync_gradients:
@@ -109,7 +97,7 @@ class Automatic:
     # -- where some ranks have no samples ------------------------------------------------------------------
 
     def _play_with_absent(self, micro_batch: Begun) -> Any:
-        """:meth:`_play` of a micro-batch of which some ranks have no samples."""
+        """:meth:`play` of a micro-batch of which some ranks have no samples."""
         strategy, batches = self._strategy, self._batches
         with strategy.leaving_out(micro_batch.absent):
             if micro_batch.weight and micro_batch.batch is None:

@@ -115,13 +115,13 @@ def plan_for(
     precision = strategy.precision
     device = strategy.root_device
     with _threads(trainer.world_size if device.type == "cpu" else 1):
-        if hardware is None:
-            hardware = hardware_of(device, _devices_of(strategy), strategy.world.num_nodes, folder)
-            measure = True if measure is None else measure
         batch = Transfer(module, trainer.datamodule, strategy)(batch)
         profile_of = partial(profile_module, module, named=named, trainer=trainer)
         cold = make_precision(precision.name, "cpu") if device.type != "cpu" else precision
-        profile = profile_of(move_data_to_device(batch, "cpu"), cold)
+        profile = profile_of(move_data_to_device(batch, "cpu"), cold)  # what a module cannot do is said at once
+        if hardware is None:
+            hardware = hardware_of(device, _devices_of(strategy), strategy.world.num_nodes, folder)
+            measure = True if measure is None else measure
         fits = STATES * profile.elements < CLEARLY * hardware.memory and profile.elements
         if measure and fits and not any(p.is_meta for p in module.parameters()):
             before = next((p.device for p in module.parameters()), device)

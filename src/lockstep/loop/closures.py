@@ -1,8 +1,8 @@
-"""The update of an optimizer that takes a closure, in which the last micro-batch of the window is played."""
+"""A window of automatic optimization whose last micro-batch is played within ``optimizer.step(closure)``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,43 +10,51 @@ from torch import Tensor
 
 from lockstep.ground.device_numbers import widest
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop.automatic import Automatic
+from lockstep.loop.backward import Backward
 from lockstep.loop.micro_batches import Begun, MicroBatches
 from lockstep.loop.session import Session
 from lockstep.loop.step_output import StepOutputs
 from lockstep.loop.update import Update
+from lockstep.loop.window import Window
 
 
-class ClosureUpdate:
+class ByClosure(Automatic):
     """Has ``optimizer.step`` play the last micro-batch of a window by a closure.
 
     Each further call of the closure drops the gradients and plays the whole window again; what is logged is what the
     last call saw.
-
-    Args:
-        session, batches, outputs, update: of the fit.
-        play: forward and backward of one micro-batch; gives what ``on_train_batch_end`` is shown.
-
-    Attributes:
-        losses: of the window under way, as backward saw them.
     """
 
     def __init__(
-        self,
-        session: Session,
-        batches: MicroBatches,
-        outputs: StepOutputs,
-        update: Update,
-        play: Callable[[Begun], Any],
+        self, session: Session, batches: MicroBatches, outputs: StepOutputs, update: Update, backward: Backward
     ) -> None:
-        self._strategy = session.strategy
+        super().__init__(session, batches, outputs, update, backward)
         self._results = session.results
         self._progress = session.fit.progress
-        self._shared = session.world_size > 1
-        self._batches, self._outputs, self._update = batches, outputs, update
-        self._play = play
-        self.losses: list[Tensor] = []
+        self._losses: list[Tensor] = []  # of the window under way, as backward saw them
+        self._learn_from = self._note_loss
 
-    def step(self, window: list[Begun]) -> Any:
+    def window(self, window: Window, batch_idx: int) -> Iterator[None]:
+        """Play one window, yielding after each micro-batch, when its hooks have run."""
+        played: list[Begun] = []
+        steps = self._shared or bool(window.begun)  # whether there is a batch that is not None
+        self._losses.clear()
+        for micro_batch in self._batches.begun(window, batch_idx):
+            steps = steps or micro_batch.batch is not None
+            played.append(micro_batch)
+            shown = self._step(played) if micro_batch.last and steps else self.play(micro_batch)
+            if micro_batch.last:
+                self._update.end_window(micro_batch.number, steps)
+            self._batches.end(shown, micro_batch)
+            yield
+
+    def _note_loss(self, loss: Tensor, factor: float | Tensor) -> Tensor:
+        loss = self._backward.of(loss, factor)
+        self._losses.append(loss.detach())
+        return loss
+
+    def _step(self, window: list[Begun]) -> Any:
         """The update of a window whose last micro-batch is still to be played."""
         outputs: Any = {}
         logged: Any = None  # before the last micro-batch
@@ -57,7 +65,7 @@ class ClosureUpdate:
             nonlocal outputs, logged, played
             if played:
                 self._results.go_back(logged)
-                self.losses.clear()
+                self._losses.clear()
             else:
                 logged = self._results.snapshot()
             for micro_batch in window if played else window[-1:]:
@@ -79,7 +87,7 @@ class ClosureUpdate:
         self._strategy.sync_gradients = micro_batch.last
         self._batches.enter_step(muted=not micro_batch.last or micro_batch.weight == 0.0)
         self._batches.absent = micro_batch.absent
-        return self._play(micro_batch)
+        return self.play(micro_batch)
 
     def _loss(self, has_samples: bool) -> Tensor | None:
         """What the closure returns: the loss of the window; None where no step returned one.
@@ -87,7 +95,7 @@ class ClosureUpdate:
         Args:
             has_samples: whether this rank has samples of each micro-batch.
         """
-        losses, needed = self.losses, self._update.needs_closure
+        losses, needed = self._losses, self._update.needs_closure
         if not losses and not needed:
             return None
         if not losses and has_samples:

@@ -11,6 +11,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.ahead import Ahead
 from lockstep.loop.automatic import Automatic
 from lockstep.loop.backward import Backward
+from lockstep.loop.closures import ByClosure
 from lockstep.loop.manual import Manual
 from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.optimizers import LightningOptimizer
@@ -56,7 +57,8 @@ class Step:
         elif by_engine is not None:
             self.way = Ahead(session, batches, outputs, update, by_engine)
         else:
-            self.way = Automatic(session, batches, outputs, update, backward)
+            kind = ByClosure if update.by_closure else Automatic
+            self.way = kind(session, batches, outputs, update, backward)
         self.window = self.way.window
         self._check_scaler()
 

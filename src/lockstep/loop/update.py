@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.autograd import profiler
 from torch.optim import Optimizer
 
 from lockstep.ground.closures import demands_closure, takes_closure
@@ -16,6 +17,8 @@ from lockstep.loop.session import Session
 from lockstep.loop.step_output import StepOutputs
 from lockstep.loop.step_watch import StepWatch
 from lockstep.module import LightningModule
+
+_TORCHS_ZERO_GRAD = Optimizer.zero_grad
 
 
 class Update:
@@ -87,14 +90,23 @@ class Update:
     # -- in a window ---------------------------------------------------------------------------------------
 
     def zero_grad(self, batch_idx: int) -> None:
-        """Drop the gradients of the window before, with the hook and the module's own way."""
+        """Drop the gradients of the window before, with the hook and the module's own way.
+
+        torch's `Optimizer.zero_grad` is not called, but done here: it notes each call for torch's profiler, also while
+        none runs, which takes as long as all of lockstep's own work in a small step.
+        """
         if self._hooks.on_before_zero_grad is not None:
             self._strategy.steps_end()  # what the hook writes in parameters stays
             self._hooks.call("on_before_zero_grad", self.optimizer)
         optimizer = self.optimizer
         assert optimizer is not None
+        is_torchs = type(optimizer).zero_grad is _TORCHS_ZERO_GRAD and "zero_grad" not in vars(optimizer)
         if self.own_zero_grad:
             self.module.optimizer_zero_grad(self._progress.epoch, batch_idx, optimizer)
+        elif is_torchs and not profiler._is_profiler_enabled:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         else:
             optimizer.zero_grad()
 
