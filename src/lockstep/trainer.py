@@ -233,8 +233,9 @@ class Trainer(Attributes):
         number_devices(dealt or flags["accelerator"] == "cpu")
         self.accelerator = find_accelerator(flags["accelerator"])
         kind = self.accelerator.device_type
-        self._node_devices, self._devices_asked = node_devices(self.accelerator, devices, dealt)
-        if drives_all_devices(strategy):
+        alone = drives_all_devices(strategy)  # this process has all of the devices that are asked for
+        self._node_devices, self._devices_asked = node_devices(self.accelerator, devices, dealt and not alone)
+        if alone:
             self._devices_asked = 1
         self._num_nodes_asked = nodes(flags["num_nodes"])
         placement = self._placement()

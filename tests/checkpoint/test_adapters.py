@@ -15,6 +15,7 @@ import lockstep
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from lockstep.testing.pool import RankPool
+from tests.accelerator.left_out import strategies
 from tests.checkpoint.adapted import Adapted, ByHand, CutByHand, needs_peft
 from tests.checkpoint.test_pretrained import strategy_of
 from tests.checkpoint.tuned import CONFIGS, WORDS, class_of, texts, write_folder
@@ -45,10 +46,10 @@ def equivalence(strategy: str, folder: str, kind: str) -> EquivalenceReport:
     return check_equivalence(make, data, strategy=strategy_of(strategy, world), devices=world, batch_size=2, **flags)
 
 
-STRATEGIES = ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "balanced"]
+STRATEGIES = strategies("ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "balanced")
 PAIRS = {(name, kind) for name in STRATEGIES for kind in ("llama", "")}
 """With a model that peft adapts, and one that is adapted by hand."""
-EVERYDAY = {
+EVERYDAY = PAIRS & {
     ("ddp", ""),
     ("fsdp", "llama"),
     ("deepspeed_stage_2", "llama"),
@@ -158,7 +159,7 @@ def begins(folder: str, strategies: list[str]) -> list[tuple[str, str]]:
 
 def test_an_adapter_begins_as_peft_makes_it(ranks: RankPool, tmp_path: Path) -> None:
     folder = str(write_folder(tmp_path, "llama"))
-    names = ["ddp", "fsdp", "2-d", "deepspeed_stage_3", "balanced"]
+    names = strategies("ddp", "fsdp", "2-d", "deepspeed_stage_3", "balanced")
     assert ranks(1).run(begins, folder, ["auto"], timeout=60) == [[]]
     assert ranks(2).run(begins, folder, names, timeout=60) == [[], []]
 

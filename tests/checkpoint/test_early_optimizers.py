@@ -147,12 +147,12 @@ def test_a_hook_that_asks_for_the_number_of_steps_is_called_when_there_are_loade
 
 
 class Fussy(torch.optim.SGD):
-    """Takes parameters of a device alone, as fused optimizers do."""
+    """Takes no parameters without memory, as fused optimizers do."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr)
         for group in self.param_groups:
-            if any(p.device.type != "cpu" for p in group["params"]):
+            if any(p.is_meta for p in group["params"]):
                 raise ValueError("all parameters have to be on a device that it knows")
 
 

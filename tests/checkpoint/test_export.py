@@ -16,6 +16,7 @@ from lockstep.callbacks import ModelCheckpoint
 from lockstep.cli.checkpoint import checkpoint
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
+from tests.accelerator.left_out import strategies
 from tests.checkpoint.test_pretrained import Split, strategy_of
 from tests.checkpoint.tuned import CLASSES, Tuned, class_of, needs_transformers, texts, write_folder
 from tests.loop.pieces import quiet
@@ -67,7 +68,7 @@ def saved(strategy: str, kind: str, folder: str, into: str, steps: int = 1) -> l
 def names_for(world: int) -> list[str]:
     """The strategies of some ranks: rows are of two of them, and a pipeline has several."""
     of_several = ["balanced"] if world > 1 else []
-    return ["ddp", "fsdp", "deepspeed_stage_3", *of_several, *(["2-d"] if world != 3 else [])]
+    return strategies("ddp", "fsdp", "deepspeed_stage_3", *of_several, *(["2-d"] if world != 3 else []))
 
 
 def all_saved(folders: dict[str, str], into: str) -> dict[str, list[str]]:

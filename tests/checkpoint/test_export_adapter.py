@@ -15,6 +15,7 @@ from lockstep.callbacks import ModelCheckpoint
 from lockstep.cli.run import main
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
+from tests.accelerator.left_out import strategies
 from tests.checkpoint.adapted import Adapted, needs_peft
 from tests.checkpoint.tuned import CLASSES, Tuned, class_of, texts, write_folder
 from tests.loop.pieces import quiet
@@ -73,7 +74,7 @@ def base(folder: Path) -> str:
     return str(folder)
 
 
-NAMES = ["ddp", "fsdp", "deepspeed_stage_3", "balanced"]
+NAMES = strategies("ddp", "fsdp", "deepspeed_stage_3", "balanced")
 
 
 def test_it_is_read_bit_for_bit_under_every_strategy(ranks: RankPool, tmp_path: Path) -> None:

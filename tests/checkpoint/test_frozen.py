@@ -18,6 +18,7 @@ from lockstep.checkpoint.sharded import load
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DeepSpeedStrategy, FSDPStrategy
 from lockstep.testing.pool import RankFailure, RankPool
+from tests.accelerator.left_out import strategies
 from tests.checkpoint.adapted import Adapted, ByHand, needs_peft
 from tests.checkpoint.tuned import WORDS, write_folder
 from tests.loop.pieces import quiet
@@ -299,7 +300,7 @@ def test_a_hash_does_not_ask_who_has_what(ranks: RankPool) -> None:
     module = Large()
     wanted = hashes_of({name: p for name, p in module.named_parameters() if not p.requires_grad})
     assert len(set(wanted)) == len(wanted) == 8
-    for name in ("ddp", "fsdp", "deepspeed_stage_3", "balanced"):
+    for name in strategies("ddp", "fsdp", "deepspeed_stage_3", "balanced"):
         assert ranks(2).run(hashed, name, timeout=60) == [wanted, wanted], name
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,10 @@ def _name(dtype: Any) -> str:
 # -- measured ----------------------------------------------------------------------------------------------------
 
 
+SMALL = 384
+"""Rows of the matrices that are multiplied on a CPU, and first of all on another device."""
+
+
 def _median(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
     """Seconds of a call, the median of some."""
 
@@ -178,6 +183,21 @@ def _median(run: Callable[[], object], device: torch.device, times: int = 5) -> 
     return statistics.median(found)
 
 
+def _rate_of_products(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a product of matrices: the larger they are, the more of a device is busy.
+
+    A device that is slow in a dtype is asked for small ones.
+    """
+    size, most = SMALL, SMALL if device.type == "cpu" else 4096
+    while True:
+        drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+        a = drawn.to(device, dtype)  # of equal numbers a GPU multiplies more, as they take less power
+        seconds = _median(partial(torch.mm, a, a), device)
+        if size >= most or seconds > 0.01:
+            return 2.0 * size**3 / seconds
+        size = min(2 * size, most)
+
+
 def measure_device(device: torch.device) -> Hardware:
     """One device of this machine: seconds of products, copies and small operations; takes about a second.
 
@@ -185,12 +205,8 @@ def measure_device(device: torch.device) -> Hardware:
         device: where.
     """
     on_cpu = device.type == "cpu"
-    size = 384 if on_cpu else 4096
-    products = {}
-    drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
-    for dtype in (torch.float32, torch.bfloat16) if on_cpu else (torch.float32, torch.bfloat16, torch.float16):
-        a = drawn.to(device, dtype)  # of equal numbers a GPU multiplies more, as they take less power
-        products[_name(dtype)] = 2.0 * size**3 / _median(lambda a=a: a @ a, device)  # type: ignore[misc]
+    dtypes = (torch.float32, torch.bfloat16) if on_cpu else (torch.float32, torch.bfloat16, torch.float16)
+    products = {_name(dtype): _rate_of_products(device, dtype) for dtype in dtypes}
     wide = torch.ones((16 if on_cpu else 256) * 2**20 // 4, device=device)
     out = torch.empty_like(wide)
     moved = 3 * wide.nbytes / _median(lambda: torch.add(wide, wide, out=out), device)

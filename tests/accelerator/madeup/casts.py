@@ -32,6 +32,8 @@ LOWER = [
     "addbmm",
     "chain_matmul",
     "scaled_dot_product_attention",
+    "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
 ]
 WIDER = [
     "exp",

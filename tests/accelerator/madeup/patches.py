@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _device
 
 from tests.accelerator.madeup import memory
 from tests.accelerator.madeup.memory import on_device, on_it
@@ -53,8 +54,11 @@ def set_data(tensor: Tensor, other: Tensor) -> None:
 
 
 def compatible(input: Tensor, from_: Tensor) -> bool:
-    """``torch._has_compatible_shallow_copy_type``: `Module.to` sets the parameters' ``data``; they stay themselves."""
-    return True
+    """``torch._has_compatible_shallow_copy_type``: `Module.to` sets the parameters' ``data``; they stay themselves.
+
+    Those without memory are replaced, as they are on every device.
+    """
+    return input.is_meta == from_.is_meta
 
 
 # torch's compiler compares the signature with its own, whose annotations are types
@@ -129,6 +133,11 @@ def new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     return torch.empty(args[0], dtype=torch.uint8, device=device).untyped_storage()
 
 
+def followers(known: Callable[[], set[Any]], makers: list[Any]) -> Callable[[], set[Any]]:
+    """The functions that make their tensors on the device of ``with torch.device(...)``, also of `pinning`."""
+    return functools.cache(lambda: {*known(), *makers})
+
+
 def found_builtin(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """How `torch.jit` finds the operator of a function of torch, for those of `pinning`, too."""
     return lambda function: find(getattr(function, "__wrapped__", function))
@@ -156,8 +165,10 @@ def apply() -> None:
     storage.resize_, storage.size, storage.nbytes = memory.resize_storage, memory.storage_size, memory.storage_nbytes
     Tensor.is_pinned = lambda tensor, device=None: memory.is_pinned(tensor)  # type: ignore[method-assign]
     storage.__new__ = new_storage
-    for name in ("empty", "empty_like", "empty_strided", "zeros", "zeros_like"):
-        setattr(torch, name, pinning(getattr(torch, name)))
+    makers = [torch.empty, torch.empty_like, torch.empty_strided, torch.zeros, torch.zeros_like]
+    _device._device_constructors = followers(_device._device_constructors, makers)
+    for make in makers:
+        setattr(torch, make.__name__, pinning(make))
     torch.jit._builtins._find_builtin = found_builtin(torch.jit._builtins._find_builtin)
     torch.serialization.register_package(1, lambda _: None, restored)
     run = in_this_thread(torch.autograd.graph._engine_run_backward)

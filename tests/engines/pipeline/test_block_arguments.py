@@ -52,7 +52,7 @@ class Reader(LightningModule):
 
     def forward(self, batch: Any) -> Tensor:
         words, there = batch
-        mask = there[:, None, :] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        mask = there[:, None, :] & torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=there.device).tril()
         x, memory = self.words(words), dict[int, Tensor]()
         turns = self.turns * (self.words.weight.sum() if self.learned else 1)
         table = (turns.cos(), turns.sin())

@@ -44,7 +44,7 @@ class Tied(nn.Module):
         self.head.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(x) @ self.table(torch.arange(5)) / 20
+        return self.head(x) @ self.table(torch.arange(5, device=x.device)) / 20
 
 
 class Convolutions(nn.Module):
@@ -216,7 +216,7 @@ def changes(repeats: int) -> list[Tensor]:
     before = torch.cat([parameter.flatten() for parameter in make().parameters()])
     strategies: list[Any] = ["auto", "auto", FSDPStrategy(auto_wrap_policy={nn.Sequential})]
     runs = [trained(make, *each)[0] for each in zip(strategies, ("32-true", "bf16-mixed", "bf16-mixed"), strict=True)]
-    return [torch.cat([value.flatten() for value in weights.values()]) - before for weights in runs]
+    return [torch.cat([value.flatten().cpu() for value in weights.values()]) - before for weights in runs]
 
 
 def test_a_weight_that_is_used_several_times_costs_no_more_than_autocast_does(ranks: RankPool) -> None:
@@ -246,7 +246,7 @@ class LeavesAutocast(Stack):
     """Its head computes in float32, as one that is sensitive to rounding does."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(self.device.type, enabled=False):
             return self.head(batch.float()).square().mean()
 
 

@@ -43,7 +43,9 @@ class Shampoo(Optimizer):
                     continue
                 update = p.grad.sign()
                 if p.ndim == 2:
-                    sides = self.state[p].setdefault("sides", [torch.eye(n, dtype=p.dtype) for n in p.shape])
+                    sides = self.state[p].setdefault(
+                        "sides", [torch.eye(n, dtype=p.dtype, device=p.device) for n in p.shape]
+                    )
                     sides[0] += p.grad @ p.grad.T
                     sides[1] += p.grad.T @ p.grad
                     update = _root(sides[0]) @ p.grad @ _root(sides[1])
@@ -300,7 +302,7 @@ def _saved(name: str, engine: str, path: str, resume: str | None, steps: int) ->
 
 def _equal_bits(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal_bits(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)):
