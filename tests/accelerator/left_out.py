@@ -22,8 +22,6 @@ ROUNDED = "compares bf16's sums of a GPU with the CPU's"
 ONE_DEVICE = "splits a model over the devices of one process, and there is one"
 WAITS_FOR_GPU = "is on the CPU, for whose tensors torch's hook waits by torch.cuda.synchronize, which refuses them"
 FORKED = "goes on in a copy of this process, which has begun to use the device"
-META = "a tensor without memory comes to the device"
-COPIES_META = "the device makes memory of tensors on the meta device, where others raise"
 LACKS = "its layer calls an operation that the device lacks"
 THEIRS = "has tensors or a metric of its own on the CPU, as a script for a device may not"
 
@@ -69,10 +67,7 @@ LEFT_OUT = {
     "tests/equivalence/test_balance.py::test_a_balanced_run_is_one_process*": SLOWER,
     "tests/equivalence/test_planted_faults.py::test_a_dropped_bucket*": SHARED,
     "tests/equivalence/test_engines.py::test_in_shared_memory_no_gradient_goes*": SHARED,
-    "tests/engines/sharded/test_fsdp.py::test_what_cannot_be_sharded*OnMeta*": META,
     "tests/engines/test_one_process.py::*": TIED,
-    "tests/engines/sharded/test_model_parallel.py::test_what_cannot_be_is_refused_by_name[NoReset*": COPIES_META,
-    "tests/engines/sharded/test_model_parallel.py::test_what_cannot_be_is_refused_by_name[ResetsNothing*": COPIES_META,
     "tests/engines/test_calls_in_hooks.py::*swapped*": THEIRS,
     "tests/launch/test_fork.py::*": "a process that has begun to use a device cannot be copied",
     "tests/loop/test_metrics.py::test_nan_disappeared_from_extremes[2-*": "tells the sign of the least of 0.0 and -0.0",
@@ -138,7 +133,6 @@ ON_CARD = {
     "tests/engines/test_calls_in_hooks.py::*": THEIRS,
     "tests/engines/sharded/test_fsdp.py::test_a_checkpoint_goes_from_strategy_to_strategy*": THEIRS,
     "tests/engines/sharded/test_fsdp.py::test_a_policys_dtype_is_that_of_the_steps_inputs*": ROUNDED,
-    "tests/engines/sharded/test_model_parallel.py::test_layers_on_the_meta_device_get_the_values*": DRAWN,
     "tests/engines/pipeline/test_balanced_contract.py::test_the_same_in_one_process*": ONE_DEVICE,
     "tests/loop/test_resume_on_others.py::test_within_a_window*balanced 2 x 2-one process*": ONE_DEVICE,
     "tests/engines/pipeline/test_resplit.py::test_adams_states_move_with_their_blocks*": THEIRS,

@@ -42,9 +42,9 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
     Adapters of peft's are asked first, by their own method. Where the model has a method ``_init_weights(layer)``, as
     those of transformers, it is called as ``model.apply(model._init_weights)`` would; what it leaves without values,
     the layer's own ``reset_parameters`` makes, or else ``init_weights()`` of the layer or of a model around it. A layer
-    is whole only while it is asked. A
-    layer that is cut already (its parameters are DTensors) draws for the whole, and keeps its part: on a CPU torch
-    would give the same random numbers to each part.
+    is whole only while it is asked, and on the CPU, whose random numbers are the same wherever the model goes. A layer
+    that is cut already (its parameters are DTensors) draws for the whole, and keeps its part: on a CPU torch would give
+    the same random numbers to each part.
 
     Args:
         module: changed in place; what is not on the meta device stays as it is.
@@ -368,19 +368,21 @@ def _take(layer: nn.Module, name: str, own: Tensor, waiting: _Waiting) -> None:
         if not bool(unset.any()):
             waiting.has_got(layer, name)
     else:  # a second call has changed some of it, if not all
-        part.copy_(torch.where(unset[box], part, new))
+        part.copy_(torch.where(unset[box], part.to(new.device), new))
 
 
 @contextmanager
 def _whole(layer: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Inside, what is named is whole and has no values, and everything else of the layer is a copy."""
+    """Inside, what is named is whole, on the CPU and without values, and everything else of the layer is a copy."""
     own = {name: tensor for name, tensor in (*layer._parameters.items(), *layer._buffers.items()) if tensor is not None}
     for name, tensor in own.items():
         if name in names:
-            stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device=local_part(tensor).device)
+            stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
             _mark_unset(stand_in)
-        else:
+        elif tensor.is_meta or hasattr(tensor, "placements"):
             stand_in = tensor.detach().clone()
+        else:
+            stand_in = tensor.detach().to(CPU, copy=True)
         if name in layer._parameters:
             stand_in = Parameter(stand_in, tensor.requires_grad)
         if name not in names:
