@@ -233,10 +233,8 @@ class Trainer(Attributes):
         number_devices(dealt or flags["accelerator"] == "cpu")
         self.accelerator = find_accelerator(flags["accelerator"])
         kind = self.accelerator.device_type
-        alone = drives_all_devices(strategy)  # this process has all of the devices that are asked for
-        self._node_devices, self._devices_asked = node_devices(self.accelerator, devices, dealt and not alone)
-        if alone:
-            self._devices_asked = 1
+        alone = drives_all_devices(strategy)
+        self._node_devices, self._devices_asked = node_devices(self.accelerator, devices, dealt, alone)
         self._num_nodes_asked = nodes(flags["num_nodes"])
         placement = self._placement()
         check_devices(devices, placement.cluster)

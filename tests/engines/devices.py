@@ -70,11 +70,11 @@ class MadeUpDevices:
     def there(self) -> Iterator[None]:
         """Inside, they are there, and the Trainer takes so many as it is asked for."""
 
-        def found(accelerator: Any, devices: Any, dealt: Any) -> tuple[list[torch.device], int]:
+        def found(accelerator: Any, devices: Any, dealt: Any, alone: bool) -> tuple[list[torch.device], int]:
             count = devices if isinstance(devices, int) else 1
             if count == 1:  # the one process of a comparison
                 return [CPU], 1
-            return [made_up(number) for number in range(self.first, self.first + count)], count
+            return [made_up(number) for number in range(self.first, self.first + count)], 1 if alone else count
 
         own = Transfer.__init__
 

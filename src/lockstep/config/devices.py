@@ -49,7 +49,7 @@ def check_devices(devices: list[int] | str | int, cluster: str) -> None:
 
 
 def node_devices(
-    accelerator: Accelerator, devices: list[int] | str | int, dealt_out: bool
+    accelerator: Accelerator, devices: list[int] | str | int, dealt_out: bool, alone: bool = False
 ) -> tuple[list[torch.device], int | None]:
     """The devices that this process may have, and how many ranks on each node the flags ask for.
 
@@ -58,6 +58,7 @@ def node_devices(
         devices: as in ``Trainer(devices=...)``.
         dealt_out: whether a cluster has given this process its devices: then it sees those, and the flag is a number
             of ranks, which is compared with those that were started.
+        alone: whether one process is to have all devices that are asked for.
 
     Returns:
         this node's devices by local rank, or the only one; and the number, None for as many as there are.
@@ -65,6 +66,8 @@ def node_devices(
     Raises:
         MisconfigurationException: devices that are not there, or a value that names none.
     """
+    if alone:
+        return accelerator.get_parallel_devices(devices), 1
     if accelerator.device_type == "cpu" or not dealt_out:
         found = accelerator.get_parallel_devices(devices)
         return found, None if devices == "auto" and accelerator.device_type == "cpu" else len(found)
