@@ -92,7 +92,7 @@ def test_the_code_of_a_process_that_another_parent_has_buried_is_known(end: str,
 
 def test_a_good_exit_code_in_the_middle_of_something_is_a_failure() -> None:
     """``os._exit(0)`` passed for the end of the script, and another rank was blamed."""
-    watched = RankProcesses(None, is_busy=lambda rank: rank == 2)
+    watched = RankProcesses(is_busy=lambda rank: rank == 2)
     start(watched, "pass", "pass", SLEEP)
     assert watched.wait(30)
     assert [(end.rank, end.code) for end in watched.failed] == [(2, 0)]
@@ -212,7 +212,7 @@ def one_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_more_processes_may_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last line was "BlockingIOError: [Errno 11] Resource temporarily unavailable"; to end the others hung."""
     one_start(monkeypatch)
-    watched = RankProcesses(None)
+    watched = RankProcesses()
     try:
         watched.start(1, [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
         with pytest.raises(RuntimeError, match=r"^rank 2 could not be started .* more processes \(`ulimit -u`"):

@@ -94,12 +94,12 @@ class RankProcesses:
 
     def __init__(
         self,
-        on_failure: Callable[[], None] | None = None,
-        is_busy: Callable[[int], bool] | None = None,
-        is_someone_ending: Callable[[], bool] | None = None,
-        failed_at: Callable[[int], float | None] | None = None,
-        on_end: Callable[[int], None] | None = None,
-        is_excused: Callable[[int, int | None], bool] | None = None,
+        on_failure: Callable[[], None] = lambda: None,
+        is_busy: Callable[[int], bool] = lambda rank: False,
+        is_someone_ending: Callable[[], bool] = lambda: False,
+        failed_at: Callable[[int], float | None] = lambda rank: None,
+        on_end: Callable[[int], None] = lambda rank: None,
+        is_excused: Callable[[int, int | None], bool] = lambda rank, code: False,
         waits_since: Callable[[int], float | None] = lambda rank: None,
     ) -> None:
         self._on_failure = on_failure
@@ -275,18 +275,15 @@ class RankProcesses:
                 moved, before = now, running
             if self.hurries:
                 until = self._sooner(until, running, said, moved, now)
-            if now >= until and not (
-                now < latest and self._is_someone_ending is not None and self._is_someone_ending()
-            ):
+            if now >= until and not (now < latest and self._is_someone_ending()):
                 break
             time.sleep(LOOK)
         self.stop(GRACE / 8)
-        if self._on_failure is not None:
-            self._on_failure()
+        self._on_failure()
 
     def _said(self, rank: int, at: float) -> float:
         """When a rank said that it fails, too; 0 if it has not, since about that time."""
-        said = None if self._failed_at is None else self._failed_at(rank)
+        said = self._failed_at(rank)
         return said if said is not None and said > at - GRACE else 0.0
 
     def _sooner(self, until: float, running: Sequence[int], said: Sequence[float], moved: float, now: float) -> float:
@@ -310,13 +307,11 @@ class RankProcesses:
 
     def _ended_well(self, rank: int, code: int | None) -> bool:
         """Whether a rank has done all that it was to do: it has said so, or nobody knows better than its exit code."""
-        if rank in self._ended:
-            return True
-        return code == 0 and not (self._is_busy is not None and self._is_busy(rank))
+        return rank in self._ended or (code == 0 and not self._is_busy(rank))
 
     def _watch(self, rank: int, process: _Started | Foreign) -> None:
         code, at = process.end(), time.monotonic()
-        excused = self._is_excused is not None and self._is_excused(rank, code)
+        excused = self._is_excused(rank, code)
         with self._lock:
             well = self._ended_well(rank, code)
             self._gone.add(rank)
@@ -328,12 +323,11 @@ class RankProcesses:
                 if code in (None, -signal.SIGKILL) and _killed_for_memory() > self._killed_for_memory:
                     why = ": the machine, or its container, ran out of memory"
                 self._failed.append(Ended(rank, process.pid, code, at, why))
-        if self._on_end is not None:
-            self._on_end(rank)
+        self._on_end(rank)
         if not well:
             process.signal_group(signal.SIGKILL)
         if fails:
-            said = None if self._failed_at is None else self._failed_at(rank)
+            said = self._failed_at(rank)
             self.wind_up(at if said is None else min(at, said))
         process.close()
 

@@ -163,7 +163,10 @@ class SpawnLauncher:
         world = self.world if held is None else replace(self.world, port=held.number)
         mailbox, verdicts = Mailbox(), list[Verdict]()
         processes = RankProcesses(
-            None, mailbox.is_inside, mailbox.is_someone_ending, mailbox.failed_at, lambda rank: tell(rank)
+            is_busy=mailbox.is_inside,
+            is_someone_ending=mailbox.is_someone_ending,
+            failed_at=mailbox.failed_at,
+            on_end=lambda rank: tell(rank),
         )
 
         def stop(verdict: Verdict) -> None:
