@@ -74,7 +74,7 @@ def test_messages_go_on_where_the_gate_was_taken_down(ranks: RankPool) -> None:
 def _replaced_by_somebody() -> float:
     install_trace()
     own, gate = torch.ones(2), dist.all_reduce
-    dist.all_reduce = gate.inner  # as a test does that puts back what it had found before the gate came
+    dist.all_reduce = gate.__wrapped__  # as a test does that puts back what it had found before the gate came
     try:
         with compared():
             dist.all_reduce(own)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.supervise import collective_trace
 from lockstep.supervise.collective_trace import install_trace, take_down
-from lockstep.supervise.hang import compare, overdue
+from lockstep.supervise.hang import diverged, overdue
 from lockstep.supervise.snapshot import RUNS, RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import LAG, Reading
@@ -194,24 +194,20 @@ OWN = Stack((Frame("/me/train.py", 33, "training_step"),))
 ITEM = Stack((Frame("/me/train.py", 57, "training_step"),))
 
 
-def _on_devices(**queued: Any) -> list[RankSnapshot]:
+def _on_devices() -> list[RankSnapshot]:
     """Rank 0 stays in its own code before number 100; the others have queued four more and ask for a value."""
     found = [snapshot(0, *(past(n) for n in range(99, 84, -1)), stack=OWN, state=RUNS)]
     for rank in (1, 2):
-        notes = [past(n, **queued) if n >= 100 else past(n) for n in range(103, 88, -1)]
+        notes = [past(n, queued=True) if n >= 100 else past(n) for n in range(103, 88, -1)]
         found.append(snapshot(rank, *notes, stack=ITEM, state=RUNS))
     return found
 
 
-@pytest.mark.parametrize("queued", [{"queued": True}, {}])
-def test_a_rank_that_has_not_come_to_what_others_have_queued_is_the_late_one(queued: dict[str, Any]) -> None:
-    """They ask for a value in a line of the user's and turn round there: neither still nor inside a collective. Where a
-    device has no events that can be asked for, numbers alone tell it."""
-    ranks = _on_devices(**queued)
-    if queued:
-        ranks = [each if not each.rank else _not_done(each) for each in ranks]
-        assert [round(each.waited, 1) for each in ranks] == [0.0, 60.0 - LAG, 60.0 - LAG]
-    assert compare(ranks) is None  # it may still come
+def test_a_rank_that_has_not_come_to_what_others_have_queued_is_the_late_one() -> None:
+    """They ask for a value in a line of the user's and turn round there: neither still nor inside a collective."""
+    ranks = [each if not each.rank else _not_done(each) for each in _on_devices()]
+    assert [round(each.waited, 1) for each in ranks] == [0.0, 60.0 - LAG, 60.0 - LAG]
+    assert diverged(ranks) is None  # it may still come
     assert str(overdue(ranks, 30.0)) == (
         "for 58 s, rank 0 is in its own code, /me/train.py:33; ranks 1, 2 wait in all_reduce #100 (queued on their "
         "device), /me/train.py:57 (training_step)"

@@ -12,9 +12,10 @@ import pytest
 
 from lockstep.supervise import hang_monitor
 from lockstep.supervise.causes import Divergence, Stand
-from lockstep.supervise.hang_monitor import MOST, HangMonitor
+from lockstep.supervise.hang_monitor import HangMonitor
 from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
 from lockstep.supervise.trace_memory import WHOLE, TraceMemory
+from lockstep.supervise.traces import MOST
 from tests.launch.ends import End
 
 REDUCING = Stack((Frame(f"{LOCKSTEP}engines/ddp/reducer.py", 2, "finish"), Frame("/me/fit.py", 7, "<module>")))
@@ -76,7 +77,6 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
     def play(*args: Any, **kwargs: Any) -> Scene:
         made = Scene(*args, **kwargs)
         monkeypatch.setattr(hang_monitor, "ask", made.ask)
-        monkeypatch.setattr(hang_monitor, "speak", lambda process: None)
         return made
 
     return play
@@ -115,21 +115,21 @@ def test_more_calls_than_are_compared_in_a_look_are_compared_at_the_end(scene: C
 def test_since_when_a_rank_waits_is_that_of_its_newest_collective(scene: Callable[..., Scene]) -> None:
     played = scene()
     rank = played.ranks[1]
-    assert played.lookout.waits_since(1) is None  # its trace is not open
-    played.lookout.open({1: rank.stand})
-    assert played.lookout.waits_since(1) is None
+    assert played.lookout.traces.waits_since(1) is None  # its trace is not open
+    played.lookout.traces.open({1: rank.stand})
+    assert played.lookout.traces.waits_since(1) is None
     rank.make("barrier")
-    assert played.lookout.waits_since(1) is None
+    assert played.lookout.traces.waits_since(1) is None
     before = time.monotonic()
     index = rank.enter()
-    since = played.lookout.waits_since(1)
+    since = played.lookout.traces.waits_since(1)
     assert since is not None
     assert before <= since <= time.monotonic()
     rank.collectives.leave(index, complete=True)
-    assert played.lookout.waits_since(1) is None
+    assert played.lookout.traces.waits_since(1) is None
     rank.enter()
-    played.lookout.close()
-    assert played.lookout.waits_since(1) is None
+    played.lookout.traces.close()
+    assert played.lookout.traces.waits_since(1) is None
 
 
 def test_a_rank_that_keeps_others_waiting_is_told_once(
@@ -166,7 +166,7 @@ def test_a_rank_that_keeps_others_devices_waiting_is_told(
     said = capsys.readouterr().err
     assert "rank 1 is in its own code, /me/train.py:31; rank 0 waits in all_reduce #2 (queued on its device)" in said
     found = str(played.lookout.divergence())  # where the device's backend aborts rank 0
-    assert found.startswith("rank 1 is in its own code, /me/train.py:31, and others waited in vain: rank 0 in all_red")
+    assert found.startswith("rank 1 is in its own code, /me/train.py:31, and others do not come out: rank 0 waits in a")
     played.ranks[1].make()
     played.ranks[0].collectives.complete(index)
     assert "all_reduce #3" in str(played.lookout.divergence())
@@ -284,7 +284,7 @@ def test_node_0_compares_the_ranks_of_all(scene: Callable[..., Scene], monkeypat
     assert one.lookout.others._hub.sent == ["snapshots"]  # type: ignore[union-attr]
 
 
-def test_a_wait_is_told_by_node_0_alone_and_by_another_where_node_0_is_in_no_call(
+def test_a_wait_is_told_by_node_0_alone_and_by_another_where_node_0_does_not_look(
     scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     zero, one = two_nodes(scene, monkeypatch, 2.0)
@@ -299,9 +299,7 @@ def test_a_wait_is_told_by_node_0_alone_and_by_another_where_node_0_is_in_no_cal
     assert "rank 0 is in its own code, /me/train.py:31; rank 1 waits in all_reduce #1, /me/train.py:1" in said
     one.look(4.5)
     assert capfd.readouterr().err == ""
-    assert zero.lookout.others is not None
     assert one.lookout.others is not None
-    zero.lookout.others.looked_at -= 60.0
-    one.lookout.others._watched_at -= 60.0
-    one.look(20.0)  # it is asked for its stack again
+    one.lookout.others._wanted_at -= 60.0
+    one.look(20.0)
     assert "rank 1 waits in all_reduce #1" in capfd.readouterr().err

@@ -39,7 +39,6 @@ class Scene:
             monkeypatch.setattr(module, "ask", lambda process, answers: self.answers[process])
         monkeypatch.setattr(hang_monitor, "_state", lambda process: "sleeps")
         monkeypatch.setattr(hang_monitor, "_runs", lambda process: process not in self.still)
-        monkeypatch.setattr(hang_monitor, "ANSWER", 0.0)
         monkeypatch.setattr(self.watch, "_seconds_still", lambda stand, now: 5.0 if stand.rank in self.still else 0.0)
         for name in ("PERIOD", "QUIET", "FAREWELL", "AT_ONCE", "UNHEARD"):
             monkeypatch.setattr(monitor, name, 0.05)

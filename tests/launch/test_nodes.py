@@ -16,7 +16,7 @@ from lockstep.supervise import hub
 from lockstep.supervise.causes import Cause
 from lockstep.supervise.channel import Channel
 from lockstep.supervise.hub import SILENCE, Hub
-from lockstep.supervise.nodes import Nodes
+from lockstep.supervise.nodes import Decision, Nodes
 
 SECONDS = 20
 
@@ -90,7 +90,7 @@ def test_the_system_asks_a_silent_machine_for_half_a_minute(nodes: list[Node]) -
 
 def test_the_first_claim_is_believed_by_all() -> None:
     events: list[queue.Queue[tuple[str, Any]]] = [queue.Queue(), queue.Queue()]
-    followed: list[list[dict[str, Any]]] = [[], []]
+    followed: list[list[Decision]] = [[], []]
     zero, one = (
         Nodes(number, 2, lambda *event, number=number: events[number].put(event), followed[number].append)
         for number in (0, 1)
@@ -110,7 +110,7 @@ def test_the_first_claim_is_believed_by_all() -> None:
         assert name == "first"
         one.heard(body)
         words = f"rank 3 on {socket.gethostname()} failed first, at train.py:3: ValueError: no"
-        assert [said["words"] for said in followed[0] + followed[1]] == [words, words]
+        assert [said.words for said in followed[0] + followed[1]] == [words, words]
         assert (zero.is_elsewhere, one.is_elsewhere) == (True, False)
     finally:
         one.close()

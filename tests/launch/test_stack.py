@@ -155,6 +155,7 @@ SLEEPS = """
 import ctypes, time
 from lockstep.supervise import stack_request as sample
 print(sample.offer(), flush=True)
+sample.answer_with(lambda: ("training_step", 1204))
 def sleeps(library):
     began = time.monotonic()
     left = library.sleep(1)
@@ -164,17 +165,20 @@ sleeps(ctypes.{library}(None))
 
 
 @pytest.mark.skipif(sample.ASK is None, reason="needs signals of Linux")
-@pytest.mark.parametrize(("library", "said"), [("CDLL", "0 True"), ("PyDLL", "")])
-def test_a_look_does_not_cut_a_sleep_in_c_short(library: str, said: str) -> None:
-    """A signal asked, and sleep() returned early. It still asks where the interpreter's lock is held meanwhile."""
+@pytest.mark.parametrize(
+    ("library", "said", "batch"), [("CDLL", "0 True", ("training_step", 1204)), ("PyDLL", "", ("", -1))]
+)
+def test_a_look_does_not_cut_a_sleep_in_c_short(library: str, said: str, batch: tuple[str, int]) -> None:
+    """A signal asked, and sleep() returned early. It still asks where the interpreter's lock is held meanwhile; the
+    batch is then not told."""
     with subprocess.Popen(script(SLEEPS.format(library=library)), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         answers = process.stdout.readline().strip()
         time.sleep(0.3)
         stack = sample.ask(process.pid, answers)
-        sample.speak(answers)
         assert stack is not None
         assert [frame.function for frame in stack.frames] == ["sleeps", "<module>"]
+        assert (stack.phase, stack.batch) == batch
         assert process.stdout.read().strip().startswith(said)
     assert process.returncode == 0
 

@@ -113,14 +113,6 @@ def test_a_word_that_comes_again_takes_no_place() -> None:
     assert reading.newest()[0].location == f"{'x' * 1000}:1"
 
 
-def test_a_rank_that_is_asked_says_where_it_is() -> None:
-    collectives = TraceMemory()
-    reading = Reading(collectives.address)
-    collectives.say(collectives.word("phase", "training_step"), 1204)
-    assert reading.said(0.0) == ("training_step", 1204)
-    assert reading.said(float("inf")) is None
-
-
 RANK = """
 import sys, time, types
 package = types.ModuleType("lockstep"); package.__path__ = [sys.argv[1]]; sys.modules["lockstep"] = package

@@ -6,18 +6,19 @@ import json
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from lockstep.supervise import elsewhere, hang_monitor, stack_proof
+from lockstep.supervise import elsewhere, hang_monitor
 from lockstep.supervise.causes import Divergence, Stand
 from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.comparison import NotesOfAll
-from lockstep.supervise.elsewhere import OtherRanks, soon
+from lockstep.supervise.elsewhere import soon
 from lockstep.supervise.hang_monitor import HangMonitor
 from lockstep.supervise.snapshot import RUNS, STOPPED, RankSnapshot
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
-from lockstep.supervise.stack_proof import StackProof
+from lockstep.supervise.stack_proof import StackQuestion
 from lockstep.supervise.trace_memory import Note
 from tests.launch.ends import End
 
@@ -33,6 +34,20 @@ WORKING = Stack((Frame("/me/train.py", 50, "training_step"), FIT))
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
 
+class PlayedMonitor(HangMonitor):
+    """Of one node of a world."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(End(world.ends), len(world.ranks))
+        self.world = world
+
+    def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
+        return replace(self.world.ranks[stand.rank], at=now)
+
+    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
+        return replace(snapshot, stack=self.world.stacks[snapshot.rank])
+
+
 class World:
     """A rank on each of some nodes, played: what it does, and what its stack is when it is asked."""
 
@@ -44,7 +59,7 @@ class World:
             for rank in range(nodes)
         ]
         self.stacks: list[Stack | None] = [WORKING] * nodes
-        self.others = [OtherRanks(End(self.ends), nodes) for _ in range(nodes)]
+        self.monitors = [PlayedMonitor(self) for _ in range(nodes)]
         self.now = time.monotonic()
 
     def wait(self, rank: int, stack: Stack | None, still: float = 3.0) -> None:
@@ -54,28 +69,28 @@ class World:
         """All nodes look, node 0 last."""
         self.now += later
         found = None
-        for rank in reversed(range(len(self.ranks))):
-            own = [replace(self.ranks[rank], at=self.now)]
-            everybody = self.others[rank].exchange(own, self.limit, self.now, self.ask)
-            found = self.others[rank].strayed(everybody, self.now, self.ask)
+        for each in reversed(self.ranks):
+            inside, outside = ({each.rank: each.stand}, []) if each.stand.inside else ({}, [each.stand])
+            found = self.monitors[each.rank].look(inside, {}, self.now, outside)
         return found
-
-    def ask(self, each: RankSnapshot, now: float, for_proof: bool) -> RankSnapshot:
-        return replace(each, stack=self.stacks[each.rank])
 
     def proves(self, looks: int = 8) -> Divergence | None:
         return next((found for found in (self.look() for _ in range(looks)) if found is not None), None)
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elsewhere, "PATIENCE", 60.0)  # the worlds' clocks run ahead
-    monkeypatch.setattr(stack_proof, "UNANSWERED", 60.0)
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return ticking(World(), monkeypatch)
 
 
-def test_ranks_that_wait_at_different_places_on_two_nodes_are_proved_to() -> None:
+def ticking(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Have what comes from other nodes be heard at the moment of the world."""
+    monkeypatch.setattr(elsewhere, "time", SimpleNamespace(monotonic=lambda: world.now))
+    return world
+
+
+def test_ranks_that_wait_at_different_places_on_two_nodes_are_proved_to(world: World) -> None:
     """It ran on for half an hour: stacks proved something on one node only."""
-    world = World()
     world.wait(0, IN_BARRIER)
     world.wait(1, REDUCING)
     assert str(world.proves()) == (
@@ -84,16 +99,14 @@ def test_ranks_that_wait_at_different_places_on_two_nodes_are_proved_to() -> Non
     )
 
 
-def test_ranks_that_wait_at_the_same_place_are_let_be() -> None:
-    world = World()
+def test_ranks_that_wait_at_the_same_place_are_let_be(world: World) -> None:
     for rank in (0, 1):
         world.wait(rank, REDUCING)
     assert world.proves(40) is None
     assert world.ends[0].sent.count("wanted") < 20  # it is asked again ever later
 
 
-def test_a_rank_that_goes_on_between_two_questions_proves_nothing() -> None:
-    world = World()
+def test_a_rank_that_goes_on_between_two_questions_proves_nothing(world: World) -> None:
     world.wait(0, IN_BARRIER)
     for step in range(40):
         other = Stack((replace(REDUCING.frames[0], line=step), *REDUCING.frames[1:]))
@@ -101,8 +114,7 @@ def test_a_rank_that_goes_on_between_two_questions_proves_nothing() -> None:
         assert world.look() is None
 
 
-def test_a_rank_that_works_or_does_not_answer_proves_nothing() -> None:
-    world = World()
+def test_a_rank_that_works_or_does_not_answer_proves_nothing(world: World) -> None:
     world.wait(0, IN_BARRIER)
     world.wait(1, REDUCING)
     world.ranks[1] = replace(world.ranks[1], state=RUNS)
@@ -114,9 +126,8 @@ def test_a_rank_that_works_or_does_not_answer_proves_nothing() -> None:
     assert world.proves(20) is not None
 
 
-def test_a_rank_that_cannot_answer_for_a_moment_is_asked_again_soon() -> None:
+def test_a_rank_that_cannot_answer_for_a_moment_is_asked_again_soon(world: World) -> None:
     """Each such moment doubled the time to the next question: on a busy machine nothing was proved for ten seconds."""
-    world = World()
     world.wait(0, IN_BARRIER)
     world.wait(1, None)
     assert world.proves(16) is None
@@ -124,24 +135,24 @@ def test_a_rank_that_cannot_answer_for_a_moment_is_asked_again_soon() -> None:
     assert world.proves(6) is not None  # three seconds
 
 
-def test_a_rank_that_has_left_its_call_on_another_node_is_named() -> None:
-    world = World(3)
+def test_a_rank_that_has_left_its_call_on_another_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = ticking(World(3), monkeypatch)
     world.wait(1, REDUCING)
     world.ranks[2] = replace(world.ranks[2], stand=replace(world.ranks[2].stand, inside=False))
     assert "rank 2 left the call at /me/fit.py:7, and rank 1 waits for it in reducing gradients" in str(world.proves())
 
 
-def test_a_node_that_has_said_farewell_is_known_to_have_left() -> None:
-    world = World()
-    one = world.others[1].last([replace(world.ranks[1].stand, inside=False, ended=True)])
+def test_a_node_that_has_said_farewell_is_known_to_have_left(world: World) -> None:
+    assert world.monitors[1].others is not None
+    one = world.monitors[1].others.last([replace(world.ranks[1].stand, inside=False, ended=True)])
     world.ends[0].hears["farewell"](1, json.loads(json.dumps(one)))
     world.ranks.pop()
+    world.ends.pop()
     world.wait(0, REDUCING)
     assert "rank 1 left the call at /me/fit.py:7 and came to its end, and rank 0 waits for it" in str(world.proves())
 
 
-def test_nothing_travels_while_nobody_waits_and_little_on_very_many_nodes() -> None:
-    world = World()
+def test_nothing_travels_while_nobody_waits_and_little_on_very_many_nodes(world: World) -> None:
     for _ in range(20):
         world.look()
     assert [end.sent for end in world.ends] == [[], []]
@@ -149,14 +160,18 @@ def test_nothing_travels_while_nobody_waits_and_little_on_very_many_nodes() -> N
 
 
 def test_answers_to_an_older_question_do_not_count() -> None:
-    proof = StackProof()
-    assert proof.is_due(10.0, {0, 1})
-    proof.take(0, {})
-    assert not proof.is_answered({0, 1})
-    assert not proof.is_due(12.0, {0, 1})
-    assert proof.is_due(80.0, {0, 1})  # node 1 does not answer: it is asked anew
-    proof.take(1, {})
-    assert not proof.is_answered({0, 1})
+    question, one = StackQuestion(), RankSnapshot(1, 0.0, Stand(1, 0.0, 1, True, "/me/fit.py:7"))
+    question.put(10.0)
+    question.take(0, 1, {})
+    assert question.answers({0, 1}, 12.0) is None
+    assert question.answers({0, 1}, 15.0) == {}  # node 1 does not answer
+    question.put(20.0)
+    question.take(0, 2, {})
+    question.take(1, 1, {1: one})
+    assert question.answers({0, 1}, 21.0) is None
+    question.take(1, 2, {1: one})
+    assert question.answers({0, 1}, 21.0) == {1: one}
+    assert question.answers({0, 1}, 40.0) is None  # what is concluded is concluded
 
 
 # -- the monitor
@@ -179,7 +194,6 @@ class Lookouts:
         monkeypatch.setattr(hang_monitor, "_state", lambda process: self.states[process])
         monkeypatch.setattr(hang_monitor, "ask", lambda process, answers: self.stacks[process])
         monkeypatch.setattr(hang_monitor, "ask_stopped", lambda process, answers: self.stacks[process])
-        monkeypatch.setattr(hang_monitor, "speak", lambda answers: None)
 
     def look(self, later: float) -> list[Divergence | None]:
         self.now += later

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lockstep.ground.streams import TimedEvent
 from lockstep.loop.step_times import BACKWARD, DATA, FORWARD, PAUSE, WAITING, DeviceTimes, StepTimes
-from lockstep.supervise.collective_trace import wrapped
+from lockstep.supervise.collective_trace import WAITS, wrapped
 from lockstep.testing.pool import RankPool
 from tests.loop.balanced import Clock
 
@@ -185,7 +185,7 @@ def waited() -> tuple[float, bool]:
 
         return times.timed(WAITING, call)
 
-    with wrapped(tick):
+    with wrapped(lambda name, fn: tick(fn), WAITS):
         dist.all_reduce(torch.ones(1))
         work = dist.all_reduce(torch.ones(1), async_op=True)
         work.wait()

@@ -181,7 +181,7 @@ class SimulatedMonitor(HangMonitor):
     def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
         return replace(self._ranks(stand), stack=None)
 
-    def _asked(self, snapshot: RankSnapshot, now: float, for_proof: bool = False) -> RankSnapshot:
+    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
         return self._ranks(snapshot.stand)
 
 
@@ -254,7 +254,7 @@ class SimulatedRun:
     @property
     def decided(self) -> list[str]:
         """The words of the first cause as each node that is there knows it; "" where it does not."""
-        return [(node.nodes.decided or {}).get("words", "") for node in self._there]
+        return ["" if node.nodes.decided is None else node.nodes.decided.words for node in self._there]
 
     def __enter__(self) -> SimulatedRun:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -233,7 +233,11 @@ OTHER_PROCESSES = (
 GLOBALS = {
     "ground/seed.py": {"_current": "the seed"},
     "ground/rank.py": {"_warned": "what was warned of once", "rank_zero_only": "this process' rank"},
-    "supervise/stack_request.py": {"_file": "where answers lie", "_bell": "how one asks", "_say": "who answers"},
+    "supervise/stack_request.py": {
+        "_file": "where answers lie",
+        "_bell": "how one asks",
+        "_where": "what answers say first",
+    },
     "supervise/status.py": {"_rank": "this process as a rank"},
     "supervise/trace_memory.py": {"_own": "this process' trace"},
     "supervise/collective_trace.py": {"_trace": "the same", "_replaced": "what stood in torch's place"},

@@ -19,7 +19,7 @@ from lockstep.ground.streams import TimedEvent, current_stream, has_streams, tim
 from lockstep.ground.window_times import WindowTimes
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.micro_batches import MicroBatches
-from lockstep.supervise.collective_trace import wrapped
+from lockstep.supervise.collective_trace import WAITS, wrapped
 
 DATA, FORWARD, BACKWARD, WAITING, PAUSE = range(5)
 """Parts of a window's time; a pause (a validation) is no part of it."""
@@ -67,7 +67,7 @@ class StepTimes:
         for owner, name in strategy.waits_in:
             self._replace(owner, name, WAITING)
         try:
-            with wrapped(functools.partial(self.timed, WAITING)):
+            with wrapped(lambda name, fn: self.timed(WAITING, fn), WAITS):
                 yield
         finally:
             while self._undo:

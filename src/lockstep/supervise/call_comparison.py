@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lockstep.ground.collectives import COLLECTIVES
 from lockstep.ground.rank import waits
-from lockstep.supervise.collective_trace import wrapped_inside
+from lockstep.supervise.collective_trace import wrapped
 from lockstep.supervise.stack import calling
 
 COMPARED = ("all_to_all", *(name for name in COLLECTIVES if COLLECTIVES[name]), "barrier")
@@ -124,5 +124,5 @@ def compared() -> Iterator[None]:
         CollectiveMismatch: on every rank of the group, in place of the collective: they are about to do different
             things. It says which, and where.
     """
-    with wrapped_inside(COMPARED, _Comparison().wrap):
+    with wrapped(_Comparison().wrap, COMPARED):
         yield

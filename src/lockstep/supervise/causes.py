@@ -281,10 +281,12 @@ def early_cause(
     lost = {cause.rank for cause in notes if cause.lost}
     gone = {end.rank for end in failed} | set(left)
     own, caught = _own_and_caught(notes, stands, gone)
-    found = first_cause([end for end in failed if end.rank not in lost], own, stands, caught)
-    if found is None and caught and lost & gone:
-        return caught[0]
-    return found if isinstance(found, Cause | Ended) else None
+    silent = _silent_end([end for end in failed if end.rank not in lost], own, own)
+    if silent is not None:
+        return silent
+    if own:
+        return own[0]
+    return caught[0] if caught and lost & gone else None
 
 
 def final_cause(
@@ -312,7 +314,7 @@ def final_cause(
     noted = {cause.rank: cause for cause in notes if cause.rank in printed} | dict(left)
     caught = [cause for cause in notes if cause.rank not in noted and was_caught(cause, stands)]
     in_time = sorted(noted.values(), key=lambda cause: cause.at)
-    cause = first_cause(list(failed), in_time, stands, caught, **({} if proof is None else {"proof": proof}))
+    cause = first_cause(list(failed), in_time, stands, caught, proof)
     return cause, is_told(cause, printed - set(folded), in_time)
 
 

@@ -1,10 +1,10 @@
-"""Snapshots of ranks between nodes: a message tells what has changed since the one before."""
+"""Snapshots of ranks between nodes, as JSON: a message tells the ranks that have changed since the one before."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from lockstep.supervise.causes import Stand
@@ -12,18 +12,17 @@ from lockstep.supervise.snapshot import RankSnapshot
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import Members, Note, shared
 
-CLOCKS = ("at", "still", "stopped", "held")
-"""What of a snapshot goes on by itself."""
+CLOCKS = ("still", "stopped", "held")
+"""What of a snapshot goes on by itself, where it has begun."""
 
 TOLERANCE = 0.5
 """Seconds by which those may differ from what is expected of them before they are told again."""
 
 
-def later(snapshot: RankSnapshot, at: float) -> RankSnapshot:
-    """A rank that goes on doing what it does, at a later moment."""
-    more = at - snapshot.at
-    on = {name: value + more for name in CLOCKS[1:] if (value := getattr(snapshot, name))}
-    return replace(snapshot, at=at, **on)
+def later(snapshot: RankSnapshot, seconds: float) -> RankSnapshot:
+    """A rank that goes on doing what it does, so many seconds later."""
+    clocks = {name: value + seconds for name in CLOCKS if (value := getattr(snapshot, name))}
+    return replace(snapshot, at=snapshot.at + seconds, **clocks)
 
 
 class Changes:
@@ -34,43 +33,31 @@ class Changes:
         self._next: dict[int, RankSnapshot] = {}
 
     def of(self, snapshots: Sequence[RankSnapshot], at: float) -> dict[str, Any]:
-        """The message, as JSON knows it: the ranks that have changed, with what has, and those that are no more.
+        """The message: the ranks that have changed, and those that are no more.
 
         Args:
-            snapshots: as they are now. A stack stays until there is another.
+            snapshots: as they are now.
             at: the moment.
         """
-        told = []
-        self._next = {}
-        for now in snapshots:
-            before = self._known.get(now.rank)
-            change = self._change(before, now)
-            known = now if before is None else replace(now, stack=now.stack or before.stack)
-            self._next[now.rank] = known if change or before is None else before
-            if change:
-                told.append({"rank": now.rank, **change})
-        return {"at": at, "ranks": told, "gone": sorted(self._known.keys() - self._next.keys())}
+        told = [now for now in snapshots if self._is_news(now)]
+        self._next = {now.rank: self._known.get(now.rank, now) for now in snapshots}
+        self._next |= {now.rank: now for now in told}
+        gone = sorted(self._known.keys() - self._next.keys())
+        return {"at": at, "ranks": [plain(now) for now in told], "gone": gone}
 
     def keep(self) -> None:
         """The last message has been sent."""
         self._known = self._next
 
-    @staticmethod
-    def _change(before: RankSnapshot | None, now: RankSnapshot) -> dict[str, Any]:
-        told: dict[str, Any] = {}
-        for field in fields(RankSnapshot):
-            name, value = field.name, getattr(now, field.name)
-            if name in ("rank", *CLOCKS) or (before is not None and value == getattr(before, name)):
-                continue
-            if name == "stack" and value is None:
-                continue
-            told[name] = _plain(name, value)
-        expected = None if before is None else later(before, now.at)
-        if not told and expected is not None:
-            strays = any(abs(getattr(now, name) - getattr(expected, name)) > TOLERANCE for name in CLOCKS)
-            if not strays:
-                return {}
-        return {**told, **{name: getattr(now, name) for name in CLOCKS}}
+    def _is_news(self, now: RankSnapshot) -> bool:
+        known = self._known.get(now.rank)
+        if known is None:
+            return True
+        expected = later(known, now.at - known.at)
+        clocks = {name: getattr(expected, name) for name in CLOCKS}
+        if any(abs(getattr(now, name) - clock) > TOLERANCE for name, clock in clocks.items()):
+            return True
+        return replace(now, at=expected.at, **clocks) != expected
 
 
 def taken_in(before: Mapping[int, RankSnapshot], told: Mapping[str, Any]) -> dict[int, RankSnapshot]:
@@ -81,12 +68,28 @@ def taken_in(before: Mapping[int, RankSnapshot], told: Mapping[str, Any]) -> dic
         told: the message.
     """
     gone = set(told["gone"])
-    found = {rank: later(known, told["at"]) for rank, known in before.items() if rank not in gone}
-    for each in told["ranks"]:
-        values = {name: _value(name, value) for name, value in each.items()}
-        known = before.get(each["rank"])
-        found[each["rank"]] = RankSnapshot(**values) if known is None else replace(known, **values)
-    return found
+    found = {rank: later(known, told["at"] - known.at) for rank, known in before.items() if rank not in gone}
+    return found | {each["rank"]: snapshot_of(each) for each in told["ranks"]}
+
+
+def plain(snapshot: RankSnapshot) -> dict[str, Any]:
+    """A snapshot as JSON knows it."""
+    notes, stacks = plain_notes(snapshot.notes), {"stack": snapshot.stack, "worker": snapshot.worker}
+    told = {name: None if stack is None else asdict(stack) for name, stack in stacks.items()}
+    return {**vars(snapshot), "stand": vars(snapshot.stand), "notes": notes, **told}
+
+
+def snapshot_of(plain: Mapping[str, Any]) -> RankSnapshot:
+    """The snapshot of which `plain` made this."""
+    stand, notes = Stand(**plain["stand"]), notes_of(plain["notes"])
+    stack, worker = _stack_of(plain["stack"]), _stack_of(plain["worker"])
+    return RankSnapshot(**{**plain, "stand": stand, "notes": notes, "stack": stack, "worker": worker})
+
+
+def _stack_of(plain: Mapping[str, Any] | None) -> Stack | None:
+    if plain is None:
+        return None
+    return Stack(**{**plain, "frames": tuple(Frame(**frame) for frame in plain["frames"])})
 
 
 _OF_A_NOTE = tuple(field.name for field in fields(Note))
@@ -102,22 +105,6 @@ def plain_notes(notes: Iterable[Note]) -> list[dict[str, Any]]:
 def notes_of(plain: Iterable[dict[str, Any]]) -> tuple[Note, ...]:
     """The notes of which `plain_notes` made these."""
     return tuple(Note(**{**note, "members": members(tuple(map(tuple, note["members"])))}) for note in plain)
-
-
-def _plain(name: str, value: Any) -> Any:
-    if name == "notes":
-        return plain_notes(value)
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def _value(name: str, plain: Any) -> Any:
-    if name == "notes":
-        return notes_of(plain)
-    if name == "stand":
-        return Stand(**plain)
-    if name in ("stack", "worker"):
-        return None if plain is None else Stack(tuple(Frame(**frame) for frame in plain["frames"]))
-    return plain
 
 
 @functools.lru_cache(maxsize=4096)

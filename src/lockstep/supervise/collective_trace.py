@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -27,7 +26,7 @@ from lockstep.ground.installed import DEVICE_MARKS, FORK_TRACE, TORCH_COLLECTIVE
 from lockstep.ground.rank import waits
 from lockstep.supervise.device_marks import DeviceMarks
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP
-from lockstep.supervise.stack_request import answer_by
+from lockstep.supervise.stack_request import answer_with
 from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own
 from lockstep.supervise.traced_groups import TracedGroup, kind_of_device, kinds_by_backend, sequence_of
 
@@ -289,12 +288,6 @@ class CollectiveTrace:
             found = self._phases[name] = self.memory.word("phase", name)
         return found, batch
 
-    def say(self) -> None:
-        """Write into the trace where this rank is. It may come between any two lines of anybody's."""
-        with contextlib.suppress(Exception):
-            if self.where is not None:
-                self.memory.say(*self._phase())
-
     def _location(self, frame: FrameType | None) -> int:
         """The innermost line of the user's; 0 where lockstep's loop has made the call."""
         files = self._files
@@ -460,7 +453,8 @@ def install_trace() -> None:
         for name in NOTED:
             made = RENAMED.get(name, name)
             made = made if hasattr(dist, made) else name
-            _replace(made, _with_note(name, getattr(dist, made)))
+            function = getattr(dist, made)
+            _replace(made, trace.collective(name, function, _whole(function) if name in IN_PLACE else None))
         for name in MESSAGES:
             _replace(name, trace.message(name, getattr(dist, name)))
         for name in COUNTED:
@@ -477,7 +471,9 @@ def _forget() -> None:
 
 def take_down() -> None:
     """Put torch's own functions back: for what is to be measured or tested without the gate."""
-    _put_back(0)
+    while _replaced:
+        home, name, value = _replaced.pop()
+        setattr(home, name, value)
     DEVICE_MARKS.remove()
 
 
@@ -486,46 +482,26 @@ def set_location(where: Callable[[], tuple[str, int]] | None) -> None:
     if _trace is not None:
         install_trace()
         _trace.where = where
-        answer_by(None if where is None else _trace.say)
+        answer_with(where)
 
 
-def _with_note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    assert _trace is not None
-    noted = _trace.collective(name, function, _whole(function) if name in IN_PLACE else None)
-    noted.inner = function  # type: ignore[attr-defined]
-    return noted
+WAITS = (*COLLECTIVES, *RENAMED.values(), "wait")
+"""All that may wait for other ranks: torch's collectives, and waits for those that were begun."""
 
 
 @contextmanager
-def wrapped_inside(
-    names: Iterable[str], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Inside, collectives are called through what ``wrap`` makes of their names and functions, and noted before."""
-    install_trace()
-    before = len(_replaced)
-    for name in names:
-        function = getattr(dist, name)  # somebody may have put another one there since
-        inner = getattr(function, "inner", None)  # without its note, which is made anew
-        made = wrap(name, inner or function)
-        _replace(name, made if inner is None else _with_note(name, made))
-    try:
-        yield
-    finally:
-        _put_back(before)
+def wrapped(wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]], names: Iterable[str]) -> Iterator[None]:
+    """Inside, functions of torch's are called through what ``wrap`` makes of their names and of what stands there.
 
-
-@contextmanager
-def wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, torch's collectives, and waits for those that were begun, are called through what ``wrap`` makes of them.
-
-    For measuring how long this rank waits for others.
+    Args:
+        wrap: gives the function that is called.
+        names: of functions, out of `WAITS`.
     """
-    names = (*COLLECTIVES, *RENAMED.values())
-    homes = [(home, name) for name in names for home in _HOMES if hasattr(home, name)]
+    homes = [(home, name) for name in names for home in (*_HOMES, dist.Work) if hasattr(home, name)]
     made: list[tuple[Any, str, Any, Any]] = []
-    for home, name in [*homes, (dist.Work, "wait")]:
+    for home, name in homes:
         before = getattr(home, name)
-        after = wrap(before)
+        after = wrap(name, before)
         setattr(home, name, after)
         made.append((home, name, before, after))
     try:
@@ -534,13 +510,6 @@ def wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterato
         for home, name, before, after in made:
             if getattr(home, name) is after:
                 setattr(home, name, before)
-
-
-def _put_back(count: int) -> None:
-    """Put back what stood there before, but for the first so many."""
-    while len(_replaced) > count:
-        home, name, value = _replaced.pop()
-        setattr(home, name, value)
 
 
 def _replace(name: str, function: Callable[..., Any]) -> None:

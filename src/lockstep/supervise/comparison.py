@@ -13,16 +13,10 @@ from lockstep.supervise.causes import Divergence
 from lockstep.supervise.changes import notes_of, plain_notes
 from lockstep.supervise.elsewhere import OtherNodes
 from lockstep.supervise.hang import Position, mismatched, position
-from lockstep.supervise.trace_memory import Note
-
-NOTES = 8
-"""Newest notes of the rank that are compared."""
+from lockstep.supervise.traces import Made
 
 ANSWERS = 0.4
 """Seconds that the nodes get to answer."""
-
-Made = tuple[list[int], str, Note]
-"""Ranks that did the same, the line of the user's code, and the note."""
 
 
 class NotesOfAll:
@@ -64,4 +58,4 @@ class NotesOfAll:
 
 
 def _positions(notes: list[dict[str, Any]]) -> set[Position]:
-    return {position(note) for note in notes_of(notes)}
+    return {position(note) for note in notes_of(notes) if note.whole and note.number}

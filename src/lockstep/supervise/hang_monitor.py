@@ -8,107 +8,102 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from lockstep.launch.processes import stat_of
-from lockstep.supervise.causes import RULE, Divergence, Stand, alike, named
-from lockstep.supervise.comparison import NOTES, Made
+from lockstep.supervise.causes import RULE, Divergence, Stand
 from lockstep.supervise.elsewhere import OtherNodes, OtherRanks
-from lockstep.supervise.hang import (
-    HALTED,
-    Position,
-    behind_of,
-    circle,
-    compare,
-    diverged,
-    mismatched,
-    outrun,
-    overdue,
-    parted,
-    position,
-    stopped,
-)
+from lockstep.supervise.hang import HALTED, behind_of, diverged, location_of, overdue, parted, stopped
 from lockstep.supervise.screen_text import one_line, wipe_line
-from lockstep.supervise.snapshot import GONE, RUNS, SLEEPS, STOPPED, TRACED, RankSnapshot, told
-from lockstep.supervise.stack_proof import StackProof, is_idle
-from lockstep.supervise.stack_request import ask, ask_stopped, ask_workers, speak
-from lockstep.supervise.trace_memory import Note, Reading
+from lockstep.supervise.snapshot import GONE, RUNS, SLEEPS, STOPPED, TRACED, RankSnapshot, told, traced
+from lockstep.supervise.stack_proof import StackProof, StackQuestion
+from lockstep.supervise.stack_request import ask, ask_stopped, ask_workers
+from lockstep.supervise.trace_memory import Note
+from lockstep.supervise.traces import Traces
 
 PERIOD = 1.0
 """Seconds from one look to the next. A look costs this process some 50 us for each rank, and the ranks nothing."""
-MOST = 256
-"""Notes of a rank that are compared in one look; where more are made in a second, the older ones are not."""
-RECENT = 16
-"""Newest notes of a rank that tell what it does."""
-KNOWN = 8192
-"""Collectives that some ranks have made and others not yet, of which the first rank's note is kept."""
-ANSWER = 0.03
-"""Seconds in which a rank that can says at which batch it is."""
 PART = 0.04
-"""The part of a processor that may go into comparing what ranks do, and again into telling who waits."""
+"""The part of a processor that may go into comparing what ranks of all nodes do, and again into who waits for long."""
+T = TypeVar("T")
 STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
 
 
-class Histories:
-    """What ranks did as each collective of each group, compared as it comes in."""
+@dataclass(frozen=True)
+class Limits:
+    """How long ranks may wait for others: until it is told, and until the run is ended. In seconds."""
+
+    told: float = math.inf
+    kill: float = math.inf
+
+    @classmethod
+    def of(cls, stands: Sequence[Stand]) -> Limits:
+        """As the first rank has it that has one."""
+        timeouts = (stand.hang_timeout for stand in stands if stand.hang_timeout is not None)
+        kills = (stand.hang_kill for stand in stands if stand.hang_kill is not None)
+        return cls(next(timeouts, math.inf), next(kills, math.inf))
+
+    @property
+    def first(self) -> float:
+        """The shorter one; infinite where nobody wants to know."""
+        return min(self.told, self.kill)
+
+    def are_over(self, snapshot: RankSnapshot) -> bool:
+        """Whether a rank has waited for so long that the run is to be ended. Where its stack alone says that it waits,
+        the time counts since that was first seen."""
+        noted = snapshot.waited if snapshot.awaited is not None else 0.0
+        return max(snapshot.held, noted) >= self.kill
+
+
+class Ration:
+    """Has something done no more often than that it takes `PART` of the time."""
 
     def __init__(self) -> None:
-        self._open: dict[Position, dict[int, Note]] = {}
+        self._next_at = 0.0
 
-    def take(self, rank: int, notes: Iterable[Note], ranks: int) -> dict[int, Note] | None:
-        """Take in notes of a rank.
-
-        Args:
-            rank: whose.
-            notes: new ones, in order.
-            ranks: how many ranks' notes are taken in here.
-
-        Returns:
-            by rank, the notes on the first collective as which ranks did different things.
-        """
-        for note in notes:
-            if not note.whole or not note.number or len(note.members) < 2:
-                continue
-            key = position(note)
-            made = self._open.setdefault(key, {})
-            if any(note.differs(other) for other in made.values()):
-                return {**made, rank: note}
-            made[rank] = note
-            if len(made) >= min(ranks, len(note.members)):
-                del self._open[key]
-        while len(self._open) > KNOWN:
-            del self._open[next(iter(self._open))]
-        return None
+    def done(self, what: Callable[[], T], now: float) -> T | None:
+        """What it gives; None where it is too soon."""
+        if now < self._next_at:
+            return None
+        began = time.thread_time()
+        found = what()
+        self._next_at = now + (time.thread_time() - began) / PART
+        return found
 
 
 class HangMonitor:
-    """Looks at the ranks of a node, and hears of those of others.
+    """Looks at the ranks of a node; on node 0 it judges those of all nodes.
 
     Args:
         hub: to the other nodes; None: there are none, or no way to them.
         size: ranks of all nodes; 0: nobody knows.
         wake: has the next look come at once.
+
+    Attributes:
+        traces: of this node's ranks.
+        others: the ranks of other nodes; None: there are none, or no way to them.
     """
 
     def __init__(self, hub: OtherNodes | None = None, size: int = 0, wake: Callable[[], None] = lambda: None) -> None:
-        self._readings: dict[int, tuple[str, Reading]] = {}
-        self._stands: dict[int, Stand] = {}
-        self._read: dict[int, int] = {}
-        self._histories = Histories()
-        self._halted: dict[int, float] = {}
-        self._asked_for: frozenset[tuple[int, bool]] = frozenset()
-        self._ask_again = self._prove_at = self._tell_at = 0.0
+        self.traces = Traces()
+        self._question = StackQuestion()
+        self._proof = StackProof(size)
+        self.others = None if hub is None else OtherRanks(hub, self._question, size, wake)
+        self._node, self._size = 0 if hub is None else hub.node, size
+        self._compares, self._counts = Ration(), Ration()
+        self._halted: dict[int, float] = {}  # ranks that are stopped, since when that is known
         self._waits: dict[int, float] = {}  # ranks whose stacks waited, since when that is known
+        self._long: frozenset[tuple[int, bool]] = frozenset()  # ranks that stood still for long, and whether they wait
+        self._ask_again = 0.0
         self._said: list[tuple[set[str], set[int]]] = []  # of each wait told: where ranks waited, and who was late
-        self._reads = threading.RLock()  # a reading takes in words as it goes, and two threads have questions
-        self.others = None if hub is None else OtherRanks(hub, size, wake)
-        self._own_proof = StackProof(size)  # of this node alone
 
     @property
     def is_proving(self) -> bool:
-        """Whether a proof is under way, so that one should look again at once."""
-        return self._own_proof.is_pending or (self.others is not None and self.others.is_proving)
+        """Whether answers are awaited, so that one should look again at once."""
+        asked = self.others is not None and self.others.is_asked
+        return asked or self._question.is_open or self._proof.is_pending
 
     @property
     def has_halted(self) -> bool:
@@ -119,25 +114,11 @@ class HangMonitor:
         """Whether a rank was stopped when it was last seen."""
         return rank in self._halted
 
-    def close(self) -> None:
-        """Let go of the traces."""
-        with self._reads:
-            for _, reading in self._readings.values():
-                reading.close()
-            self._readings.clear()
-
-    def waits_since(self, rank: int) -> float | None:
-        """When a rank entered the collective in which it is now; None where it is in none, or nobody knows."""
-        with self._reads:
-            reading = self._readings.get(rank)
-            newest = [] if reading is None else reading[1].newest(1)
-        return newest[0].entered if newest and newest[0].inside and not newest[0].aside else None
-
     def forget(self) -> None:
         """This process was stopped itself: what it knows of how long others have stood still is worth nothing."""
         self._halted.clear()
         self._waits.clear()
-        self._asked_for, self._ask_again = frozenset(), 0.0
+        self._long, self._ask_again = frozenset(), 0.0
 
     def look(
         self,
@@ -159,191 +140,164 @@ class HangMonitor:
             ending: whether a rank has failed or Ctrl-C was pressed: waits are no news then, and only this node's
                 ranks are looked at.
         """
-        self.open(inside)
-        limit, kill = _limits(inside.values())
-        looks = min(limit, kill) < math.inf and not ending
-        with self._reads:
-            differing = self._compare_histories() if looks else None
-        if differing is not None:
-            return self._told(differing)
-        own, late = self._snapshots(inside, still, limit, kill, now)
-        left = [RankSnapshot(stand.rank, now, stand) for stand in outside]
-        everybody, found = self._strayed(own, left, limit, now, None if ending else self.others, caught)
-        if found is not None or not looks:
-            return found
-        return self._judged([each for each in everybody if each.stand.inside], late, limit, kill, now)
+        self.traces.open(inside)
+        limits = Limits() if ending else Limits.of([*inside.values()])
+        differing = self.traces.differing() if limits.first < math.inf else {}
+        if differing:
+            return self._parted(differing)
+        self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
+        own = [self._snapshot(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()]
+        everybody = [*own, *(RankSnapshot(stand.rank, now, stand) for stand in outside)]
+        if self.others is not None and self.others.is_asked:
+            self.others.answer(lambda wakes: self._answers(own, now, wakes), caught)
+        if self.others is None or ending:
+            return self._judged(everybody, own, {self._node}, limits, now)
+        return self._judged_with(self.others, everybody, own, caught, now)
 
-    def _strayed(
+    # -- all ranks that this node judges
+
+    def _judged_with(
         self,
+        others: OtherRanks,
+        known: Sequence[RankSnapshot],
         own: Sequence[RankSnapshot],
-        left: Sequence[RankSnapshot],
-        limit: float,
-        now: float,
-        others: OtherRanks | None,
         caught: str,
-    ) -> tuple[Sequence[RankSnapshot], Divergence | None]:
-        """The ranks of all nodes that are asked, and what their stacks prove.
+        now: float,
+    ) -> Divergence | None:
+        """Why the run has to be ended, if it has, where there are ranks on other nodes.
 
         Args:
-            own: this node's ranks in a call.
-            left: those that have come out of one.
-            limit: seconds after which a wait is told to the user.
+            others: those.
+            known: this node's ranks.
+            own: those of them that are in a call.
+            caught: what ended a call on this node, and a script has caught.
             now: the moment.
-            others: to be asked, too.
-            caught: as of `look`.
         """
-        if others is None:
-            everybody: Sequence[RankSnapshot] = [*own, *left]
-            return everybody, self._own_proof.seek(everybody, now, {0}, lambda: self._idle(own, now))
-        if own:
-            others.looked_at = now
-        everybody = others.exchange([*own, *left], limit, now, self._asked, caught)
-        return everybody, others.strayed(everybody, now, self._asked, caught)
-
-    def _idle(self, own: Sequence[RankSnapshot], now: float) -> dict[int, RankSnapshot]:
-        """This node's ranks that do nothing, with their stacks."""
-        return {each.rank: self._asked(each, now, True) for each in own if is_idle(each)}
-
-    def _snapshots(
-        self, inside: Mapping[int, Stand], still: Mapping[int, float], limit: float, kill: float, now: float
-    ) -> tuple[list[RankSnapshot], list[RankSnapshot]]:
-        """This node's ranks in a call, with their stacks where it is time for that; and those that are stopped."""
-        self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
-        snapshots = {rank: self._snapshot(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()}
-        if limit < math.inf:
-            snapshots = {each.rank: each for each in outrun(list(snapshots.values()), limit)}
-        late = [snapshot for snapshot in snapshots.values() if snapshot.stopped >= HALTED]
-        if late or self._is_due(snapshots, min(limit, kill), now):
-            for rank, snapshot in snapshots.items():
-                snapshots[rank] = self._asked(snapshot, now)
-        return list(snapshots.values()), late
+        limits = Limits.of([each.stand for each in own])
+        everybody = others.exchange(known, limits.told, now)
+        if others.is_watched:
+            return None
+        inside = [each for each in everybody if each.stand.inside]
+        limits = Limits.of([each.stand for each in inside])
+        found = None if limits.first == math.inf else self._compares.done(lambda: diverged(inside), now)
+        found = found or self._judged(everybody, own, others.nodes, limits, now)
+        words = [said for said in (caught, *others.caught.values()) if said]
+        return Divergence(words[0]) if found is not None and words else found
 
     def _judged(
-        self, everybody: list[RankSnapshot], late: list[RankSnapshot], limit: float, kill: float, now: float
+        self,
+        everybody: Sequence[RankSnapshot],
+        own: Sequence[RankSnapshot],
+        nodes: set[int],
+        limits: Limits,
+        now: float,
     ) -> Divergence | None:
-        found = self._proof(everybody, now)
-        if found is None:
-            found = stopped(everybody) if self.others is None else self._halts(everybody, late, now)
-        if found is not None and late:
-            return compare([_woken(each) if self._is_own(each) else each for each in everybody]) or found
-        if found is None and self.others is not None and self.others.is_watched:
-            return None  # who waits for whom is seen there, and told once
-        return found or self._overdue(everybody, limit, kill, now)
+        """Why the run has to be ended, if it has.
 
-    def _halts(self, everybody: list[RankSnapshot], late: list[RankSnapshot], now: float) -> Divergence | None:
-        """A rank that is stopped, on one of several nodes."""
-        assert self.others is not None
-        waits = self.others.waits() if late else ""
-        if waits:
-            return Divergence(f"{told([_woken(snapshot) for snapshot in late])} (SIGSTOP), and {waits}")
-        if any(each.stopped >= HALTED and not self._is_own(each) for each in everybody):  # do others wait for it?
-            everybody = [
-                self._asked(each, now) if self._is_own(each) and each.stack is None else each for each in everybody
-            ]
-        return self.others.halted_elsewhere(everybody, [each.rank for each in late], now)
-
-    def _is_own(self, snapshot: RankSnapshot) -> bool:
-        return snapshot.rank in self._stands
-
-    def _proof(self, everybody: list[RankSnapshot], now: float) -> Divergence | None:
-        """What the ranks' notes prove; of thousands of ranks not each time, so that it takes no more than `PART`."""
-        if now < self._prove_at:
+        Args:
+            everybody: all ranks that are known, those included that are in no call.
+            own: this node's ranks in a call.
+            nodes: those that answer questions for stacks.
+            limits: how long ranks may wait.
+            now: the moment.
+        """
+        if not self._question.is_open and self._is_due(everybody, limits, now):
+            self._put(own, now)
+        answers = self._question.answers(nodes, now)
+        if answers is not None and not self._question.wakes:
+            found = self._proof.conclude(everybody, answers, now)
+            if found is not None:
+                return found
+            if limits.first < math.inf and stopped([*answers.values()]) is not None:  # it can say at which line it is
+                self._put(own, now, kept=answers)
+                answers = self._question.answers(nodes, now)
+        if answers is None or limits.first == math.inf:
             return None
-        began = time.thread_time()
-        found = diverged(everybody) or circle(everybody)
-        self._prove_at = now + (time.thread_time() - began) / PART
-        return found
+        return stopped([*answers.values()]) or self._overdue([*answers.values()], limits)
+
+    def _is_due(self, everybody: Sequence[RankSnapshot], limits: Limits, now: float) -> bool:
+        """Whether it is time to ask the ranks for their stacks."""
+        if self._proof.is_due(everybody, now):
+            return True
+        if limits.first == math.inf:
+            return False
+        if any(each.stopped >= HALTED for each in everybody):
+            return now - self._question.put_at >= HALTED
+        return bool(self._counts.done(lambda: self._stands_long(everybody, limits, now), now))
+
+    def _stands_long(self, snapshots: Sequence[RankSnapshot], limits: Limits, now: float) -> bool:
+        """Whether ranks have stood still or waited for so long that it is to be told who waits for whom."""
+        limit = limits.first
+        long = frozenset(  # a rank whose device waits is known to do so a while after it stands still
+            (each.rank, each.waited >= limit) for each in snapshots if max(each.waited, each.still) >= limit
+        )
+        is_new, self._long = bool(long - self._long), long
+        if not long or not (is_new or now >= self._ask_again or any(limits.are_over(each) for each in snapshots)):
+            return False
+        self._ask_again = now + max(limit, 10.0)
+        return True
+
+    def _put(self, own: Sequence[RankSnapshot], now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
+        """Ask all nodes for their ranks' stacks; with ``kept`` those that are stopped, after all others."""
+        self._question.put(now, kept)
+        if self.others is not None:
+            self.others.put(now, is_new=True)
+        self._question.take(self._node, self._question.number, self._answers(own, now, kept is not None))
+
+    def _overdue(self, asked: Sequence[RankSnapshot], limits: Limits) -> Divergence | None:
+        """Tells of those that wait long; why the run has to be ended, if it has."""
+        late = None if any(each.state == STOPPED for each in asked) else overdue(asked, limits.told)
+        if late is not None and self._is_new(asked, limits.told):
+            _say(late, limits.kill)
+        if not any(limits.are_over(each) for each in asked):
+            return None
+        final = overdue(asked, limits.first)
+        return None if final is None else replace(final, text=f"{final}; hang_kill={limits.kill:g} s are over")
+
+    def _is_new(self, snapshots: Sequence[RankSnapshot], limit: float) -> bool:
+        """Whether this wait has not been told: ranks wait in another place, or for a rank that had not been late.
+
+        Ranks that join those that wait, or whose message came later, are not news; that nobody is late any more, is,
+        once all have been heard of.
+        """
+        waiting = {snapshot.location for snapshot in snapshots if snapshot.waited >= limit}
+        late = {snapshot.rank for snapshot in snapshots if snapshot.waited < limit}
+        lacks_some = len(snapshots) < self._size
+        for places, ranks in self._said:
+            if waiting <= places and late <= ranks and (late or not ranks or lacks_some):
+                return False
+        self._said.append((waiting, late))
+        return True
+
+    # -- where the traces alone tell
+
+    def _parted(self, differing: Mapping[int, Note]) -> Divergence:
+        """What ranks of this node did as one collective, with their stacks."""
+        stands = self.traces.stands
+        ranks = [self._asked(self._snapshot(stands[rank], 0.0, 0.0), 0.0) for rank in differing]
+        calls = [(each.rank, location_of(each, differing[each.rank]), differing[each.rank]) for each in ranks]
+        return parted(calls, traced(ranks))
 
     def divergence(self) -> Divergence | None:
         """What all traces prove, those of ranks too that have come to their end; once, since it takes a while."""
-        histories = Histories()
-        with self._reads:
-            for rank, (_, reading) in sorted(self._readings.items()):
-                found = histories.take(rank, reading.notes(1), len(self._readings))
-                if found is not None:
-                    return self._told(found)
-            return self._clash() or self._unreached()
-
-    def _clash(self) -> Divergence | None:
-        """Of what some rank has not come out of: a collective to which ranks brought other sizes."""
-        return mismatched(
-            (rank, note.location or self._stands[rank].location, note)
-            for rank, (_, reading) in sorted(self._readings.items())
-            for note in reading.newest(RECENT)
-        )
+        return self.traces.mismatch() or self._unreached()
 
     def _unreached(self) -> Divergence | None:
         """Of what devices have in their queues and are not done with: which rank has not come to it. Where a device's
         backend loses patience it aborts the ranks that wait."""
-        snapshots = [
-            RankSnapshot(rank, 0.0, self._stands[rank], notes=tuple(reading.newest(RECENT)))
-            for rank, (_, reading) in sorted(self._readings.items())
-        ]
+        stands = self.traces.stands
+        snapshots = [RankSnapshot(rank, 0.0, stand, notes=self.traces.newest(rank)) for rank, stand in stands.items()]
         waiting = [snapshot for snapshot in snapshots if snapshot.queued is not None]
         behind = behind_of(snapshots, waiting)
         waiting = [snapshot for snapshot in waiting if snapshot.rank not in behind]
         if not behind or not waiting:
             return None
-        found = [self._asked(self._snapshot(self._stands[rank], 0.0, 0.0), 0.0) for rank in sorted(behind)]
+        found = [self._asked(self._snapshot(stands[rank], 0.0, 0.0), 0.0) for rank in sorted(behind)]
         if any(snapshot.state == GONE for snapshot in found):
             return None  # that is why it did not come
-        return Divergence(f"{told(found)}, and others waited in vain: {_queues(waiting)}. {RULE}")
+        return Divergence(f"{told(found)}, and others do not come out: {told(waiting)}. {RULE}")
 
-    def newest(self, rank: int) -> list[Note]:
-        """The newest notes of a rank that can be compared, whether it is there or not."""
-        with self._reads:
-            notes = self._readings[rank][1].newest(NOTES) if rank in self._readings else []
-        return [note for note in notes if note.whole and note.number]
-
-    def made(self, positions: Collection[Position]) -> list[Made]:
-        """What this node's ranks did as these collectives, those together that did the same."""
-        found: dict[tuple[object, ...], Made] = {}
-        with self._reads:
-            for rank, (_, reading) in sorted(self._readings.items()):
-                for note in reading.newest(2 * NOTES):
-                    if position(note) in positions:
-                        where = note.location or self._stands[rank].location
-                        same = (position(note), note.operation, note.payload, note.root, note.inside, where)
-                        found.setdefault(same, ([], where, note))[0].append(rank)
-        return list(found.values())
-
-    # -- one rank
-
-    def open(self, stands: Mapping[int, Stand]) -> None:
-        """Open the traces of ranks, while their processes live: what is open outlives them."""
-        with self._reads:
-            for rank, stand in stands.items():
-                self._stands[rank] = stand
-                if stand.collectives and self._readings.get(rank, ("",))[0] != stand.collectives:
-                    with contextlib.suppress(OSError, ValueError):
-                        self._readings[rank] = stand.collectives, Reading(stand.collectives)
-                        self._read[rank] = 0
-
-    def _compare_histories(self) -> dict[int, Note] | None:
-        for rank, (_, reading) in self._readings.items():
-            count = reading.count
-            if count == self._read[rank]:
-                continue
-            first = max(self._read[rank] + 1, count - MOST + 1)
-            self._read[rank] = count
-            found = self._histories.take(rank, reading.notes(first), len(self._readings))
-            if found is not None and self._is_so(found):
-                return found
-        return None
-
-    def _is_so(self, notes: Mapping[int, Note]) -> bool:
-        """Whether a second reading gives the same."""
-        for rank, note in notes.items():
-            again = next((n for n in self._readings[rank][1].notes(note.index) if n.index == note.index), note)
-            if (again.operation, again.payload, again.number) != (note.operation, note.payload, note.number):
-                return False
-        return True
-
-    def _told(self, notes: Mapping[int, Note]) -> Divergence:
-        snapshots = [self._asked(self._snapshot(self._stands[rank], 0.0, 0.0), 0.0) for rank in notes]
-        trace = diverged([replace(snapshot, notes=(notes[snapshot.rank],)) for snapshot in snapshots])
-        calls = [(rank, note.location or self._stands[rank].location, note) for rank, note in notes.items()]
-        return trace if trace is not None else parted(calls)
+    # -- ranks of this node
 
     def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
         state = _state(stand.process)
@@ -352,11 +306,9 @@ class HangMonitor:
             halted = now - self._halted.setdefault(stand.rank, now)
         else:
             self._halted.pop(stand.rank, None)
-        reading = self._readings.get(stand.rank)
-        with self._reads:
-            notes = tuple(reading[1].newest(RECENT)) if reading is not None else ()
-            if reading is not None and any(note.queued for note in notes) and not reading[1].is_watched:
-                notes = tuple(replace(note, queued=False) for note in notes)
+        notes = self.traces.newest(stand.rank)
+        if any(note.queued for note in notes) and not self.traces.is_watched(stand.rank):
+            notes = tuple(replace(note, queued=False) for note in notes)
         snapshot = RankSnapshot(stand.rank, now, stand, state, still, halted, notes)
         if snapshot.awaited is None and still == 0.0:
             self._waits.pop(stand.rank, None)
@@ -366,109 +318,27 @@ class HangMonitor:
         since = self._waits.get(snapshot.rank)
         return snapshot if since is None else replace(snapshot, held=max(0.0, snapshot.at - since))
 
-    def _asked(self, snapshot: RankSnapshot, now: float, for_proof: bool = False) -> RankSnapshot:
-        """With its stack; for a proof only where none of its threads could go on."""
-        if snapshot.state not in (RUNS, SLEEPS) or (for_proof and _runs(snapshot.stand.process)):
+    def _answers(self, own: Iterable[RankSnapshot], now: float, wakes: bool) -> dict[int, RankSnapshot]:
+        """This node's ranks with their stacks: those that are stopped, which go on then, or all others."""
+        if wakes:
+            return {each.rank: _woken(each) for each in own if each.stopped >= HALTED}
+        return {each.rank: self._asked(each, now) for each in own}
+
+    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
+        """With its stack; one of which a thread could go on does not sleep, whatever its main thread does."""
+        if snapshot.state not in (RUNS, SLEEPS):
             return snapshot
-        stack = ask(snapshot.stand.process, snapshot.stand.answers)
-        snapshot = self._spoken(snapshot)
-        worker = None
+        stand = snapshot.stand
+        state = RUNS if _runs(stand.process) else snapshot.state
+        stack, worker = ask(stand.process, stand.answers), None
         if stack is not None and stack.loads:
-            workers = ask_workers(snapshot.stand.process, snapshot.stand.answers)
-            worker = next((each for each in workers if each.fetches), None)
-        snapshot = replace(snapshot, stack=stack, worker=worker)
+            worker = next((each for each in ask_workers(stand.process, stand.answers) if each.fetches), None)
+        snapshot = replace(snapshot, state=state, stack=stack, worker=worker, held=0.0)
         if snapshot.waited:
             self._waits.setdefault(snapshot.rank, now)
         else:
             self._waits.pop(snapshot.rank, None)
-        return self._holding(replace(snapshot, held=0.0))
-
-    def _spoken(self, snapshot: RankSnapshot) -> RankSnapshot:
-        """With the hook and the batch at which it is, if it can say so at once."""
-        if snapshot.inside is not None or snapshot.rank not in self._readings:
-            return snapshot
-        begun = time.monotonic()
-        speak(snapshot.stand.answers)
-        time.sleep(ANSWER)
-        said = self._readings[snapshot.rank][1].said(begun)
-        return snapshot if said is None else replace(snapshot, phase=said[0], batch=said[1])
-
-    # -- those that wait long
-
-    def _is_due(self, snapshots: Mapping[int, RankSnapshot], limit: float, now: float) -> bool:
-        """Whether it is time to ask the ranks for their stacks."""
-        long = frozenset(  # a rank whose device waits is known to do so a while after it stands still
-            (rank, snapshot.waited >= limit)
-            for rank, snapshot in snapshots.items()
-            if snapshot.waited >= limit or snapshot.still >= limit
-        )
-        due = bool(long) and (bool(long - self._asked_for) or now >= self._ask_again)
-        self._asked_for = long
-        if due:
-            self._ask_again = now + max(limit, 10.0)
-        return due
-
-    def _overdue(self, snapshots: list[RankSnapshot], limit: float, kill: float, now: float) -> Divergence | None:
-        if now < self._tell_at:
-            return None
-        began = time.thread_time()
-        if limit < math.inf:
-            snapshots = outrun(snapshots, limit)
-        found = self._waiting(snapshots, limit, kill, now)
-        self._tell_at = now + (time.thread_time() - began) / PART
-        return found
-
-    def _tell_overdue(self, snapshots: list[RankSnapshot], limit: float, kill: float) -> None:
-        """Tell once who waits where, as soon as there are stacks."""
-        halted = any(snapshot.state == STOPPED for snapshot in snapshots)  # which is told in a moment
-        has_stacks = any(snapshot.stack is not None or snapshot.worker is not None for snapshot in snapshots)
-        if has_stacks and not halted and self._is_new(snapshots, limit):
-            late = overdue(snapshots, limit)
-            assert late is not None
-            _say(late, kill)
-
-    def _waiting(self, snapshots: list[RankSnapshot], limit: float, kill: float, now: float) -> Divergence | None:
-        """Tells of those that wait long; why the run has to be ended, if it has."""
-        # what is known of another node may be so much older, or not have come yet
-        behind = 0.0 if self.others is None else PERIOD
-        longest = max((snapshot.waited for snapshot in snapshots), default=0.0)  # all else is for those that wait long
-        if longest >= limit + behind:
-            self._tell_overdue(snapshots, limit, kill)
-        # of one whose stack alone says that it waits, it counts since that was first seen
-        patient = longest >= kill and any(s.awaited is not None and s.waited >= kill for s in snapshots)
-        if not patient and not any(snapshot.held >= kill for snapshot in snapshots):
-            return None
-        asked = [self._asked(snapshot, now) if self._is_own(snapshot) else snapshot for snapshot in snapshots]
-        final = overdue(asked, min(limit, kill))
-        return None if final is None else replace(final, text=f"{final}; hang_kill={kill:g} s are over")
-
-    def _is_new(self, snapshots: list[RankSnapshot], limit: float) -> bool:
-        """Whether this wait has not been told: ranks wait in another place, or for a rank that had not been late.
-
-        Ranks that join those that wait, or whose message came later, are not news; that nobody is late any more, is,
-        once all have been heard of.
-        """
-        long = [snapshot for snapshot in snapshots if snapshot.waited >= limit]
-        waiting = {snapshot.location for snapshot in long}
-        late = {snapshot.rank for snapshot in snapshots if snapshot.waited < limit}
-        for places, ranks in self._said:
-            if waiting <= places and late <= ranks and (late or not ranks or _lacks_some(snapshots, long)):
-                return False
-        self._said.append((waiting, late))
-        return True
-
-
-def _limits(stands: Collection[Stand]) -> tuple[float, float]:
-    """Seconds after which a wait is told, and after which it ends the run, as the first rank has it that has one."""
-    timeouts = [stand.hang_timeout for stand in stands if stand.hang_timeout is not None]
-    kills = [stand.hang_kill for stand in stands if stand.hang_kill is not None]
-    return next(iter(timeouts), math.inf), next(iter(kills), math.inf)
-
-
-def _queues(waiting: Iterable[RankSnapshot]) -> str:
-    """What ranks wait for on their devices, those that wait for the same together."""
-    words = {snapshot.rank: snapshot.queued.named for snapshot in waiting if snapshot.queued is not None}
-    return "; ".join(f"{named(ranks)} in {what}" for what, ranks in alike(words.items()))
+        return self._holding(snapshot)
 
 
 def _state(process: int) -> str:
@@ -490,18 +360,8 @@ def _runs(process: int) -> bool:
     return False
 
 
-def _lacks_some(snapshots: list[RankSnapshot], waiting: list[RankSnapshot]) -> bool:
-    """Whether nothing is known of a rank that is in a collective with one that waits: its node has not said anything
-    for a while."""
-    groups = {id(note.members): note.members for note in (snapshot.awaited for snapshot in waiting) if note is not None}
-    known = {snapshot.rank for snapshot in snapshots}
-    return any(not known.issuperset(members) for members in groups.values())
-
-
 def _woken(snapshot: RankSnapshot) -> RankSnapshot:
     """With the stack of a rank that is stopped: it answers before it goes on, and then it is to be ended anyway."""
-    if snapshot.state != STOPPED:
-        return snapshot
     return replace(snapshot, stack=ask_stopped(snapshot.stand.process, snapshot.stand.answers))
 
 

@@ -116,7 +116,7 @@ class RankMonitor:
         if self._thread.is_alive():
             self._thread.join()
         self.signal_pipe.close()
-        self.hangs.close()
+        self.hangs.traces.close()
 
     def stands(self) -> dict[int, Stand]:
         """Where the ranks stand, those included that have come to their end, also on nodes that have said farewell."""
@@ -164,7 +164,7 @@ class RankMonitor:
         while (left := until - time.monotonic()) > 0:
             if time.monotonic() < self._opens_until:
                 stands = self._mailbox.stands()
-                self.hangs.open(stands)
+                self.hangs.traces.open(stands)
                 if stands and self._opens_until == math.inf:
                     self._opens_until = time.monotonic() + OPENING
                 left = min(left, PERIOD / 10)

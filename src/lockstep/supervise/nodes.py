@@ -6,7 +6,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.supervise.causes import Divergence, First, located
@@ -25,6 +26,16 @@ UNTOLD = "failures of other nodes are not told here"
 """What follows for a node that cannot reach the others."""
 
 
+@dataclass(frozen=True)
+class Decision:
+    """The first cause of all nodes."""
+
+    words: str
+    node: int  #: of which it is
+    rank: int = -1  #: of which it is; -1: of none alone
+    proved: bool = False  #: whether it is that ranks of several nodes did not make the same calls
+
+
 class Nodes:
     """This node among the others, for the first cause of all: each claims what it knows, and node 0 decides.
 
@@ -39,8 +50,7 @@ class Nodes:
     Attributes:
         host: the name of this machine; "" where there is no other.
         hub: to the other nodes; None where there are none.
-        decided: the first cause: ``words``, and the ``node`` that it is of; ``proved``, where it is that ranks of
-            several nodes did not make the same calls.
+        decided: the first cause; None: nobody knows it yet.
         compares: on node 0: whether ranks did different things as the collectives of these notes; it may wait.
     """
 
@@ -49,7 +59,7 @@ class Nodes:
         node: int,
         count: int,
         put: Callable[[str, Any], None],
-        follow: Callable[[dict[str, Any]], None],
+        follow: Callable[[Decision], None],
         scheduled: bool = False,
     ) -> None:
         self._node = node
@@ -67,9 +77,9 @@ class Nodes:
             self.hub = Hub(node, self.host, self._lose)
             self.hub.listen("asked", lambda node, body: put("asked", body))
             self.hub.listen("leaves", lambda node, body: self._leaving.add(node))
-        self.decided: dict[str, Any] | None = None
+        self.decided: Decision | None = None
         self.compares: Callable[[list[dict[str, Any]]], Divergence | None] = lambda notes: None
-        self._compared: tuple[int, Any] | None = None
+        self._is_comparing = False
 
     def open(self, address: str) -> tuple[int, str]:
         """Let the others call by an address; gives the port and the word that they need."""
@@ -99,7 +109,7 @@ class Nodes:
                 return
             time.sleep(1.0)
 
-    def say(self, cause: First, notes: list[dict[str, Any]] | None = None) -> None:
+    def say(self, cause: First, notes: Sequence[dict[str, Any]] = ()) -> None:
         """Tell the others the first cause of this node.
 
         Args:
@@ -108,7 +118,7 @@ class Nodes:
         """
         if self.hub is None:
             return
-        body = {"words": located(cause, self.host), "rank": getattr(cause, "rank", -1), "notes": notes or []}
+        body = {"words": located(cause, self.host), "rank": getattr(cause, "rank", -1), "notes": [*notes]}
         if self._node == 0:
             self.claimed((0, body))
         else:
@@ -138,58 +148,58 @@ class Nodes:
     def is_elsewhere(self) -> bool:
         """Whether the first cause is known, and another node's, or not of one node alone."""
         decided = self.decided
-        return decided is not None and (decided["node"] != self._node or "proved" in decided)
+        return decided is not None and (decided.node != self._node or decided.proved)
 
     def close(self, last: object = None) -> None:
         """Say farewell, with a last word."""
         if self.hub is not None:
             self.hub.close(last)
 
-    def claimed(self, what: tuple[int, Any]) -> bool:
+    def claimed(self, what: tuple[int, Any]) -> None:
         """On the first node: one knows a cause. The first to say so is believed."""
         node, body = what
-        if self.decided is not None or self._compared is not None:
-            return False
-        if body.get("notes"):
-            self._compared = what
-            threading.Thread(target=self._compare, args=what, name="lockstep-compare", daemon=True).start()
-            return False
-        return self._decide(node, body)
+        if self.decided is not None or self._is_comparing:
+            return
+        decision = Decision(body["words"], node, body["rank"])
+        if not body["notes"]:
+            self.compared(decision)
+            return
+        self._is_comparing = True
+        thread = threading.Thread(
+            target=self._compare, args=(decision, body["notes"]), name="lockstep-compare", daemon=True
+        )
+        thread.start()
 
-    def _compare(self, node: int, body: dict[str, Any]) -> None:
+    def _compare(self, claim: Decision, notes: list[dict[str, Any]]) -> None:
         """In a thread: what other nodes' ranks did, beside one that has been aborted."""
         proof = None
         with contextlib.suppress(Exception):  # of whatever kind it is: the claim counts
-            proof = self.compares(body["notes"])
-        told = {"words": str(proof), "rank": -1, "proved": True} if proof is not None else body
-        self._put("compared", (node, told))
+            proof = self.compares(notes)
+        self._put("compared", claim if proof is None else Decision(str(proof), claim.node, proved=True))
 
-    def compared(self, what: tuple[int, Any]) -> bool:
+    def compared(self, decision: Decision) -> None:
         """On the first node: a claim has been compared with what other nodes' ranks did."""
-        return self._decide(*what) if self.decided is None else False
-
-    def _decide(self, node: int, body: dict[str, Any]) -> bool:
         if self.decided is None:
-            self.decided = {"words": body["words"], "rank": body.get("rank", -1), "node": node}
-            self.decided |= {"proved": True} if body.get("proved") else {}
             assert self.hub is not None
-            self.hub.send("first", self.decided)
-            self._follow(self.decided)
-        return False
+            self.hub.send("first", asdict(decision))
+            self._decide(decision)
 
-    def heard(self, body: dict[str, Any]) -> bool:
+    def heard(self, body: dict[str, Any]) -> None:
         """On another one: the first node has decided."""
         if self.decided is None:
-            self.decided = body
-            self._follow(body)
-        return False
+            self._decide(Decision(**body))
 
-    def lost(self, what: tuple[int, str]) -> bool:
+    def _decide(self, decision: Decision) -> None:
+        self.decided = decision
+        self._follow(decision)
+
+    def lost(self, what: tuple[int, str]) -> None:
         """A node's supervisor is gone, and has not said farewell."""
         node, words = what
-        if node == 0:  # nobody is there to decide
-            return self.heard({"words": words, "node": node})
-        return self.claimed((node, {"words": words}))
+        if node:
+            self.claimed((node, {"words": words, "rank": -1, "notes": []}))
+        elif self.decided is None:  # nobody is there to decide
+            self._decide(Decision(words, node))
 
     def _lose(self, node: int, host: str, reason: str) -> None:
         from lockstep.supervise.hub import SILENT

@@ -32,8 +32,6 @@ class RankSnapshot:
     notes: tuple[Note, ...] = ()  #: the newest of its trace, the newest first
     stack: Stack | None = None
     worker: Stack | None = None  #: of a loader's worker, where the rank waits for it
-    phase: str = ""  #: the hook in which it is, if it said so
-    batch: int = -1  #: the training batch at which it is, if it said so
     held: float = 0.0  #: seconds since its stack was first seen to wait for others, if nothing has come in between
 
     @property
@@ -83,47 +81,49 @@ class RankSnapshot:
 
     def described(self) -> str:
         """What it does, and where: ``"waits in all_reduce #417, train.py:88 (on_validation_epoch_end)"``."""
-        inside, stack, queued = self.inside, self.stack, self.queued
+        when = _since(self.stack) if self.awaited is None else when_of(self.awaited)
+        return f"{self._doing()}, {self.location}{when}"
+
+    def _doing(self) -> str:
+        inside, queued, stack = self.inside, self.queued, self.stack
+        doing = "" if stack is None else stack.doing
         if self.state in (STOPPED, GONE):
-            what = f"{self.state} in {inside.named}" if inside is not None else self.state
-        elif inside is None and queued is not None:
-            what = f"waits in {queued.named} (queued on its device)"
-        elif inside is not None:
-            what = f"waits in {_shown_with(inside, stack)}"
-        elif stack is None:
-            what = self.state
-        elif stack.loads:
-            what = "is in its data loader"
-        elif stack.waits:
-            what = f"waits in {_outstanding(self) or stack.doing or 'a collective'}"
-        else:
-            what = f"is in {stack.doing}" if stack.doing else "is in its own code"
-        return f"{what}, {self.location}{_when(self)}"
+            return self.state if inside is None else f"{self.state} in {inside.named}"
+        if inside is not None:
+            return f"waits in {inside.named}" + (f" ({doing})" if doing not in ("", inside.operation) else "")
+        if queued is not None:
+            return f"waits in {queued.named} (queued on its device)"
+        if stack is None:
+            return self.state
+        if stack.loads:
+            return "is in its data loader"
+        if stack.waits:
+            return f"waits in {self._begun(doing) or doing or 'a collective'}"
+        return f"is in {doing or 'its own code'}"
+
+    def _begun(self, doing: str) -> str:
+        """The oldest asynchronous collective that is not known to be complete, where the rank waits for one."""
+        begun = [note for note in self.notes if note.left is not None and note.done is None and not note.aside]
+        return begun[-1].named if begun and doing == "wait" else ""
 
 
-def _outstanding(snapshot: RankSnapshot) -> str:
-    """The oldest asynchronous collective that is not known to be complete."""
-    open_ = [note for note in snapshot.notes if note.left is not None and note.done is None and not note.aside]
-    return open_[-1].named if open_ and snapshot.stack is not None and snapshot.stack.doing == "wait" else ""
+def when_of(note: Note) -> str:
+    """In which hook and at which batch a collective was called: ``" (on_validation_epoch_end, batch 7)"``."""
+    function = "" if note.function == "<module>" else note.function
+    return _in_brackets(note.phase or function, f"batch {note.batch}" if note.batch >= 0 else "")
 
 
-def _shown_with(inside: Note, stack: Stack | None) -> str:
-    """A collective, with what the stack says beside its name."""
-    doing = "" if stack is None else stack.doing
-    return inside.named + (f" ({doing})" if doing not in ("", inside.operation) else "")
+def _since(stack: Stack | None) -> str:
+    """In which hook a rank is, and since which batch, if it has said so."""
+    if stack is None:
+        return ""
+    phase = "" if stack.loads else stack.phase  # who loads is between two steps: the hook is that of the last one
+    return _in_brackets(phase, f"since batch {stack.batch}" if stack.batch >= 0 else "")
 
 
-def _when(snapshot: RankSnapshot) -> str:
-    inside = snapshot.awaited
-    if inside is None:
-        loads = (
-            snapshot.stack is not None and snapshot.stack.loads
-        )  # between two steps: the hook is that of the last one
-        said = ["" if loads else snapshot.phase, f"since batch {snapshot.batch}" if snapshot.batch >= 0 else ""]
-    else:
-        said = [inside.phase or inside.function, f"batch {inside.batch}" if inside.batch >= 0 else ""]
-    said = [words for words in said if words and words != "<module>"]
-    return f" ({', '.join(said)})" if said else ""
+def _in_brackets(*words: str) -> str:
+    said = ", ".join(filter(None, words))
+    return f" ({said})" if said else ""
 
 
 # -- several ranks

@@ -8,7 +8,7 @@ import site
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import FrameType, TracebackType
 
@@ -72,6 +72,8 @@ class Stack:
     """Frames, the innermost first."""
 
     frames: tuple[Frame, ...]
+    phase: str = field(default="", compare=False)  #: the hook in which the rank is, if its Trainer said so
+    batch: int = field(default=-1, compare=False)  #: the training batch at which it is, if its Trainer said so
 
     def location(self, called: str = "") -> str:
         """The innermost line of the user's code, ``"train.py:14"``; where there is none, of any code.
@@ -165,11 +167,15 @@ def calling() -> Stack:
 
 
 def dumped(text: str) -> Stack:
-    """The stack in what `faulthandler` wrote."""
-    return Stack(_within(_read(text)))
+    """The stack in what `faulthandler` wrote, or the thread that answers: that one says first at which batch the rank
+    is."""
+    said = _BATCH.search(text)
+    frames = _within(_read(text))
+    return Stack(frames) if said is None else Stack(frames, said[2], int(said[1]))
 
 
 IN_WORKER = "Original Traceback (most recent call last):\n"
+_BATCH = re.compile(r"^  Batch (-?\d+) in (.*)$", re.MULTILINE)
 _LINE = re.compile(r'^\s*File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
 
 

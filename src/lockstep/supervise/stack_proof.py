@@ -1,9 +1,10 @@
-"""A proof by stacks that ranks wait for what cannot come: where those stand that do nothing, asked twice."""
+"""What stacks tell of ranks that do nothing: a question to all nodes, and what two answers that are alike prove."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from lockstep.supervise.causes import Divergence, has_left, strayed
 from lockstep.supervise.snapshot import SLEEPS, RankSnapshot
@@ -22,7 +23,7 @@ SOON = 1.0
 """Seconds to the next question at the least where a rank that does nothing could not answer."""
 
 UNANSWERED = 5.0
-"""Seconds after which a question that some node has not answered is put anew."""
+"""Seconds for which a question waits for nodes that do not answer."""
 
 LONGEST = 60.0
 """Seconds from one proof that failed to the next at the most."""
@@ -36,8 +37,58 @@ def is_idle(snapshot: RankSnapshot) -> bool:
     return stand.inside and snapshot.state == SLEEPS and snapshot.still >= quiet
 
 
+class StackQuestion:
+    """A question for the stacks of all ranks in a call, and what nodes have answered. One is open at a time.
+
+    Attributes:
+        number: of the newest question.
+        put_at: when it was put.
+        wakes: whether it is for the ranks that are stopped, which go on when they have answered. What all others
+            answered before is kept.
+        is_open: whether nothing has been concluded from its answers yet.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.put_at = -math.inf
+        self.wakes = self.is_open = False
+        self._kept: Mapping[int, RankSnapshot] = {}
+        self._answers: dict[int, Mapping[int, RankSnapshot]] = {}
+        self._lock = threading.Lock()  # answers of other nodes come in another thread
+
+    def put(self, now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
+        """Begin a new question.
+
+        Args:
+            now: the moment.
+            kept: what was answered before, if only ranks that are stopped are asked now.
+        """
+        with self._lock:
+            self.number, self.put_at, self.is_open = self.number + 1, now, True
+            self.wakes, self._kept, self._answers = kept is not None, kept or {}, {}
+
+    def take(self, node: int, number: int, answers: Mapping[int, RankSnapshot]) -> None:
+        """The ranks of a node, as it has answered a question; an older one does not count any more."""
+        with self._lock:
+            if number == self.number:
+                self._answers[node] = answers
+
+    def is_answered(self, nodes: Collection[int]) -> bool:
+        """Whether these nodes have all answered."""
+        with self._lock:
+            return self.is_open and self._answers.keys() >= set(nodes)
+
+    def answers(self, nodes: Collection[int], now: float) -> dict[int, RankSnapshot] | None:
+        """By rank, what these nodes have answered, once; None as long as the question waits for one of them."""
+        if not self.is_open or not (self.is_answered(nodes) or now - self.put_at >= UNANSWERED):
+            return None
+        with self._lock:
+            self.is_open = False
+            return {**self._kept, **{rank: each for told in self._answers.values() for rank, each in told.items()}}
+
+
 class StackProof:
-    """Two questions for the stacks of ranks that do nothing, and what was answered.
+    """What the answers to two questions prove that were put one after the other.
 
     All answers to the first question are there before the second is put. Where both answers are the same, there was a
     moment at which all ranks stood where they say.
@@ -48,82 +99,49 @@ class StackProof:
 
     def __init__(self, size: int = 0) -> None:
         self._size = size
-        self._lock = threading.Lock()  # answers of other nodes come in another thread
-        self._is_open = False  # a question has been put, and nothing is concluded from its answers yet
-        self._answers: dict[int, dict[int, RankSnapshot]] = {}
         self._before: dict[int, tuple[int, Stack | None]] | None = None  # what the first answers said
-        self._next_at = self._put_at = self._wait = 0.0
+        self._next_at = self._wait = 0.0
 
     @property
     def is_pending(self) -> bool:
-        """Whether answers are awaited, or the second question is to be put."""
-        return self._is_open or self._before is not None
+        """Whether the second question is to be put."""
+        return self._before is not None
 
-    def seek(
-        self,
-        every: Sequence[RankSnapshot],
-        now: float,
-        nodes: set[int],
-        question: Callable[[], Mapping[int, RankSnapshot]],
-    ) -> Divergence | None:
-        """One look: put the question that is due, and conclude what its answers prove.
+    def is_due(self, every: Sequence[RankSnapshot], now: float) -> bool:
+        """Whether to put a question: all ranks may be waiting, or some for one that has left.
 
         Args:
             every: all ranks that are known, those included that have come out of their call, or to their end.
             now: the moment.
-            nodes: those that have to answer, this one included.
-            question: puts it to the other nodes, and gives the ranks of this one that do nothing, with their stacks.
         """
-        if not self._is_suspect(every):
-            self._is_open, self._before, self._wait = False, None, 0.0
-            return None
-        if self.is_due(now, nodes):
-            self.take(0, question())
-        return self._conclude(every, now) if self.is_answered(nodes) else None
-
-    def is_due(self, now: float, nodes: set[int]) -> bool:
-        """Whether to put a question; if so, it counts as put."""
-        if self._is_open and (self.is_answered(nodes) or now - self._put_at < UNANSWERED):
-            return False
-        if not self._is_open and now < self._next_at:
-            return False
-        with self._lock:
-            self._is_open, self._put_at, self._answers = True, now, {}
-        return True
-
-    def take(self, node: int, answers: Mapping[int, RankSnapshot]) -> None:
-        """The ranks of a node that have answered."""
-        with self._lock:
-            self._answers.setdefault(node, {}).update(answers)
-
-    def is_answered(self, nodes: set[int]) -> bool:
-        """Whether all nodes have answered the question of now."""
-        with self._lock:
-            return self._is_open and self._answers.keys() >= nodes
+        if self._is_suspect(every):
+            return now >= self._next_at
+        self._before, self._wait = None, 0.0
+        return False
 
     def _is_suspect(self, every: Sequence[RankSnapshot]) -> bool:
-        """Whether all ranks may be waiting, or some for one that has left."""
         idle = [each.stand.call for each in every if is_idle(each)]
         if not idle:
             return False
         first = min(idle)
         return len(idle) == len(every) >= self._size > 0 or any(has_left(each.stand, first) for each in every)
 
-    def _conclude(self, every: Sequence[RankSnapshot], now: float) -> Divergence | None:
-        """What two answers prove that are alike; after the first one the next question is due soon."""
-        with self._lock:
-            answers = {rank: each for node in self._answers.values() for rank, each in node.items()}
+    def conclude(
+        self, every: Sequence[RankSnapshot], answers: Mapping[int, RankSnapshot], now: float
+    ) -> Divergence | None:
+        """What these answers prove, and those before; after the first ones the next question is due soon."""
+        if not self._is_suspect(every):
+            self._before = None
+            return None
+        seen = {rank: (each.stand.call, each.stack) for rank, each in answers.items() if is_idle(each)}
+        stacks = {rank: stack for rank, (_, stack) in seen.items() if stack is not None}
         stands = {each.rank: each.stand for each in every}
-        stacks = {rank: each.stack for rank, each in answers.items() if each.stack is not None}
         found = strayed(stands, stacks, len(stands) >= self._size > 0)
-        seen = {rank: (each.stand.call, each.stack) for rank, each in answers.items()}
-        self._is_open = False
         if found is None:
             is_whole = all(each.rank in stacks for each in every if is_idle(each))  # else one was busy for a moment
-            self._before, self._wait = None, min(LONGEST, 2 * self._wait + 1) if is_whole else max(self._wait, SOON)
-            self._next_at = now + self._wait
+            self._wait = min(LONGEST, 2 * self._wait + 1) if is_whole else max(self._wait, SOON)
+            self._before, self._next_at = None, now + self._wait
+        elif self._before != seen:
+            self._before, self._next_at = seen, now + AGAIN
             return None
-        if self._before == seen:
-            return found
-        self._before, self._next_at = seen, now + AGAIN
-        return None
+        return found

@@ -33,7 +33,7 @@ PROMPT = 0.5
 Handler: TypeAlias = "Callable[[int, FrameType | None], Any] | int | signal.Handlers | None"
 
 _file: IO[bytes] | None = None
-_say: Callable[[], None] | None = None
+_where: Callable[[], tuple[str, int]] | None = None
 _bell: tuple[int, int] = (0, -1)
 """The process in which a thread answers, and the descriptor of the pipe's end into which others write."""
 
@@ -86,13 +86,9 @@ def _change_handler(number: int, handler: Handler) -> Handler:
 def _attend(ear: int, file: IO[bytes]) -> None:
     """In a thread: write down where the main thread is, whenever somebody asks."""
     main = threading.main_thread().ident
-    while asked := os.read(ear, 4096):
-        if b"!" in asked and _say is not None:
-            _say()
-        if b"?" not in asked:
-            continue
+    while os.read(ear, 4096):
         frame = None if main is None else sys._current_frames().get(main)
-        lines = [HEADER]
+        lines = [HEADER, _batch()]
         while frame is not None:
             lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n')
             frame = frame.f_back
@@ -101,16 +97,20 @@ def _attend(ear: int, file: IO[bytes]) -> None:
             os.write(file.fileno(), "".join(lines).encode(errors="replace"))
 
 
-def answer_by(say: Callable[[], None] | None) -> None:
-    """Let ``say`` be called, in the thread that answers, when another process wants this one to `speak`; None: let
-    nothing happen then."""
-    global _say
-    _say = say
+def _batch() -> str:
+    """The line that says in which hook this process is, and at which batch."""
+    with suppress(Exception):  # it may come between any two lines of anybody's
+        if _where is not None:
+            phase, batch = _where()
+            return f"  Batch {batch} in {phase}\n"
+    return ""
 
 
-def speak(answers: str) -> None:
-    """Have a process that made an :func:`offer` call what it gave to `answer_by`, if it can."""
-    _ring(b"!", *answers.split(":")[2:])
+def answer_with(where: Callable[[], tuple[str, int]] | None) -> None:
+    """Let answers begin with the hook and the batch that ``where`` gives, in the thread that answers; None: with
+    neither."""
+    global _where
+    _where = where
 
 
 def is_there(answers: str) -> bool:
@@ -137,7 +137,7 @@ def ask(process: int, answers: str, by_signal: bool = False) -> Stack | None:
         return None
     try:
         with _answering(answers) as answer:
-            if not by_signal and _ring(b"?", *answers.split(":")[2:]):
+            if not by_signal and _ring(*answers.split(":")[2:]):
                 found = answer(PROMPT)
                 if found is not None:
                     return found
@@ -176,7 +176,7 @@ def ask_stopped(process: int, answers: str) -> Stack | None:
         return None
 
 
-def _ring(word: bytes, path: str = "", inode: str = "") -> bool:
+def _ring(path: str = "", inode: str = "") -> bool:
     """Wake the thread that answers; whether there may be one."""
     if not _is_file(path, inode):
         return False
@@ -185,7 +185,7 @@ def _ring(word: bytes, path: str = "", inode: str = "") -> bool:
     except OSError:
         return False
     try:
-        return os.write(bell, word) == 1
+        return os.write(bell, b"?") == 1
     except OSError:  # nobody has taken in what came before
         return False
     finally:

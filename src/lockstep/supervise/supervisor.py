@@ -46,7 +46,7 @@ from lockstep.supervise.channel import Channel, Message, caller, door
 from lockstep.supervise.comparison import NotesOfAll
 from lockstep.supervise.mailbox import RANK, Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
-from lockstep.supervise.nodes import Nodes
+from lockstep.supervise.nodes import Decision, Nodes
 from lockstep.supervise.screen_text import wipe_line
 
 TICK = 0.1
@@ -61,8 +61,8 @@ NEWS = 0.8
 IDLE = 1.0
 """Seconds from one look at whether anybody is left to the next."""
 
-Handlers = dict[str, Callable[[Any], Any]]
-"""By the name of an event, what to do; in `Supervisor.run`, whether nothing is left to do."""
+Handlers = dict[str, Callable[[Any], object]]
+"""By the name of an event, what to do."""
 
 TERMINATED = (None, -signal.SIGTERM, 128 + signal.SIGTERM)
 """How a process ends that SIGTERM has ended, or that nobody can ask any more."""
@@ -90,7 +90,7 @@ class Supervisor:
             mailbox.failed_at,
             lambda rank: self._put("ended"),
             self._is_excused,
-            lambda rank: self._monitor.hangs.waits_since(rank),
+            lambda rank: self._monitor.hangs.traces.waits_since(rank),
         )
         self._processes.hurries = self._starts
         self._nodes = Nodes(self._node, order["nodes"], self._put, self._follow, order["scheduled"])
@@ -103,7 +103,7 @@ class Supervisor:
             self._nodes.host,
         )
         if self._nodes.hub is not None:
-            self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.hangs.made).ask
+            self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.hangs.traces.made).ask
         self._zero = Foreign(order["process"], lambda: self._said(self._rank))
         self._channels: list[Channel] = []
         self._left: dict[int, Cause] = {}  # the error that ended the script of rank 0, which waits for its leave
@@ -112,7 +112,7 @@ class Supervisor:
         self._sigterm = threading.Event()  # it has come to rank 0, or here
         self._verdict: Verdict | None = None
         self._first: First | None = None
-        self._told = self._has_asked = False
+        self._told = self._has_asked = self._is_over = False
         self._lingers = False  # all ranks have ended, and those of other nodes may wait for one that has left a call
         self._deciding: Handlers = {
             "claim": self._nodes.claimed,
@@ -240,7 +240,7 @@ class Supervisor:
         handlers: Handlers = {
             "ended": self._on_ended,
             "left": self._on_left,
-            "stop": self._on_stop,
+            "stop": self._stop,  # Ctrl-C, while rank 0 waited for the others to end
             "gone": self._on_gone,
             "wound up": lambda _: self._conclude(),
             "verdict": self._on_verdict,
@@ -251,48 +251,58 @@ class Supervisor:
             "hub": self._on_hub,
             "join": self._on_join,
         }
-        while True:
+        while not self._is_over:
             try:
                 event, what = self._events.get(timeout=TICK if self._is_open() or self._lingers else IDLE)
             except queue.Empty:
-                self._look()
-                if self._lingers and self._on_ended(None):
-                    return
-                if not self._processes.running and self._zero.wait(0):
-                    return  # nobody is left who could bring an event
-                continue
-            if event in handlers and handlers[event](what):
-                return
+                self._on_silence()
+            else:
+                handlers.get(event, _nothing)(what)
 
     def close(self) -> None:
         """Let go of all."""
         self._nodes.close(self._monitor.last())
         self._monitor.stop()
 
+    def _on_silence(self) -> None:
+        """Nothing has come for a while."""
+        self._look()
+        if self._lingers:
+            self._on_ended(None)
+        if not self._processes.running and self._zero.wait(0):
+            self._is_over = True  # nobody is left who could bring an event
+
     def _is_open(self) -> bool:
         """Whether something has failed, and what is not certain yet."""
         return self._first is None and bool(self._processes.failed or self._left)
 
     def _look(self) -> None:
-        if self._is_open():
-            found: First | None
-            found = early_cause(self._processes.failed, self._mailbox.read(), self._monitor.stands(), self._left)
-            if _may_be_gloos(found):
-                found = self._monitor.hangs.divergence() or found
-            if found is not None:
-                self._publish(found)
+        """Whether it is certain by now what has failed first; then the others are told."""
+        if not self._is_open():
+            return
+        found: First | None
+        found = early_cause(self._processes.failed, self._mailbox.read(), self._monitor.stands(), self._left)
+        if _may_be_gloos(found):
+            found = self._monitor.hangs.divergence() or found
+        elsewhere = self._monitor.caught_elsewhere
+        if found is None and elsewhere:
+            found = Divergence(elsewhere)
+        if found is not None:
+            self._publish(found)
+        elif not self._has_asked:
+            self._has_asked = True
+            self._ask_nodes()
 
-            elif self._monitor.caught_elsewhere:
-                self._publish(Divergence(self._monitor.caught_elsewhere))
-            elif self._nodes.hub is not None and not self._has_asked:  # it has lost ranks, maybe of another node
-                self._has_asked = True
-                for each in (note for note in self._mailbox.read() if note.lost and note.call):
-                    self._nodes.ask({"rank": each.rank, "call": each.call, "where": f"{each.doing} ({each.location})"})
+    def _ask_nodes(self) -> None:
+        """This node has lost ranks, maybe of another one: ask the others."""
+        for each in self._mailbox.read():
+            if each.lost and each.call:
+                self._nodes.ask({"rank": each.rank, "call": each.call, "where": f"{each.doing} ({each.location})"})
 
-    def _on_asked(self, body: Message) -> bool:
+    def _on_asked(self, body: Message) -> None:
         """A rank of another node has lost others: who has left its call here, or failed and was caught?"""
         if self._first is not None or self._nodes.decided is not None:
-            return False
+            return
         stands = self._monitor.own_stands()
         found: First | None = next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
         gone = [stand for stand in stands.values() if has_left(stand, int(body["call"]))]
@@ -301,22 +311,27 @@ class Supervisor:
         if found is not None:
             self._publish(found)
             self._thread(self._processes.wind_up, time.monotonic())
-        return False
 
-    def _on_ended(self, _: object) -> bool:
+    def _on_ended(self, _: object) -> None:
         self._look()
         if self._is_failing():
-            return self._told and not self._processes.running
-        if self._starts and not self._has_left and self._rank not in self._processes.running:
-            self._processes.stop()  # rank 0 ended by itself, outside of any call
-            return True
-        if self._processes.running:
-            return False
-        self._lingers = self._has_exited() and self._nodes.misses()
-        if self._lingers:
-            return False
+            self._is_over = self._told and not self._processes.running
+        elif self._starts and not self._has_left and self._rank not in self._processes.running:
+            self._stop(None)  # rank 0 ended by itself, outside of any call
+        elif not self._processes.running:
+            self._lingers = self._has_exited() and self._nodes.misses()
+            if not self._lingers:
+                self._end()
+
+    def _end(self) -> None:
+        """Nothing is left to do: rank 0 may end, if it is there to be told."""
         self._channel.send({"do": "go"})
-        return True
+        self._is_over = True
+
+    def _stop(self, _: object) -> None:
+        """End all that still run."""
+        self._processes.stop()
+        self._end()
 
     def _has_exited(self) -> bool:
         """Whether ``sys.exit()`` has ended the newest call of a rank of this node, and nobody has minded so far."""
@@ -327,7 +342,7 @@ class Supervisor:
         known = self._verdict or self._first or self._nodes.decided
         return bool(self._processes.failed or self._left or known or self._interrupted)
 
-    def _on_left(self, what: tuple[int, Message]) -> bool:
+    def _on_left(self, what: tuple[int, Message]) -> None:
         """A rank has come to its end, and waits for its leave; one that a launcher started only if it has failed."""
         rank, message = what
         cause: Cause | None = message["cause"]
@@ -336,18 +351,17 @@ class Supervisor:
                 self._left[rank] = cause
             self._thread(self._processes.wind_up, message["at"])
             self._look()
-            return False
+            return
         self._take_leave(*what)
         if self._interrupted and self._verdict is None:
             until = time.monotonic() + GRACE
             while self._processes.running and time.monotonic() < until:
                 time.sleep(TICK / 5)
-            self._processes.stop()
-            self._channel.send({"do": "go"})
-            return True
+            self._stop(None)
+            return
         if cause is not None:
             self._thread(self._processes.wind_up, cause.at)
-        return self._on_ended(None)
+        self._on_ended(None)
 
     def _take_leave(self, rank: int, message: Message) -> None:
         cause: Cause | None = message["cause"]
@@ -357,22 +371,14 @@ class Supervisor:
             self._left[rank] = cause
         self._processes.has_left(rank, message["at"] if cause is None else None)
 
-    def _on_gone(self, _: object) -> bool:
+    def _on_gone(self, _: object) -> None:
         """Rank 0's process is not there any more; if it was killed while it waited for the others, nobody waits now."""
-        if not self._starts or not self._has_left or self._is_failing():
-            return False
-        self._processes.stop()
-        return True
+        if self._starts and self._has_left and not self._is_failing():
+            self._stop(None)
 
-    def _on_stop(self, _: object) -> bool:
-        """Ctrl-C, while rank 0 waited for the others to end."""
-        self._processes.stop()
-        self._channel.send({"do": "go"})
-        return True
-
-    def _on_verdict(self, verdict: Verdict) -> bool:
+    def _on_verdict(self, verdict: Verdict) -> None:
         if self._told or self._processes.failed:  # what follows from it is under way
-            return False
+            return
         self._verdict = verdict
         cause = verdict.cause
         if cause is not None and not verdict.interrupted:
@@ -380,35 +386,31 @@ class Supervisor:
         self._processes.stop(GRACE / 4)
         if not self._monitor.hangs.is_halted(self._rank):
             self._await_rank_zero(GRACE / 2)  # it may be waiting in a collective, which raises now
-        return self._conclude()
+        self._conclude()
 
-    def _on_running(self, _: object) -> bool:
+    def _on_running(self, _: object) -> None:
         self._channel.send({"do": "running", "ranks": self._processes.running})
-        return False
 
-    def _on_silent(self, words: str) -> bool:
+    def _on_silent(self, words: str) -> None:
         """A node does not answer, and a scheduler that sees to it looks for another one: ending would be giving up."""
         self._write(f"lockstep: {words}: waiting for the scheduler to end the run, or to start it elsewhere")
-        return False
 
     # -- other nodes -------------------------------------------------------------------------------------------
 
-    def _on_hub(self, what: tuple[int, Message]) -> bool:
+    def _on_hub(self, what: tuple[int, Message]) -> None:
         """Local rank 0 asks where the other nodes can call."""
         port, token = self._nodes.open(what[1]["address"])
         self._channel.send({"do": "hub", "port": port, "token": token})
-        return False
 
-    def _on_join(self, what: tuple[int, Message]) -> bool:
+    def _on_join(self, what: tuple[int, Message]) -> None:
         """Local rank 0 knows where the hub is."""
         message = what[1]
         self._nodes.join(message["address"], message["port"], message["token"])
-        return False
 
-    def _follow(self, decided: dict[str, Any]) -> None:
+    def _follow(self, decided: Decision) -> None:
         """The first cause of all nodes is known: end this node's ranks."""
         if self._nodes.is_elsewhere:
-            self._mailbox.leave({"first": decided["words"], "rank": decided.get("rank", -1)})
+            self._mailbox.leave({"first": decided.words, "rank": decided.rank})
             self._thread(self._processes.wind_up, time.monotonic() - GRACE / 4)
         if not self._starts:
             self._tell_at_once()
@@ -417,7 +419,8 @@ class Supervisor:
         """The first cause of this node is certain: tell its ranks, whose collectives raise now, and the other nodes."""
         self._first = cause
         self._mailbox.leave({"first": located(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
-        self._nodes.say(cause, plain_notes(self._monitor.hangs.newest(cause.rank)) if _may_be_gloos(cause) else None)
+        notes = self._monitor.hangs.traces.newest(cause.rank) if _may_be_gloos(cause) else ()
+        self._nodes.say(cause, plain_notes(notes))
         if self._nodes.hub is None and not self._starts:
             self._tell_at_once()
 
@@ -453,22 +456,23 @@ class Supervisor:
                 return False
             with contextlib.suppress(queue.Empty):
                 event, what = self._events.get(timeout=TICK / 5)
-                handlers.get(event, bool)(what)
+                handlers.get(event, _nothing)(what)
         return True
 
-    def _conclude(self) -> bool:
+    def _conclude(self) -> None:
         """All others have ended: tell why, and end."""
-        if self._starts:
-            if self._processes.failed and all(end.code == -signal.SIGINT for end in self._processes.failed):
-                self._await_rank_zero(None)
-            if self._interrupted and self._verdict is None:
-                self._channel.send({"do": "go"})
-            else:
-                self._tell_rank_zero(self._judged())
-            return True
-        if not self._told:
-            self._print(self._judged())
-        return not self._processes.running
+        if not self._starts:
+            if not self._told:
+                self._print(self._judged())
+            self._is_over = not self._processes.running
+            return
+        if self._processes.failed and all(end.code == -signal.SIGINT for end in self._processes.failed):
+            self._await_rank_zero(None)
+        if self._interrupted and self._verdict is None:
+            self._end()
+        else:
+            self._tell_rank_zero(self._judged())
+        self._is_over = True
 
     def _cause(self, shown: set[int], folded: set[int], notes: list[Cause]) -> tuple[First | None, bool]:
         """The first cause, as far as this node knows it, and whether it has been told.
@@ -498,7 +502,7 @@ class Supervisor:
                     self._publish(cause)
             self._await_decision()
             if self._nodes.decided is not None and self._nodes.is_elsewhere:
-                return judgement(Divergence(self._nodes.decided["words"]), True, False, codes)
+                return judgement(Divergence(self._nodes.decided.words), True, False, codes)
         also = also_failed(cause, [note for note in notes if note.rank in folded], self._nodes.host)
         return judgement(cause, told, interrupted, codes, self._nodes.host, also)
 
@@ -539,7 +543,7 @@ class Supervisor:
         if self._told or (nodes.hub is not None and decided is None):
             return
         if decided is not None and nodes.is_elsewhere:
-            self._print(judgement(Divergence(decided["words"]), True, False, []))
+            self._print(judgement(Divergence(decided.words), True, False, []))
         elif self._first is not None:
             told = is_told(self._first, self._who("printed"), self._mailbox.read())
             self._print(judgement(self._first, told, False, [], nodes.host))
@@ -557,6 +561,10 @@ class Supervisor:
             wipe_line()
             with contextlib.suppress(OSError):
                 os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def _nothing(what: object) -> None:
+    """What is done with an event that is of no use any more."""
 
 
 def _may_be_gloos(cause: First | None) -> TypeGuard[Ended]:

@@ -3,7 +3,7 @@
 The memory has no name: it goes when nobody maps it any more. Who watches the ranks opens it by way of ``/proc`` and
 then holds it itself. Nothing here needs torch.
 
-Layout: a header (magic number, count of notes, length of the words; what the rank has last said when it was asked),
+Layout: a header (magic number, count of notes, length of the words; when a device was last looked at),
 `ENTRIES` notes of 64 bytes each, written round and round, and the *words*: what notes name by a number (operations,
 groups, shapes, places, phases), one line of JSON each, in the order in which they were first seen.
 """
@@ -37,8 +37,7 @@ _SIZE = _HEADER + ENTRIES * ENTRY.size + WORDS
 _MASK = ENTRIES - 1
 # places of 8 bytes in the header, and in a note
 _COUNT, _LENGTH = 1, 2
-_BATCH, _PHASE, _SAID = 3, 4, 5
-_WATCHED = 6
+_WATCHED = 3
 _FIRST = _HEADER // 8
 _LEFT, _DONE = 6, 7
 _ENTERED = 10
@@ -212,11 +211,6 @@ class TraceMemory:
             number = self._counts[kind] = self._numbers[line] = self._counts[kind] + 1
             return number
 
-    def say(self, phase: int, batch: int) -> None:
-        """Note where this rank is: somebody asks."""
-        self._longs[_BATCH], self._longs[_PHASE] = batch, phase
-        self._times[_SAID] = time.monotonic()
-
     def watched(self) -> None:
         """Note that the ends of all queued collectives that a device is done with by now have been noted."""
         self._times[_WATCHED] = time.monotonic()
@@ -323,13 +317,6 @@ class Reading:
         the interpreter's lock."""
         at = struct.unpack("=d", self._memory[8 * _WATCHED : 8 * _WATCHED + 8])[0]
         return bool(time.monotonic() - at < 2 * LAG)
-
-    def said(self, since: float) -> tuple[str, int] | None:
-        """The hook in which the rank is, and the batch, if it was asked for that and has answered since."""
-        if struct.unpack("=d", self._memory[8 * _SAID : 8 * _SAID + 8])[0] < since:
-            return None
-        batch = struct.unpack("=q", self._memory[8 * _BATCH : 8 * _BATCH + 8])[0]
-        return self._word("phase", self._long(_PHASE), [""])[0], batch
 
     def newest(self, most: int = 8) -> list[Note]:
         """The newest notes, the newest first."""
