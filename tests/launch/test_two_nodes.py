@@ -191,6 +191,7 @@ class Lookouts:
         self.stacks = {1: REDUCING, 2: WORKING}
         self.still = {0: 0.0, 1: 0.0}
         self.now = time.monotonic()
+        monkeypatch.setattr(elsewhere, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(hang_monitor, "_state", lambda process: self.states[process])
         monkeypatch.setattr(hang_monitor, "ask", lambda process, answers: self.stacks[process])
         monkeypatch.setattr(hang_monitor, "ask_stopped", lambda process, answers: self.stacks[process])

@@ -45,6 +45,10 @@ class OtherNodes(Protocol):
         ...
 
 
+Ask = Callable[[bool], Iterable[RankSnapshot]]
+"""Gives this node's ranks with their stacks: those that are stopped, or all others."""
+
+
 def soon(limit: float, size: int) -> float:
     """Seconds of waiting after which nodes tell of their ranks: node 0 of very many has enough to do with long waits.
 
@@ -84,7 +88,6 @@ class OtherRanks:
         self._wanted_at = self._urged_at = -PATIENCE
         self._asked, self._answered = (0, False), 0  # the newest question, whether it wakes; what is answered here
         hub.listen("snapshots", self._hear)
-        hub.listen("stacks", self._hear_stacks)
         hub.listen("wanted", self._be_asked)
         hub.listen("farewell", self._hear_end)
 
@@ -93,18 +96,23 @@ class OtherRanks:
         """Those that have to answer a question which this node puts, itself included."""
         return {0, *self._hub.nodes} if self._hub.node == 0 else {self._hub.node}
 
-    def exchange(self, own: Sequence[RankSnapshot], limit: float, now: float) -> list[RankSnapshot]:
+    def exchange(
+        self, own: Sequence[RankSnapshot], limit: float, now: float, ask: Ask, caught: str
+    ) -> list[RankSnapshot]:
         """Tell node 0 of this node's ranks; there, those of all nodes, those included that are in no call.
 
         Args:
             own: the ranks of this node.
             limit: seconds after which a wait is told to the user.
             now: the moment.
+            ask: what node 0's question is answered with.
+            caught: what ended a call on this node, and a script has caught.
         """
         urgent = any(self._is_urgent(each, limit) for each in own)
         if self._hub.node:
-            if urgent or now - self._wanted_at < PATIENCE:
-                self._tell(own, urgent, now)
+            answer = self._answer(ask, caught) if self.is_asked else {}
+            if answer or urgent or now - self._wanted_at < PATIENCE:
+                self._tell(own, urgent, now, answer)
             return list(own)
         if (urgent or now - self._urged_at < 2 * STEADY) and now - self._wanted_at >= STEADY:
             self.put(now)
@@ -144,13 +152,11 @@ class OtherRanks:
             self._urged_at = now
             if now - self._wanted_at >= STEADY:
                 self._wake()
-
-    def _hear_stacks(self, node: int, body: Mapping[str, Any]) -> None:
-        """A node has answered a question."""
-        self.caught[node] = str(body["caught"])
-        self._question.take(node, body["question"], {each["rank"]: snapshot_of(each) for each in body["ranks"]})
-        if self._question.is_answered(self.nodes):
-            self._wake()
+        if "question" in body:
+            self.caught[node] = str(body["caught"])
+            self._question.take(node, body["question"], {each["rank"]: snapshot_of(each) for each in body["asked"]})
+            if self._question.is_answered(self.nodes):
+                self._wake()
 
     # -- another node
 
@@ -164,12 +170,12 @@ class OtherRanks:
         """Whether node 0 waits for an answer of this node."""
         return self._hub.node > 0 and self._asked[0] > self._answered
 
-    def _tell(self, own: Sequence[RankSnapshot], urgent: bool, now: float) -> None:
-        body = {"urgent": urgent, **self._changes.of(own, now)}
-        news = urgent != self._was_urgent or body["ranks"] or body["gone"]
+    def _tell(self, own: Sequence[RankSnapshot], urgent: bool, now: float, answer: Mapping[str, Any]) -> None:
+        body = {"urgent": urgent, **self._changes.of(own, now), **answer}
+        news = urgent != self._was_urgent or body["ranks"] or body["gone"] or answer
         if not news and now - self._sent_at < STEADY:
             return
-        if self._hub.send("snapshots", body, to=0, newest=True):
+        if self._hub.send("snapshots", body, to=0, newest=not answer):
             self._changes.keep()
             self._was_urgent, self._sent_at = urgent, now
 
@@ -180,16 +186,10 @@ class OtherRanks:
             self._asked = int(body["question"]), bool(body["wakes"])
             self._wake()
 
-    def answer(self, ask: Callable[[bool], Mapping[int, RankSnapshot]], caught: str) -> None:
-        """Answer node 0's question.
-
-        Args:
-            ask: gives this node's ranks with their stacks: those that are stopped, or all others.
-            caught: what ended a call on this node, and a script has caught.
-        """
+    def _answer(self, ask: Ask, caught: str) -> dict[str, Any]:
+        """The answer to node 0's question."""
         self._answered, wakes = self._asked
-        told = [plain(each) for each in ask(wakes).values()]
-        self._hub.send("stacks", {"question": self._answered, "ranks": told, "caught": caught}, to=0)
+        return {"question": self._answered, "asked": [plain(each) for each in ask(wakes)], "caught": caught}
 
     # -- the end
 

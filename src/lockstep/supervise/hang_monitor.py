@@ -32,14 +32,14 @@ STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
 
 
 @dataclass(frozen=True)
-class Limits:
+class WaitLimits:
     """How long ranks may wait for others: until it is told, and until the run is ended. In seconds."""
 
     told: float = math.inf
     kill: float = math.inf
 
     @classmethod
-    def of(cls, stands: Sequence[Stand]) -> Limits:
+    def of(cls, stands: Sequence[Stand]) -> WaitLimits:
         """As the first rank has it that has one."""
         timeouts = (stand.hang_timeout for stand in stands if stand.hang_timeout is not None)
         kills = (stand.hang_kill for stand in stands if stand.hang_kill is not None)
@@ -97,12 +97,13 @@ class HangMonitor:
         self._waits: dict[int, float] = {}  # ranks whose stacks waited, since when that is known
         self._long: frozenset[tuple[int, bool]] = frozenset()  # ranks that stood still for long, and whether they wait
         self._ask_again = 0.0
+        self._is_ending = False
         self._said: list[tuple[set[str], set[int]]] = []  # of each wait told: where ranks waited, and who was late
 
     @property
     def is_proving(self) -> bool:
         """Whether answers are awaited, so that one should look again at once."""
-        asked = self.others is not None and self.others.is_asked
+        asked = self.others is not None and self.others.is_asked and not self._is_ending
         return asked or self._question.is_open or self._proof.is_pending
 
     @property
@@ -141,15 +142,14 @@ class HangMonitor:
                 ranks are looked at.
         """
         self.traces.open(inside)
-        limits = Limits() if ending else Limits.of([*inside.values()])
+        limits = WaitLimits() if ending else WaitLimits.of([*inside.values()])
         differing = self.traces.differing() if limits.first < math.inf else {}
         if differing:
             return self._parted(differing)
         self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
         own = [self._snapshot(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()]
         everybody = [*own, *(RankSnapshot(stand.rank, now, stand) for stand in outside)]
-        if self.others is not None and self.others.is_asked:
-            self.others.answer(lambda wakes: self._answers(own, now, wakes), caught)
+        self._is_ending = ending
         if self.others is None or ending:
             return self._judged(everybody, own, {self._node}, limits, now)
         return self._judged_with(self.others, everybody, own, caught, now)
@@ -173,12 +173,14 @@ class HangMonitor:
             caught: what ended a call on this node, and a script has caught.
             now: the moment.
         """
-        limits = Limits.of([each.stand for each in own])
-        everybody = others.exchange(known, limits.told, now)
+        limits = WaitLimits.of([each.stand for each in own])
+        everybody = others.exchange(
+            known, limits.told, now, lambda wakes: self._answers(own, now, wakes).values(), caught
+        )
         if others.is_watched:
             return None
         inside = [each for each in everybody if each.stand.inside]
-        limits = Limits.of([each.stand for each in inside])
+        limits = WaitLimits.of([each.stand for each in inside])
         found = None if limits.first == math.inf else self._compares.done(lambda: diverged(inside), now)
         found = found or self._judged(everybody, own, others.nodes, limits, now)
         words = [said for said in (caught, *others.caught.values()) if said]
@@ -189,7 +191,7 @@ class HangMonitor:
         everybody: Sequence[RankSnapshot],
         own: Sequence[RankSnapshot],
         nodes: set[int],
-        limits: Limits,
+        limits: WaitLimits,
         now: float,
     ) -> Divergence | None:
         """Why the run has to be ended, if it has.
@@ -215,7 +217,7 @@ class HangMonitor:
             return None
         return stopped([*answers.values()]) or self._overdue([*answers.values()], limits)
 
-    def _is_due(self, everybody: Sequence[RankSnapshot], limits: Limits, now: float) -> bool:
+    def _is_due(self, everybody: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
         """Whether it is time to ask the ranks for their stacks."""
         if self._proof.is_due(everybody, now):
             return True
@@ -225,7 +227,7 @@ class HangMonitor:
             return now - self._question.put_at >= HALTED
         return bool(self._counts.done(lambda: self._stands_long(everybody, limits, now), now))
 
-    def _stands_long(self, snapshots: Sequence[RankSnapshot], limits: Limits, now: float) -> bool:
+    def _stands_long(self, snapshots: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
         """Whether ranks have stood still or waited for so long that it is to be told who waits for whom."""
         limit = limits.first
         long = frozenset(  # a rank whose device waits is known to do so a while after it stands still
@@ -244,7 +246,7 @@ class HangMonitor:
             self.others.put(now, is_new=True)
         self._question.take(self._node, self._question.number, self._answers(own, now, kept is not None))
 
-    def _overdue(self, asked: Sequence[RankSnapshot], limits: Limits) -> Divergence | None:
+    def _overdue(self, asked: Sequence[RankSnapshot], limits: WaitLimits) -> Divergence | None:
         """Tells of those that wait long; why the run has to be ended, if it has."""
         late = None if any(each.state == STOPPED for each in asked) else overdue(asked, limits.told)
         if late is not None and self._is_new(asked, limits.told):

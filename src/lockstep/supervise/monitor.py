@@ -190,9 +190,8 @@ class RankMonitor:
             verdict = self._pass_on(inside, now)
             if verdict is not None:
                 return verdict
-        if since > max(
-            3 * PERIOD, LATE
-        ):  # this process was stopped, or starved: what it knows of time is worth nothing
+        if since > max(3 * PERIOD, LATE):
+            # this process was stopped, or starved: what it knows of time is worth nothing
             self._stillness.clear()
             self.hangs.forget()
         self._seconds = {rank: self._seconds_still(stand, now) for rank, stand in inside.items()}
@@ -203,8 +202,7 @@ class RankMonitor:
         others, own = self.hangs.others, self.own_stands()
         if not inside and (others is None or not own):
             return None
-        failed = any(cause.rank in inside for cause in self._mailbox.read() if cause.call)
-        ending = bool(self._presses) or failed
+        ending = bool(self._presses) or self._mailbox.is_someone_ending()
         outside = [stand for stand in own.values() if not stand.inside]
         caught = self._caught(own) if outside else None
         found = self.hangs.look(inside, self._seconds, now, outside, self._told(caught), ending)

@@ -73,11 +73,12 @@ class RankSnapshot:
         """The line of the user's code at which it is; the innermost of the loader's worker where it waits for that."""
         if self.worker is not None:
             return self.worker.location()
-        inside = self.inside
-        if self.stack is not None and (inside is None or not inside.location):
-            return self.stack.location(self.stand.location)
-        noted = inside or (self.notes[0] if self.notes and self.state in (STOPPED, GONE) else None)
-        return (noted.location if noted is not None else "") or self.stand.location
+        noted = self.inside
+        if noted is None and self.stack is None and self.state in (STOPPED, GONE):
+            noted = next(iter(self.notes), None)
+        if noted is not None and noted.location:
+            return noted.location
+        return self.stand.location if self.stack is None else self.stack.location(self.stand.location)
 
     def described(self) -> str:
         """What it does, and where: ``"waits in all_reduce #417, train.py:88 (on_validation_epoch_end)"``."""
