@@ -87,7 +87,10 @@ def test_the_script_goes_to_sbatch(
         ([], "lockstep submit: no script is given: lockstep submit train.py"),
         (["train.py", "--nodes", "0"], "--nodes: '0': give a number from 1"),
         (["--nods", "2", "train.py"], "lockstep submit: --nods is none of its options; did you mean --nodes?"),
-        (["train.py", "--time", "5"], "--time 5 is no longer than --save-before 5 (minutes)"),
+        (
+            ["train.py", "--time", "5"],
+            "is no longer than minutes_to_checkpoint_before_walltime (lockstep submit: --save-before) 5, in minutes",
+        ),
         (["train.py", "--gpus-per-node", "2", "--tasks-per-node", "4"], "--tasks-per-node 4, but --gpus-per-node 2"),
         (["train.py", "--sbatch", "nodes=3"], "sbatch's option --nodes=3, but the script says --nodes=1: set"),
         (["train.py", "--sbatch", "a b=3"], "sbatch's option --a b=3 is none"),

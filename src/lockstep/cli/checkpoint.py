@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -191,7 +191,7 @@ def _convert(given: argparse.Namespace) -> int:
         raise MisconfigurationException(f"{source!r} has no 'state_dict'")
     if kind is None:
         kind = "file" if sharded.is_sharded(source) and not deepspeed_folder.is_engines(source) else "parts"
-    WRITERS[kind](found, target, given)
+    _write(found, kind, given)
     print(f"{target}: {_kind(target)}")
     return 0
 
@@ -208,41 +208,26 @@ def _check_needs(kind: str | None, given: argparse.Namespace) -> None:
         export.check_tokenizer(given.tokenizer)
 
 
-def _write_weights(found: dict[str, Any], target: str, given: argparse.Namespace) -> None:
-    # tied weights share memory, which safetensors refuses
-    tensors = {n: v.detach().clone().contiguous() for n, v in found["state_dict"].items() if isinstance(v, Tensor)}
-    encoded = _safetensors().save(tensors)
-    with storage.replacing(target) as file:
-        file.write(encoded)
-
-
-def _write_file(found: dict[str, Any], target: str, given: argparse.Namespace) -> None:
-    format.save(found, target)
-
-
-def _write_parts(found: dict[str, Any], target: str, given: argparse.Namespace) -> None:
-    parts = sharded.split(found)
-    sharded.write(parts, sharded.plan(parts, 0), target)
-
-
-def _write_deepspeed(found: dict[str, Any], target: str, given: argparse.Namespace) -> None:
-    about = {key: found.get(key) for key in ("epoch", "global_step")}
-    sharded.write_by(lambda folder: deepspeed_folder.write(found, folder), about, target)
-
-
-def _write_pretrained(found: dict[str, Any], target: str, given: argparse.Namespace) -> None:
-    """The model alone, as a folder for ``from_pretrained``."""
-    base = frozen.base_of(found)
-    export.write_state(target, found["state_dict"], given.config, given.max_shard_size, given.tokenizer, base)
-
-
-WRITERS: dict[str, Callable[[dict[str, Any], str, argparse.Namespace], None]] = {
-    "weights": _write_weights,
-    "file": _write_file,
-    "parts": _write_parts,
-    "deepspeed": _write_deepspeed,
-    "huggingface": _write_pretrained,
-}
+def _write(found: dict[str, Any], kind: str, given: argparse.Namespace) -> None:
+    """Write a checkpoint in a format."""
+    target = given.target
+    if kind == "weights":
+        # tied weights share memory, which safetensors refuses
+        tensors = {n: v.detach().clone().contiguous() for n, v in found["state_dict"].items() if isinstance(v, Tensor)}
+        encoded = _safetensors().save(tensors)
+        with storage.replacing(target) as file:
+            file.write(encoded)
+    elif kind == "file":
+        format.save(found, target)
+    elif kind == "deepspeed":
+        about = {key: found.get(key) for key in ("epoch", "global_step")}
+        sharded.write_by(lambda folder: deepspeed_folder.write(found, folder), about, target)
+    elif kind == "huggingface":  # the model alone
+        base = frozen.base_of(found)
+        export.write_state(target, found["state_dict"], given.config, given.max_shard_size, given.tokenizer, base)
+    else:
+        parts = sharded.split(found)
+        sharded.write(parts, sharded.plan(parts, 0), target)
 
 
 # -- diff ----------------------------------------------------------------------------------------------------

@@ -96,12 +96,6 @@ def _batch(options: argparse.Namespace, script: list[str]) -> Batch:
             f"--tasks-per-node {tasks}, but --gpus-per-node {options.gpus_per_node}: a task drives "
             "one GPU; leave --tasks-per-node out"
         )
-    minutes = sbatch.minutes_of(options.time)
-    if minutes is not None and minutes <= options.save_before:
-        raise MisconfigurationException(
-            f"--time {options.time} is no longer than --save-before {options.save_before} (minutes): "
-            "the job would be requeued as soon as it begins"
-        )
     name = options.module or os.path.basename(os.path.normpath(script[0])).removesuffix(".py")
     return Batch(
         name=options.job_name or name,

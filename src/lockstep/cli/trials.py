@@ -9,13 +9,14 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lockstep.cli.run import CommandParser
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.hpc import search as searches
 from lockstep.hpc import table
 from lockstep.hpc.queue import SlurmRefused
-from lockstep.hpc.search import Limits, Search, Status
+from lockstep.hpc.search import Search, Status
 from lockstep.hpc.trials import JOURNAL
 
 ABOUT = """\
@@ -53,7 +54,15 @@ def trials(words: Sequence[str]) -> int:
         names = ", ".join(str(search.path) for search in found)
         raise MisconfigurationException(f"{given.path}: several searches are there; name one: {names}")
     try:
-        return _watch(found, given) if given.watch is not None else _once(found, given)
+        if given.cancel:
+            _cancel(found[0], given.cancel)
+        if given.watch is not None:
+            return _watch(found, given)
+        if given.resubmit:
+            _resubmit(found[0], given, said=set())
+        elif not given.cancel:
+            _show(found, given)
+        return 0
     except SlurmRefused as refused:
         print(f"lockstep trials: {refused}", file=sys.stderr)
         return 1
@@ -86,23 +95,11 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _once(found: Sequence[Search], given: argparse.Namespace) -> int:
-    if given.cancel:
-        _cancel(found[0], given.cancel)
-    if given.resubmit:
-        _resubmit(found[0], *_look(found[0]), given, said=set())
-    if not given.cancel and not given.resubmit:
-        _show(found, given)
-    return 0
-
-
 def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
     """Show the table until all trials are at their end, and submit anew what was asked for, meanwhile."""
     said: set[str] = set()
-    if given.cancel:
-        _cancel(found[0], given.cancel)
     while True:
-        again = bool(given.resubmit) and _resubmit(found[0], *_look(found[0]), given, said) > 0
+        again = given.resubmit and _resubmit(found[0], given, said)
         if sys.stdout.isatty():
             print(CLEAR, end="")
         statuses = _show(found, given)
@@ -148,26 +145,23 @@ def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
 # -- anew, and away ------------------------------------------------------------------------------------------
 
 
-def _resubmit(
-    search: Search, statuses: Sequence[Status], trouble: str, given: argparse.Namespace, said: set[str]
-) -> int:
+def _resubmit(search: Search, given: argparse.Namespace, said: set[str]) -> int:
     """Submit trials anew; gives how many.
 
     Args:
         search: theirs.
-        statuses: of all its trials.
-        trouble: why SLURM could not be asked; then nothing is submitted, for a trial may still run.
         given: what was typed.
         said: what has been said in earlier rounds, and is not said again.
+
+    Raises:
+        SlurmRefused: SLURM could not be asked how they stand, and a trial may still run; or sbatch has refused.
     """
+    statuses, trouble = _look(search)
     if trouble:
         raise SlurmRefused(f"SLURM could not be asked how the trials stand, so none is submitted anew: {trouble}")
     chosen = _chosen(statuses, given.resubmit)
-    limits = search.limits
-    limits = Limits(
-        limits.preemptions if given.max_preemptions is None else given.max_preemptions,
-        limits.failures if given.max_failures is None else given.max_failures,
-    )
+    typed = {"preemptions": given.max_preemptions, "failures": given.max_failures}
+    limits = replace(search.limits, **{name: most for name, most in typed.items() if most is not None})
     again = []
     for status in chosen:
         why = searches.exhausted(status, limits) if given.resubmit in KINDS else ""

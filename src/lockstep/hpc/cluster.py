@@ -272,12 +272,6 @@ class SlurmCluster:
             raise MisconfigurationException(
                 "nb_trials=None: a strategy that draws its trials late has no end: give one"
             )
-        minutes, before = sbatch.minutes_of(self.job_time), self.minutes_to_checkpoint_before_walltime
-        if minutes is not None and minutes <= before:
-            raise MisconfigurationException(
-                f"job_time={self.job_time!r} is no longer than minutes_to_checkpoint_before_walltime={before}: the "
-                "trial would be requeued as soon as it begins; set a longer one, or the other to 0"
-            )
 
     def _play_here(self, search: Search, main: Callable[[Any], object], nb_trials: int | None, gpus: int) -> None:
         """Play the trials on this machine, as many at a time as it has devices for.

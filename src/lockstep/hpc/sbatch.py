@@ -142,7 +142,7 @@ def text(batch: Batch) -> str:
 
     Raises:
         MisconfigurationException: an option that is no option, says something else than the script does by itself,
-            or has a value that a batch script cannot hold.
+            or has a value that a batch script cannot hold; a time limit that is up before the job can be saved.
 
     Example:
         >>> print(text(Batch("mine", ["python", "train.py", "--name", "a b"], "/home/me")), end="")
@@ -157,6 +157,12 @@ def text(batch: Batch) -> str:
         cd -- /home/me || exit 1
         srun --kill-on-bad-exit=1 --export=ALL python train.py --name 'a b'
     """
+    minutes = minutes_of(batch.time)
+    if minutes is not None and minutes <= batch.signal_minutes:
+        raise MisconfigurationException(
+            f"{FROM['time']} {batch.time} is no longer than {FROM['signal']} {batch.signal_minutes}, in minutes: the "
+            "job would be requeued as soon as it begins; give a longer one, or 0 for the other"
+        )
     lines = ["#!/bin/bash", *_options(batch), ""]
     if batch.trials is not None:
         lines += _trial(batch.trials)

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from signal import SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any
@@ -15,8 +16,8 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log, rank_zero_only
 from lockstep.hpc.parser import Hyperparameters
 from lockstep.hpc.search import Search
-from lockstep.hpc.trials import TrialFolder, read_events
-from lockstep.launch.attempts import Superseded, Trial, await_end, job_here
+from lockstep.hpc.trials import End, TrialFolder, read_events
+from lockstep.launch.attempts import Job, Superseded, Trial, await_end, job_here
 from lockstep.supervise.signals import by_default, end_at_once, handling
 
 LONGEST_ERROR = 1000
@@ -36,15 +37,6 @@ class OwnSaving:
             load()
 
 
-def _note_failure(trial: TrialFolder, hparams: Hyperparameters | None, here: Trial, error: BaseException) -> None:
-    """Note why a trial has failed, and tell the study, if this rank leads; a later attempt speaks for itself."""
-    if isinstance(error, Superseded):
-        return
-    trial.note("failed", attempt=here.attempt, rank=rank_zero_only.rank, error=last_words(error))
-    if hparams is not None:
-        hparams.finish(trial.number, "failed")
-
-
 def run_trial(main: Callable[[Any], object], options: Hyperparameters | None, saving: OwnSaving, here: Trial) -> None:
     """Call ``main(hparams)`` as the trial ``here``.
 
@@ -56,26 +48,24 @@ def run_trial(main: Callable[[Any], object], options: Hyperparameters | None, sa
         MisconfigurationException: the trial was preempted more often than it may be.
         BaseException: what ``main`` raised.
     """
-    trial = TrialFolder(here.folder)
-    if any(start.end == "completed" and start.number < here.attempt for start in read_events(trial.events()).attempts):
+    start = _Start(options, saving, here)
+    earlier = read_events(start.trial.events()).attempts
+    if any(each.end == "completed" and each.number < here.attempt for each in earlier):
         return  # its job was requeued behind its last word
-    leads = rank_zero_only.rank == 0
-    hparams: Hyperparameters | None = None
     try:
-        if leads:
-            _begin(trial, here)
-        hparams = _values(trial, options, leads)
-        with _signals_acted_on(trial, saving, here, leads):
+        start.begin()
+        with start.acts_on_signals():
             if has_saved(here):
                 saving.call_load()
-            metrics, value = measured(main(hparams))
+            metrics, value = measured(main(start.hparams))
+    except Superseded:  # the newer start speaks for itself
+        raise
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            _note_failure(trial, hparams if leads else None, here, error)
+            start.fail(error)
             raise
         metrics, value = {}, None
-    if leads:
-        _complete(trial, hparams, here, metrics, value)
+    start.complete(metrics, value)
 
 
 def has_saved(here: Trial) -> bool:
@@ -83,48 +73,128 @@ def has_saved(here: Trial) -> bool:
     return here.attempt > 0 and any(told.get("event") == "saved" for told in TrialFolder(here.folder).events())
 
 
-def _begin(trial: TrialFolder, here: Trial) -> None:
-    """Note the start, unless there is a newer one or there have been too many."""
-    history = read_events(trial.events())
-    newest = max((attempt.number for attempt in history.attempts), default=0)
-    if newest > here.attempt:
-        raise Superseded(
-            f"the trial in {trial.path} has been started anew: attempt {newest}; here it is {here.attempt}"
-        )
-    trial.note("started", attempt=here.attempt, job=here.job)
-    history = read_events(trial.events())
-    most = Search(trial.path.parent).limits.preemptions
-    if history.preemptions > most:
-        raise MisconfigurationException(
-            f"the trial was preempted {history.preemptions} times, max_preemptions is {most}: give SlurmCluster a "
-            "higher one, or see why it never comes to its end"
-        )
+class _Start:
+    """One start of a trial, in the process of one of its ranks.
+
+    Args:
+        options: of the script; the trial's values go in their place.
+        saving: the user's own functions.
+        here: which trial this process is a part of.
+    """
+
+    def __init__(self, options: Hyperparameters | None, saving: OwnSaving, here: Trial) -> None:
+        self.trial, self.here, self.saving, self._options = TrialFolder(here.folder), here, saving, options
+        self.leads = rank_zero_only.rank == 0
+        self.hparams: Hyperparameters | None = None
+        self._busy = self._saved = False
+
+    def note(self, event: str, **details: object) -> None:
+        """Note an event. On rank 0."""
+        if self.leads:
+            self.trial.note(event, attempt=self.here.attempt, **details)
+
+    def begin(self) -> None:
+        """Note the start, on rank 0, and find the trial's values."""
+        if self.leads:
+            self._note_start()
+        self.hparams = self._values()
+
+    def _note_start(self) -> None:
+        """Note the start, unless there is a newer one or there have been too many."""
+        newest = max((attempt.number for attempt in read_events(self.trial.events()).attempts), default=0)
+        if newest > self.here.attempt:
+            raise Superseded(
+                f"the trial in {self.trial.path} has been started anew: attempt {newest}; here it is "
+                f"{self.here.attempt}"
+            )
+        self.note("started", job=self.here.job)
+        preemptions = read_events(self.trial.events()).preemptions
+        most = Search(self.trial.path.parent).limits.preemptions
+        if preemptions > most:
+            raise MisconfigurationException(
+                f"the trial was preempted {preemptions} times, max_preemptions is {most}: give SlurmCluster a higher "
+                "one, or see why it never comes to its end"
+            )
+
+    def _values(self) -> Hyperparameters | None:
+        """The options with the trial's values: of its file, or of the study, where they are drawn late."""
+        if self._options is None:
+            return None
+        if self._options.drawn_late:
+            drawn = self._options.draw(self.trial.number, self.trial.path.parent)
+            if self.leads:
+                self.trial.write_values(drawn.values())
+            return drawn
+        values = self.trial.values()
+        if values is None:
+            raise MisconfigurationException(f"{self.trial.path} has no values.json: does this node see the folder?")
+        return self._options.with_values(values, self.trial.number)
+
+    def fail(self, error: BaseException) -> None:
+        """Note why this rank has failed; rank 0 tells the study."""
+        self.trial.note("failed", attempt=self.here.attempt, rank=rank_zero_only.rank, error=last_words(error))
+        self._finish("failed")
+
+    def complete(self, metrics: Mapping[str, float], value: float | None) -> None:
+        """The trial's last word, to the study and to its folder. On rank 0."""
+        if metrics and self.leads:
+            self.trial.log(metrics, attempt=self.here.attempt)
+        if self._finish("completed", value) == "pruned":
+            self.note("pruned")
+        self.note("completed", value=value)
+
+    def _finish(self, state: End, value: float | None = None) -> End:
+        """Tell the study; gives how it keeps the trial. On rank 0."""
+        if self.hparams is None or not self.leads:
+            return state
+        return self.hparams.finish(self.trial.number, state, value)
+
+    # -- signals outside of a fit --------------------------------------------------------------------------
+
+    @contextmanager
+    def acts_on_signals(self) -> Iterator[None]:
+        """Heed the signals that say that the job's time is up, or that it has to make room. A fit takes them over.
+
+        Where the user's own function saves, or an earlier fit has left a checkpoint, SIGUSR1 and SIGUSR2 have the job
+        put back into the queue. Else they change nothing: the trial has nothing that it could go on from.
+        """
+        job = None if self.here.job is None else job_here(self.here.folder)
+        if job is None:
+            yield
+            return
+        with handling((SIGUSR1, SIGUSR2, SIGTERM), partial(self._act, job), gives_way=True):
+            yield
+
+    def _act(self, job: Job, number: int) -> None:
+        if self._busy:  # schedulers send signals twice
+            return
+        if number == SIGTERM:
+            self._busy = True
+            if not self._saved:
+                self._save()
+                await_end()  # had it ended by itself, its job would be complete, or failed
+            end_at_once()
+        if self.saving.save is None and not job.check().get("saved"):
+            return
+        self._busy = True
+        self._save()
+        self._saved = True
+        if self.leads:
+            with by_default(SIGTERM):
+                refused = job.requeue()
+                if not refused:
+                    await_end()
+            log.warning("lockstep: the trial is saved, and goes on, for its job was not requeued: %s", refused)
+            self._saved = False
+        self._busy = False
+
+    def _save(self) -> None:
+        if self.saving.save is not None:
+            self.saving.save()
+            self.note("saved")
 
 
-def _values(trial: TrialFolder, options: Hyperparameters | None, leads: bool) -> Hyperparameters | None:
-    """The options with the trial's values: of its file, or of the study, where they are drawn late."""
-    if options is None:
-        return None
-    if options.drawn_late:
-        drawn = options.draw(trial.number, trial.path.parent)
-        if leads:
-            trial.write_values(drawn.values())
-        return drawn
-    values = trial.values()
-    if values is None:
-        raise MisconfigurationException(f"{trial.path} has no values.json: does this node see the folder?")
-    return options.with_values(values, trial.number)
-
-
-def _complete(
-    trial: TrialFolder, hparams: Hyperparameters | None, here: Trial, metrics: Mapping[str, float], value: float | None
-) -> None:
-    """The trial's last word, to the study and to its folder. On rank 0."""
-    if metrics:
-        trial.log(metrics, attempt=here.attempt)
-    if hparams is not None and hparams.finish(trial.number, "completed", value) == "pruned":
-        trial.note("pruned", attempt=here.attempt)
-    trial.note("completed", attempt=here.attempt, value=value)
+# -- the user's function -------------------------------------------------------------------------------------
 
 
 def takes_cluster(main: Callable[..., Any]) -> bool:
@@ -182,52 +252,3 @@ def last_words(error: BaseException) -> str:
     """
     lines = "".join(traceback.format_exception_only(type(error), error)).split("\n")
     return " ".join(line.strip() for line in lines if line.strip())[:LONGEST_ERROR]
-
-
-# -- signals outside of a fit --------------------------------------------------------------------------------
-
-
-@contextmanager
-def _signals_acted_on(trial: TrialFolder, saving: OwnSaving, here: Trial, leads: bool) -> Iterator[None]:
-    """Heed the signals that say that the job's time is up, or that it has to make room. A fit takes them over.
-
-    Where the user's own function saves, or an earlier fit has left a checkpoint, SIGUSR1 and SIGUSR2 have the job put
-    back into the queue. Else they change nothing: the trial has nothing that it could go on from.
-    """
-    job = None if here.job is None else job_here(here.folder)
-    if job is None:
-        yield
-        return
-    busy = saved = False
-
-    def save() -> None:
-        if saving.save is not None:
-            saving.save()
-            if leads:
-                trial.note("saved", attempt=here.attempt)
-
-    def act(number: int) -> None:
-        nonlocal busy, saved
-        if busy:  # schedulers send signals twice
-            return
-        if number != SIGTERM and saving.save is None and not job.check().get("saved"):
-            return
-        busy = True
-        if number == SIGTERM:
-            if not saved:
-                save()
-                await_end()  # had it ended by itself, its job would be complete, or failed
-            end_at_once()
-        save()
-        saved = True
-        if leads:
-            with by_default(SIGTERM):
-                refused = job.requeue()
-                if not refused:
-                    await_end()
-            log.warning("lockstep: the trial is saved, and goes on, for its job was not requeued: %s", refused)
-            saved = False
-        busy = False
-
-    with handling((SIGUSR1, SIGUSR2, SIGTERM), act, gives_way=True):
-        yield
