@@ -230,9 +230,13 @@ class _Script:
 
     def meant(self, node: ast.expr) -> str:
         """What an expression is in lockstep: ``pl.callbacks.Timer`` is ``lockstep.callbacks.Timer``; "": unknown."""
-        known = self.names.get(ast.unparse(node), "") if isinstance(node, ast.Attribute | ast.Name) else ""
-        base = self.meant(node.value) if isinstance(node, ast.Attribute) and not known else ""
-        return f"{base}.{node.attr}".replace(f"{ROOT}.pytorch", ROOT) if base else known  # type: ignore[attr-defined]
+        if not isinstance(node, ast.Attribute | ast.Name):
+            return ""
+        known = self.names.get(ast.unparse(node), "")
+        if known or isinstance(node, ast.Name):
+            return known
+        base = self.meant(node.value)
+        return f"{base}.{node.attr}".replace(f"{ROOT}.pytorch", ROOT) if base else ""
 
     def kinds(self, node: ast.ClassDef) -> Iterator[str]:
         """Which of Lightning's classes a class derives from."""

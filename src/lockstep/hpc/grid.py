@@ -286,7 +286,7 @@ def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]
     """
     in_grid = strategy == "grid_search"
     if nb_trials is None and in_grid:
-        return range(space.size)
+        nb_trials = space.size
     if nb_trials is None:
         raise MisconfigurationException(f"strategy={strategy!r} needs nb_trials: how many trials to draw")
     if not isinstance(nb_trials, int) or isinstance(nb_trials, bool) or nb_trials < 1:

@@ -42,16 +42,12 @@ class Order:
             return math.inf
         return -value if self.largest else value
 
-    def best(self, statuses: Iterable[Status]) -> Status | None:
-        """The trial with the best value, of those that have come to their end."""
-        ended = [each for each in statuses if each.state in (COMPLETED, PRUNED) and self.of(each) is not None]
-        return min(ended, key=self.key, default=None)
-
     def lines(self, statuses: Iterable[Status]) -> list[str]:
-        """The line that tells which trial is the best, if one is."""
-        best, which = self.best(statuses), "largest" if self.largest else "smallest"
-        if best is None:
+        """The line that tells which trial is the best, of those that have come to their end, if there are any."""
+        ended = [each for each in statuses if each.state in (COMPLETED, PRUNED) and self.of(each) is not None]
+        if not ended:
             return []
+        best, which = min(ended, key=self.key), "largest" if self.largest else "smallest"
         return [f"best: trial {best.trial.number}, {self.metric} {_cell(self.of(best))} (the {which})"]
 
 
