@@ -167,9 +167,10 @@ class FineTune(LightningModule):
 
     def _loader(self, first: int, count: int, shuffle: bool) -> DataLoader[Any]:
         tokenizer = AutoTokenizer.from_pretrained(self.hparams["folder"])
-        tokens = torch.tensor(tokenizer(standard_library(400), verbose=False)["input_ids"])
         block, batch_size = self.hparams["block"], self.hparams["batch_size"]
-        tokens = tokens[first * block : (first + count) * block]
+        start, end = first * block, (first + count) * block
+        text = standard_library(400)[:end]  # each character is a token, or several
+        tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])[start:end]
         mask = tokenizer.mask_token_id if self.hparams["kind"] == "bert" else None
         return DataLoader(Pieces(tokens, block, mask), batch_size, shuffle=shuffle)
 
