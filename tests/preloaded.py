@@ -22,8 +22,12 @@ NAMES = (
     "torch.distributed.optim",
     "torch.distributed.tensor.parallel",
     "torch.utils.flop_counter",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.tokenization_utils_fast",
 )
 
 for name in NAMES:

@@ -40,7 +40,7 @@ class Failing(Slope):
         return loss
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("epoch", "batch"), [(0, 0), (0, 4), (1, 0), (1, 6), (2, 7)])
 def test_the_run_goes_on_from_the_window_that_failed(epoch: int, batch: int, accumulate: int, tmp_path: Path) -> None:

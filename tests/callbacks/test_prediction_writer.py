@@ -83,6 +83,7 @@ LOADERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("order", ["lockstep", "torch"])
 # In a prediction Lightning puts drop_last off and another sampler in the place of a batch sampler's, and has no indices
 # without batches.
@@ -116,19 +117,9 @@ def write_on_ranks(kind: str, count: int, calls: int) -> list[Any]:
     return [(writer.batches, writer.epochs)]
 
 
-# Every day each kind of loader with shares that are not even, and three kinds with the others.
-EVERYDAY = ("in order", "one by one", "workers")
-
-
-@pytest.mark.everyday(7)
-@pytest.mark.parametrize(
-    ("kind", "world", "count"),
-    [
-        pytest.param(kind, *case, marks=() if case == (3, 10) or kind in EVERYDAY else pytest.mark.slow)
-        for kind in LOADERS
-        for case in [(2, 10), (3, 10), (2, 1)]
-    ],
-)
+@pytest.mark.everyday
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(("world", "count"), [(2, 10), (3, 10), (2, 1)])
 def test_every_sample_once_over_the_ranks_with_its_own_index(
     ranks: RankPool, kind: str, world: int, count: int
 ) -> None:

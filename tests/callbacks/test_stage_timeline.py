@@ -97,6 +97,7 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     assert max(bar.end for bar in bars) == pytest.approx(1.0 + 4 * 6.0 + 2.0)
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("each", [1, 2, 3])
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (3, 6), (4, 8), (5, 35)])
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])

@@ -153,7 +153,7 @@ def resumed_to_bits(kind: str, batch: int, folder: str, shards: bool) -> bool:
         trainer = quiet(
             strategy=FSDPStrategy(state_dict_type=kind, accumulate_shards=shards),
             devices=2,
-            max_epochs=3,
+            max_epochs=2,
             accumulate_grad_batches=3,
             callbacks=[] if resume else [SaveAt(batch, f"{folder}/at.ckpt", epoch=1)],
             gradient_clip_val=0.5,
@@ -171,6 +171,7 @@ WITHIN = [("full", 0, True), ("full", 1, False), ("sharded", 1, True)]
 SLOW = [("full", n, shards) for n in (0, 1, 2, 4) for shards in (True, False)] + [("sharded", 0, False)]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("kind", "batch", "shards"),
     [*WITHIN, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in WITHIN)],
@@ -187,7 +188,7 @@ def through_a_window(wrote: str, reads: str, path: str) -> float:
         trainer = quiet(
             strategy=STRATEGIES[strategy](),
             devices=2,
-            max_epochs=3,
+            max_epochs=2,
             accumulate_grad_batches=3,
             precision="64-true",
             callbacks=[] if resume else [SaveAt(1, path, epoch=1)],
@@ -204,6 +205,7 @@ def through_a_window(wrote: str, reads: str, path: str) -> float:
 ACROSS = [("fsdp", "ddp"), ("ddp", "fsdp"), ("one file", "slices"), ("slices", "gradients")]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("wrote", "reads"), [*ACROSS[:2], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ACROSS[2:])]
 )

@@ -107,6 +107,7 @@ CASES: dict[str, Make] = {
 }
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize(("before", "after", "accumulate"), [(4, 2, 1), (1, 3, 2), (2, 4, 3)])
 def test_the_windows_stay_the_same(kind: str, before: int, after: int, accumulate: int) -> None:

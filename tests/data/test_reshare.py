@@ -52,7 +52,7 @@ def samples_of(steps: list[list[Step]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("make", [loader, by_sampler])
 @given(n=st.integers(30, 90), batch=st.integers(2, 5), accumulate=st.integers(1, 3), changes=SHARES)
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_each_step_has_its_samples_once_and_their_mean(
     make: Any, n: int, batch: int, accumulate: int, changes: Any
 ) -> None:
@@ -144,6 +144,7 @@ def test_equal_shares_are_cut_as_without_balance() -> None:
 # -- a run that goes on
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("make", [loader, by_sampler])
 @pytest.mark.parametrize("start", [1, 3, 5, 6, 8])
 def test_an_epoch_resumed_goes_on_with_its_shares(make: Any, start: int) -> None:

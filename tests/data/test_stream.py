@@ -63,7 +63,7 @@ def test_one_collective_a_window() -> None:
     assert meeting.calls - before == 4
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("workers", "size"), [(0, 1), (1, 2), (2, 1), (2, 2), (2, 3)])
@@ -94,6 +94,7 @@ def test_a_worker_init_fn_that_shards_is_heeded() -> None:
     assert sorted(drawn(epoch(feed_of(made)))) == list(range(11))
 
 
+@pytest.mark.everyday
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_random_numbers_follow_seed_epoch_and_position(workers: int, persistent: bool) -> None:

@@ -149,6 +149,7 @@ def check(ranks: RankPool, engine: str, case: str) -> None:
             torch.testing.assert_close(value, weights[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("engine", "case"), EVERY_DAY)
 def test_calls_in_hooks_are_those_of_one_process(ranks: RankPool, engine: str, case: str) -> None:
     """A call behind a backward left whole weights, with which the next step computed, without the update."""

@@ -121,6 +121,7 @@ def means(count: int, size: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(("kind", "size"), ROWS)
 def test_a_strategy_keeps_the_contract(ranks: RankPool, kind: type[Strategy], size: int) -> None:
     answers = [fit(kind, size)] if kind is SingleDeviceStrategy else ranks(size).run(fit, kind, size, timeout=40)

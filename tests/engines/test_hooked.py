@@ -419,7 +419,7 @@ def test_the_memory_of_torchs_powersgd_travels_to_processes(ranks: RankPool, sta
     assert all(map(torch.equal, fitted(start), ranks(2).run(fitted, "popen", timeout=60)[0]))
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks: RankPool, hook: str, tmp_path: Path) -> None:
     """At a moment when weights and optimizers of the ranks differ, too: every rank's own are in the checkpoint."""
@@ -430,6 +430,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks: RankPool, hook: s
             assert same(whole[step:], rest)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("hook", ["torch's local steps", "an outer optimizer"])
 def test_a_validation_sees_the_mean_and_changes_nothing(ranks: RankPool, hook: str, tmp_path: Path) -> None:
     without = ranks(2).run(states, hook, str(tmp_path), timeout=60)

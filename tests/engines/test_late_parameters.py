@@ -317,7 +317,7 @@ class FreezesInItsWindow(Grows):
         return torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], 0.1, 0.9, weight_decay=0.1)
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith("local")])
 def test_what_is_frozen_within_a_window_is_stepped_once(ranks: RankPool, engine: str) -> None:
     """A static graph took the gradient that the window held for one that each later backward gives."""
@@ -397,6 +397,7 @@ class HasPlain(Grows):
         return torch.optim.SGD([*self.body.parameters(), *self.head.parameters(), *self.plain], lr=0.1, momentum=0.9)
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_parameter_that_only_the_optimizer_has_goes_on_after_a_resume(

@@ -115,15 +115,9 @@ CASES: dict[str, tuple[int, bool, int, dict[str, bool]]] = {
 }
 
 
-# Every day each case on one number of ranks, in turn.
-@pytest.mark.parametrize(
-    ("case", "world"),
-    [
-        pytest.param(case, world, marks=() if (place + world) % 3 == 0 else pytest.mark.slow)
-        for place, case in enumerate(CASES)
-        for world in (2, 3, 4)
-    ],
-)
+@pytest.mark.everyday
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
 def test_a_local_gradient_is_the_mean_over_a_ranks_own_samples(ranks: RankPool, case: str, world: int) -> None:
     """It was scaled by its samples' part of all ranks' times their number: by up to that number."""
     accumulate, stream, start, how = CASES[case]

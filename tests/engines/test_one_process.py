@@ -27,7 +27,7 @@ from tests.callbacks.test_stage_timeline import check_file, trained
 from tests.engines.devices import CPU, MadeUpDevices, made_up
 from tests.engines.pipeline import test_balanced as of_ranks
 from tests.engines.pipeline import test_resplit as of_moves
-from tests.engines.pipeline.test_balanced import CASES, ODD, Tied, draw_split
+from tests.engines.pipeline.test_balanced import CASES, Tied, draw_split
 from tests.equivalence.models import Plain, rows
 from tests.loop.balanced import Clock, made_up_clock
 from tests.loop.pieces import Validated, numbers, quiet
@@ -52,16 +52,11 @@ RUNS: list[tuple[int, dict[str, Any]]] = [
     (3, {"schedule": "zero-bubble"}),
     (2, {"schedule": "zero-bubble", "stages_per_rank": 2}),
 ]
-PAIRS = [(number, case) for number in range(len(RUNS)) for case in CASES]
 
 
-@pytest.mark.parametrize(
-    ("run", "case"),
-    [
-        pytest.param(run, case, marks=[] if at % 9 == 0 else [pytest.mark.slow], id=f"{case}, {RUNS[run]}")
-        for at, (run, case) in enumerate(PAIRS)
-    ],
-)
+@pytest.mark.everyday(6)
+@pytest.mark.parametrize("run", range(len(RUNS)), ids=map(str, RUNS))
+@pytest.mark.parametrize("case", CASES)
 def test_devices_of_one_process_train_as_one_device(run: int, case: str) -> None:
     (devices, options), (module, length, given) = RUNS[run], CASES[case]
     report = check_equivalence(module, rows(length), strategy=one_process(**options), devices=devices, **given)
@@ -106,15 +101,8 @@ def test_random_pipelines_of_one_process_train_as_one_device(devices: int, seed:
     assert report, report
 
 
-@pytest.mark.parametrize(
-    ("kind", "schedule"),
-    [
-        pytest.param(kind, schedule, marks=[] if (at + late) % 3 == 0 else [pytest.mark.slow])
-        for at, kind in enumerate(ODD)
-        for late, schedule in enumerate(("1f1b", "zero-bubble"))
-        if (kind, schedule) in of_ranks.SPLIT_RUNS
-    ],
-)
+@pytest.mark.everyday(6)
+@pytest.mark.parametrize(("kind", "schedule"), of_ranks.SPLIT_RUNS)
 def test_odd_stages_of_one_process_train_as_one_device(kind: type[LightningModule], schedule: str) -> None:
     chain = kind().layers if issubclass(kind, Tied) else kind().net
     strategy = one_process(split=[3, len(chain) - 3], schedule=schedule)  # type: ignore[arg-type]

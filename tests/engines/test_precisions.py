@@ -26,7 +26,7 @@ def alone(precision: str) -> Tensor:
 EVERYDAY = ("one device", "`ddp`", "`fsdp`")
 
 
-@pytest.mark.everyday(9)
+@pytest.mark.everyday
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [pytest.param(*pair, marks=() if pair[0] in EVERYDAY else pytest.mark.slow) for pair in PAIRS],

@@ -63,6 +63,7 @@ def mean_over_counted(model: Plain, x: Tensor, count: Tensor) -> Tensor:
     return total / count.sum()
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("clip", CLIP)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("make", "loss_of"), [(Plain, mean_over_samples), (Weighted, mean_over_counted)])

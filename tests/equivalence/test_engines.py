@@ -53,50 +53,24 @@ ALL = [
     for engine, case, world in itertools.product(ENGINES, CASES, (1, 2, 3, 4))
     if goes(engine, case)
 ]
-# Every day each case of the two transports, every other one of two more engines, and of the rest the one that does
-# most, on 2, 3 and 4 ranks in turn; on one rank, one case of those that do most.
-MAIN = ("over TCP", "in shared memory")
-HALF = ("static graph", "sharded optimizer")
-QUICK = [(engine, "uneven last batch", 1) for engine in ("over TCP", "static graph", "sharded optimizer")]
-QUICK += [
-    (engine, case, (2, 3, 4)[(turn + place) % 3])
-    for (turn, engine), (place, case) in itertools.product(enumerate(ENGINES), enumerate(CASES))
-    if goes(engine, case)
-    and (
-        engine in MAIN
-        or (engine in HALF and (HALF.index(engine) + place) % 2)
-        or (engine not in HALF and case == "accumulation 3, clipped")
-    )
-]
 
 
-def in_ranks(ranks: RankPool, engine: str, case: str, world: int) -> EquivalenceReport:
+@pytest.mark.everyday(12)
+@pytest.mark.parametrize(("engine", "case", "world"), ALL)
+def test_ranks_are_one_process(ranks: RankPool, engine: str, case: str, world: int) -> None:
     make, length, given = CASES[case]
 
     def check() -> EquivalenceReport:
         strategy = DDPStrategy(**ENGINES[engine])
         return check_equivalence(make, rows(length), strategy=strategy, devices=world, **given)
 
-    reports = ranks(world).run(check, group=False, timeout=50)
-    assert all(report == reports[0] for report in reports)
-    return reports[0]
-
-
-@pytest.mark.everyday(12)
-@pytest.mark.parametrize(("engine", "case", "world"), QUICK)
-def test_ranks_are_one_process(ranks: RankPool, engine: str, case: str, world: int) -> None:
-    report = in_ranks(ranks, engine, case, world)
-    assert report, report
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "case", "world"), [one for one in ALL if one not in QUICK])
-def test_ranks_are_one_process_everywhere(ranks: RankPool, engine: str, case: str, world: int) -> None:
-    report = in_ranks(ranks, engine, case, world)
-    assert report, report
+    first, *others = ranks(world).run(check, group=False, timeout=50)
+    assert first, first
+    assert all(report == first for report in others)
 
 
 # Statistics of a part are its own, and a weight is the sum of the parts': tests/engines/dp/test_strategy.py holds it.
+@pytest.mark.everyday
 @pytest.mark.parametrize("case", [case for case in CASES if "BatchNorm" not in case and "weights" not in case])
 @pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_one_process_with_several_devices_is_one_with_one(devices: int, case: str) -> None:

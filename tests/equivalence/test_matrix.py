@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def in_ranks(ranks: RankPool, world: int, make: type[LightningModule], length: i
     return reports[0]
 
 
-@pytest.mark.everyday(9)
+@pytest.mark.everyday
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("clip", CLIPPING)
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -45,21 +44,11 @@ def test_one_process(accumulate: int, clip: str, length: int) -> None:
     assert report, report
 
 
-ALL = list(itertools.product((1, 2, 3), (1, 3), CLIPPING, LENGTHS))
-# Every day with and without clipping by the norm on two ranks, with it on three; each length with one accumulation on
-# two ranks, and with the other on three.
-QUICK = [
-    one
-    for one in ALL
-    if one[0] > 1 and one[2] in ("none", "norm")[one[0] - 2 :] and (LENGTHS.index(one[3]) + one[0] + (one[1] > 1)) % 2
-]
-
-
 @pytest.mark.everyday(5)
-@pytest.mark.parametrize(
-    ("world", "accumulate", "clip", "length"),
-    [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in ALL],
-)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("clip", CLIPPING)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(1, marks=pytest.mark.slow)])
 def test_ddp(ranks: RankPool, world: int, accumulate: int, clip: str, length: int) -> None:
     report = in_ranks(ranks, world, Plain, length, accumulate=accumulate, **CLIPPING[clip])
     assert report, report

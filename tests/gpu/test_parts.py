@@ -32,6 +32,7 @@ def part(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return Part("cpu", small=True, limit=100, without=["lightning", "accelerate"], pool=ranks(2).pool)
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("name", EVERYDAY)
 def test_a_part_runs_on_a_cpu(name: str, part: Part) -> None:
     found = run_part(part, name)

@@ -79,15 +79,9 @@ def _race(mode: str, every: int | None, windows: int, seed: int, held: bool = Tr
 CHANNELS = [("shared", 1), ("messages", 1), ("messages", 3), ("messages", None)]
 
 
-# Every day each channel once, on two ranks and on three in turn.
-@pytest.mark.parametrize(
-    ("world", "mode", "every"),
-    [
-        pytest.param(world, *channel, marks=() if (place + world) % 2 else pytest.mark.slow)
-        for world in (2, 3)
-        for place, channel in enumerate(CHANNELS)
-    ],
-)
+@pytest.mark.everyday
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("mode", "every"), CHANNELS)
 def test_all_ranks_see_a_flag_at_the_same_boundary(ranks: RankPool, world: int, mode: str, every: int | None) -> None:
     results = ranks(world).run(_race, mode, every, 200, world)
     seen = results[0][1]
@@ -122,6 +116,7 @@ PACES = (1, 3, None)
 
 
 # Every day each pace on the first hosts, and one of them on each of the others.
+@pytest.mark.everyday
 @pytest.mark.parametrize(
     ("hosts", "every"),
     [

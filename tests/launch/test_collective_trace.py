@@ -116,6 +116,7 @@ def _calls(kind: str) -> str:
     return f"fine: {first.tolist()}"
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(
     ("kind", "says"),
     [

@@ -166,31 +166,18 @@ KINDS = (ByPython, ByNumpy, ByOwnPython, ByOwnNumpy, ByOwnRandomState, ByOwnTorc
 BATCHES = ("samples", "batch sampler", "plain batch sampler")
 
 
-# Every day each kind with samples, and with one of the two batch samplers in turn.
-@pytest.mark.parametrize(
-    ("kind", "batches"),
-    [
-        pytest.param(kind, batches, marks=() if not way or (turn + way) % 2 else pytest.mark.slow)
-        for turn, kind in enumerate(KINDS)
-        for way, batches in enumerate(BATCHES)
-    ],
-)
+@pytest.mark.everyday
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batches", BATCHES)
 def test_a_resume_draws_a_samplers_order_again(kind: type[Shuffling], batches: str, tmp_path: Path) -> None:
     """A sampler with NumPy's, Python's or its own randomness repeated and lost samples after a resume in mid-epoch."""
     for drawn in in_two(lambda: loader(kind(), batches), tmp_path / "cut.ckpt"):
         assert sorted(drawn) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize(
-    ("kind", "flags"),
-    [
-        pytest.param(kind, flags, id=f"{kind.__name__}-{name}", marks=() if (turn + way) % 2 else pytest.mark.slow)
-        for turn, kind in enumerate(KINDS)
-        for way, (name, flags) in enumerate(
-            {"undistributed": {"use_distributed_sampler": False}, "order=torch": {"order": "torch"}}.items()
-        )
-    ],
-)
+@pytest.mark.everyday
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flags", [{"use_distributed_sampler": False}, {"order": "torch"}], ids=str)
 def test_a_resume_draws_the_order_of_an_untouched_loader_again(
     kind: type[Shuffling], flags: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def count(stream: bool, accumulate: int) -> dict[str, Any]:
     return {"seen": seen, "samples": module.listed, "metrics": metrics, "totals": totals}
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_sample_was_counted_on_ranks_that_had_borrowed_it(ranks: RankPool, stream: bool, accumulate: int) -> None:
@@ -315,6 +316,7 @@ def call(make: Callable[[], Any], samples: int) -> None:
     on_ranks(max_epochs=1).fit(make(), numbers(samples))
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("name", ["save_checkpoint", "reduced_metrics", "barrier", "broadcast", "reduce", "all_gather"])
 def test_a_collective_that_ranks_without_samples_cannot_join_is_refused_by_name(ranks: RankPool, name: str) -> None:
     make = Gathers if name == "all_gather" else lambda: Calls(name)

@@ -158,17 +158,10 @@ WATCHED = ("EarlyStopping", "ReduceLROnPlateau", "WeightAveraging")
 MOMENTS = [("training", 1, 0), ("training", 3, 1), ("validation", 1, 1)]
 
 
-# Every day each callback at each moment, by SIGINT and by SIGTERM in turn.
-@pytest.mark.everyday(5)
-@pytest.mark.parametrize(
-    ("kind", "number", "where", "nth", "epochs"),
-    [
-        pytest.param(kind, number, *moment, marks=() if (place + when + turn) % 2 else pytest.mark.slow)
-        for place, kind in enumerate(WATCHED)
-        for when, moment in enumerate(MOMENTS)
-        for turn, number in enumerate((signal.SIGINT, signal.SIGTERM))
-    ],
-)
+@pytest.mark.everyday
+@pytest.mark.parametrize("kind", WATCHED)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("where", "nth", "epochs"), MOMENTS)
 def test_ranks_that_one_signal_interrupts_go_on_with_the_same_metrics(
     ranks: RankPool, kind: str, number: int, where: str, nth: int, epochs: int, tmp_path: Path
 ) -> None:

@@ -268,6 +268,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_of_a_step_is_that_of_a_loop_by_hand(name: str, raw: bool) -> None:

@@ -97,31 +97,18 @@ def counted(strategy: str, precision: str, given: dict[str, Any]) -> tuple[int, 
         return module.live, trainer.memory()
 
 
-# Every day all ways of recomputation in one precision, and the others with one of them.
-@pytest.mark.parametrize(
-    ("precision", "recomputed"),
-    [
-        pytest.param(precision, each, marks=() if precision == "bf16-mixed" or not given else pytest.mark.slow)
-        for precision in ("32-true", "64-true", "bf16-mixed")
-        for each, given in RECOMPUTED.items()
-    ],
-)
+@pytest.mark.everyday
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
 def test_the_total_is_what_is_allocated(precision: str, recomputed: str) -> None:
     live, used = counted("single", precision, RECOMPUTED[recomputed])
     assert used.total == pytest.approx(live, rel=0.05)
     assert used.activations > 0.05 * live
 
 
-ON_RANKS = [
-    pytest.param(strategy, recomputed, marks=() if strategy == "fsdp" or not given else pytest.mark.slow)
-    for strategy in STRATEGIES
-    for recomputed, given in RECOMPUTED.items()
-    if strategy != "single"
-]
-
-
-@pytest.mark.everyday(4)
-@pytest.mark.parametrize(("strategy", "recomputed"), ON_RANKS)
+@pytest.mark.everyday(3)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
 def test_the_total_is_what_is_allocated_on_each_rank(ranks: RankPool, strategy: str, recomputed: str) -> None:
     for live, used in ranks(2).run(counted, strategy, "32-true", RECOMPUTED[recomputed]):
         assert used.total == pytest.approx(live, rel=0.05), f"{live}\n{used}"
@@ -178,6 +165,7 @@ def test_a_sharded_optimizer_holds_the_states_of_what_it_owns(ranks: RankPool, w
     assert sum(used.optimizer_states for used in found) == 8 * ELEMENTS + STEPS
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp, gradients"])
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fsdp_holds_its_part_of_the_model(ranks: RankPool, world: int, strategy: str) -> None:

@@ -177,6 +177,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(("hook", "nth"), CUTS)
 def test_a_resume_is_bitwise(hook: str, nth: int, tmp_path: Path) -> None:
     expected = whole(Net, FLAGS)
@@ -184,6 +185,7 @@ def test_a_resume_is_bitwise(hook: str, nth: int, tmp_path: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(
     ("hook", "nth"), [("on_train_batch_end", 2), ("on_train_batch_end", 5), ("on_validation_end", 2)]
 )
@@ -457,6 +459,7 @@ class RemembersBatches:
         return (torch.tensor([number], dtype=torch.float64) for number in self.data)
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("nth", [3, 4, 8, 9])
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("foreign", [False, True])

@@ -225,6 +225,7 @@ def test_after_each_micro_batch_a_run_goes_on_under_every_engine(ranks: RankPool
     moved(ranks, tmp_path, wrote, ENGINES, PLACES)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("wrote", "readers"),
     [

@@ -196,6 +196,7 @@ def press_on(rank: int, hook: str) -> tuple[int, bool, str]:
     return len(module.batches), result.interrupted, result.stopped
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("hook", "batches"), [("training_step", 2), ("validation_step", 3)])
 def test_ctrl_c_on_one_rank_ends_all(ranks: RankPool, rank: int, hook: str, batches: int) -> None:

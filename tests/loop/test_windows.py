@@ -321,6 +321,7 @@ def uneven(make: Callable[[], Any], accumulate: int) -> list[float]:
     return module.gradients
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stream", [False, True])
 def test_uneven_batches_weigh_right_on_ranks(ranks: RankPool, world: int, stream: bool) -> None:

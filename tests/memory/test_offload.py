@@ -128,6 +128,7 @@ class Spy(Copies):
         self.calls.append(f"wait {left}")
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("part", [1, ONE_WEIGHT, 2**30])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizer_has_the_bits_of_a_plain_one(name: str, part: int) -> None:

@@ -101,6 +101,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_bits_are_those_without_it(change: str, autocast: bool) -> None:

@@ -40,6 +40,7 @@ def test_less_than_half_a_billion_on_several_devices(billions: float, devices: i
     assert chosen(planned(billions, devices, memory)) == ("ddp", 0, False)
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("billions", [1.2, 2.0, 3.0])
 @pytest.mark.parametrize("devices", [4, 8, 16])
 def test_up_to_three_billion_in_limited_memory(billions: float, devices: int) -> None:

@@ -105,6 +105,7 @@ def cases(alone: bool) -> list[Any]:
     ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("model", "way"), cases(alone=True))
 def test_memory_of_one_process(model: str, way: str) -> None:
     expected = predicted(model, way)
@@ -113,7 +114,7 @@ def test_memory_of_one_process(model: str, way: str) -> None:
     compare(expected, lambda: [on_this_rank(model, way, 1)])
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("model", "way"), cases(alone=False))
 def test_memory_of_two_ranks(ranks: RankPool, model: str, way: str) -> None:
     expected = predicted(model, way)

@@ -87,6 +87,7 @@ def test_a_node_whose_clock_is_off_is_no_lost_node(off: dict[int, float]) -> Non
         assert "rank 5 on " in run.decided[0]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("late", [17, 42])
 def test_a_node_that_says_nothing_for_a_minute_is_no_lost_node(late: int) -> None:
     """What its ranks do is told once it says so."""

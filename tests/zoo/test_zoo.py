@@ -82,6 +82,7 @@ def check_resume(folder: Path, name: str) -> None:
     assert whole.rows[-len(on.rows) :] == on.rows
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("engine", RANKED)
 @pytest.mark.parametrize("name", TODAY)
 def test_ranks_show_what_one_process_shows(ranks: RankPool, name: str, engine: str) -> None:

@@ -71,6 +71,7 @@ def _loop(wrap: str, reentrant: bool, accumulate: bool) -> tuple[list[list[Tenso
     return found, model.reducer.rounds if wrap else 0
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_hand_written_loop_has_the_gradients_of_one_process(
@@ -403,7 +404,7 @@ SCENES: dict[str, Any] = {
 }
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("scene", SCENES)
 def test_gradients_are_those_of_one_process(ranks: RankPool, scene: str) -> None:
     expected = _on_ranks(scene, 0)

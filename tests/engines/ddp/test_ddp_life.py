@@ -370,6 +370,7 @@ def _with_other_memory(big: bool, held: bool, settings: dict[str, Any]) -> list[
     return wrong
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("held", [False, True], ids=["", "the old memory is kept"])
 @pytest.mark.parametrize("big", [False, True], ids=["small", "big"])
 def test_gradients_whose_data_was_replaced_are_averaged_in_the_next_step(

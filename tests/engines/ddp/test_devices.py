@@ -50,6 +50,7 @@ def _cut(devices: Any, rows: int) -> tuple[list[Tensor], int]:
     return grads, model.reducer.rounds
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("rows", [5, 2, 1], ids=["", "fewer rows than devices", "one row"])
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", torch.device("cpu"), "cpu"], "all"], ids=str)
 def test_several_devices_have_the_gradients_of_one_process(ranks: RankPool, devices: Any, rows: int) -> None:

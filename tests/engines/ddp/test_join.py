@@ -52,6 +52,7 @@ def _alone(by_all: bool, epochs: int = 1) -> list[Tensor]:
     return [p.detach().clone() for p in net.parameters()]
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("zero", [False, True], ids=["", "with ZeroRedundancyOptimizer"])
 @pytest.mark.parametrize("by_all", [True, False], ids=["by all", "by those there"])
 def test_uneven_numbers_of_batches_train_as_one_process(ranks: RankPool, by_all: bool, zero: bool) -> None:

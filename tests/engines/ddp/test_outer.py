@@ -68,6 +68,7 @@ def _simulated(world: int, period: int, start: int, steps: int, lr: float, momen
     return begun
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("period", "start"), [(4, 0), (3, 5), (1, 2)])
 def test_outer_steps_are_those_of_a_simulation(ranks: RankPool, world: int, period: int, start: int) -> None:

@@ -209,6 +209,7 @@ def _against_torch(cap: float, views: bool) -> list[list[Tensor]]:
     return [_state_after(ours), _state_after(theirs)]
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("views", [True, False])
 @pytest.mark.parametrize("cap", [0.0005, 25])
 def test_two_ranks_have_the_bits_of_torch_and_of_accumulation(ranks: RankPool, cap: float, views: bool) -> None:

@@ -85,15 +85,9 @@ KINDS = ("plain", "reentrant", "anew")
 WAYS = ((True, 1, True), (False, 2, True), (True, 2, False))
 
 
-# Every day each kind and each way.
-@pytest.mark.parametrize(
-    ("kind", "views", "micro", "to_none"),
-    [
-        pytest.param(kind, *way, marks=() if (KINDS.index(kind) + turn) % 2 else pytest.mark.slow)
-        for kind in KINDS
-        for turn, way in enumerate(WAYS)
-    ],
-)
+@pytest.mark.everyday
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("views", "micro", "to_none"), WAYS)
 def test_gradients_are_those_of_one_process(ranks: RankPool, kind: str, views: bool, micro: int, to_none: bool) -> None:
     expected, _ = _train(kind, views, micro, to_none, [0, 1], False)
     jobs = [(kind, views, micro, to_none, [rank], True) for rank in range(WORLD)]

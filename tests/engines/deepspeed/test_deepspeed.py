@@ -213,6 +213,7 @@ def looked_at(strategy: str) -> list[float]:
     return found
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3"])
 def test_a_module_is_evaluated_and_trained_again(ranks: RankPool, strategy: str) -> None:
     expected = ranks(2).run(looked_at, "ddp")

@@ -62,6 +62,7 @@ CHANGES: list[tuple[Any, list[Callable[[], Callback]]]] = [
 ]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("kind", "callbacks"), CHANGES, ids=["clamp", "swa", "average", "ema"])
 def test_what_is_done_to_parameters_in_place_counts(ranks: RankPool, kind: Any, callbacks: Any) -> None:
     """The engine's own float32 weights took the place of what was done, with the next step and in checkpoints."""

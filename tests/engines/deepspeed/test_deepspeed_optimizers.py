@@ -137,6 +137,7 @@ class Thawed(Frozen):
         self.net[0].requires_grad_(self.current_epoch != 1)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_layer_that_goes_on_behind_a_count_of_steps_is_refused(ranks: RankPool, stage: int) -> None:
     """AdamW counts one step for all of a group: the layer's update would not be that of one process."""

@@ -47,7 +47,7 @@ RUNS: list[tuple[int, dict[str, Any]]] = [
     (3, {"schedule": "zero-bubble"}),
     (4, {"schedule": "zero-bubble", "stages": 2, "stages_per_rank": 2}),
 ]
-QUICK = [(0, case) for case in CASES if "accumulation" in case or "weights" in case]
+QUICK = [(0, "own weights")]
 QUICK += [(1, "outside the chain"), (2, "empty shares")]
 QUICK += [(3, "accumulation 3, clipped"), (4, "outside the chain"), (5, "unused in some steps")]
 
@@ -707,6 +707,7 @@ def said(case: str) -> str:
     return ""
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("case", [case for case in REFUSED if case not in AT_THE_START])
 def test_what_a_pipeline_cannot_do_is_refused_by_name(ranks: RankPool, case: str) -> None:
     with pytest.raises(RankFailure) as raised:

@@ -106,7 +106,7 @@ def jumping(
     return check_equivalence(make, rows(37), strategy=strategy, devices=world, steps=8, callbacks=[jumps], **given)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 @pytest.mark.parametrize(("world", "stages"), [(2, 2), (3, 3), (4, 2)])
 def test_blocks_that_move_at_random_train_as_one_process(ranks: RankPool, world: int, stages: int, seed: int) -> None:

@@ -152,7 +152,7 @@ def is_everyday(case: str, mode: str, world: int) -> bool:
     return (mode, world) in EVERYDAY or (mode in ALWAYS.get(case, ()) and world == 2)
 
 
-@pytest.mark.everyday(9)
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize(
     ("case", "mode", "world"),
     [

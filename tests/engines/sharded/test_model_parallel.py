@@ -169,8 +169,6 @@ CASES: dict[str, tuple[type[Wide], int, dict[str, Any]]] = {
     "unused": (SometimesUnused, 24, {"steps": 4}),
 }
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4)]
-ON_TWO = {"plain": (2, 1), "all sharded": (1, 2), "along the sequence": (1, 2)}
-"""Cases that another one of the same module holds on 2 x 2: every day on two ranks, which take half the time."""
 
 
 def equivalence(case: str, data: int, tensor: int) -> EquivalenceReport:
@@ -180,15 +178,9 @@ def equivalence(case: str, data: int, tensor: int) -> EquivalenceReport:
     return check_equivalence(module, rows(length), strategy=strategy, devices=data * tensor, **given)
 
 
-@pytest.mark.everyday(5)
-@pytest.mark.parametrize(
-    ("case", "mesh"),
-    [
-        pytest.param(case, mesh, marks=() if mesh == ON_TWO.get(case, (2, 2)) else pytest.mark.slow)
-        for case in CASES
-        for mesh in MESHES
-    ],
-)
+@pytest.mark.everyday(4)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", CASES)
 def test_a_mesh_trains_as_one_process(ranks: RankPool, case: str, mesh: tuple[int, int]) -> None:
     for report in ranks(mesh[0] * mesh[1]).run(equivalence, case, *mesh, timeout=60):
         assert report, report

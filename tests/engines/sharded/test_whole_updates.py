@@ -317,7 +317,7 @@ ROADS: list[list[tuple[str, int]]] = [
 ]
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("name", "road"),
     [

@@ -55,6 +55,7 @@ def test_the_plain_mean(ranks: RankPool, cut: list[list[Shape]], world: int) -> 
         torch.testing.assert_close(found, torch.stack(sent).mean(dim=0), rtol=1e-14, atol=1e-15)
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("hook", [allreduce, fp16, bf16])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.float16, torch.bfloat16])
 def test_other_dtypes_keep_their_kind(ranks: RankPool, hook: Any, dtype: torch.dtype) -> None:

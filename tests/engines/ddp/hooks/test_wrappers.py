@@ -32,6 +32,7 @@ def _played(wrapper: str, hook: Any, state: Any) -> tuple[list[Tensor], float]:
     return found, wire.bytes
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("hook", [allreduce, bf16, "power"])
 def test_a_wrapped_hook_gets_16_bits(ranks: RankPool, wrapper: str, hook: Any) -> None:
