@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from lockstep.engines.ddp.hooks import PostLocalSGDState, post_local_sgd
-from lockstep.strategies import DDPStrategy
+from lockstep.strategies import DDPStrategy, ModelParallelStrategy
 from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Recorder, Slope, numbers, on_ranks, quiet
@@ -344,17 +346,35 @@ def on_two(path: Path, hook: str, nth: int) -> tuple[Any, Any]:
     return expected, in_two(Net, FLAGS, Cut(hook, nth, path), start=on_ranks)
 
 
-def changed_on_two(path: Path, strategy: str) -> tuple[Any, Any]:
+class CutByHand(Changed):
+    """Its layers are cut along both dimensions of a mesh."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.layers[0].weight, DTensor):
+            return
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        for layer, way in (
+            (0, ColwiseParallel(output_layouts=Replicate())),
+            (3, RowwiseParallel(input_layouts=Replicate())),
+        ):
+            parallelize_module(self.layers[layer], tensor, way)
+            fully_shard(self.layers[layer], mesh=data)
+        fully_shard(self.layers, mesh=data)
+
+
+def changed_on_ranks(path: Path, strategy: str) -> tuple[Any, Any]:
     def start(**flags: Any) -> Trainer:
-        return quiet(strategy=strategy, devices=2, **flags)
+        chosen = ModelParallelStrategy(1, 2) if strategy == "2-d" else strategy
+        return quiet(strategy=chosen, devices=2, **flags)
 
-    expected = whole(Changed, FLAGS, start=start)
-    return expected, in_two(Changed, FLAGS, Cut("on_train_batch_end", 5, path), start=start)
+    kind = CutByHand if strategy == "2-d" else Changed
+    expected = whole(kind, FLAGS, start=start)
+    return expected, in_two(kind, FLAGS, Cut("on_train_batch_end", 5, path), start=start)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "2-d"])
 def test_a_resume_on_ranks_trains_what_hooks_have_left(ranks: RankPool, strategy: str, tmp_path: Path) -> None:
-    for expected, found in ranks(2).run(changed_on_two, tmp_path / "cut.ckpt", strategy):
+    for expected, found in ranks(2).run(changed_on_ranks, tmp_path / "cut.ckpt", strategy):
         assert found == expected
 
 

@@ -527,6 +527,15 @@ class ResetsNothing(Wide):
             self.own = Forgets()
 
 
+class TooSmall(Wide):
+    """Cuts one row for two ranks."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        parallelize_module(self.head, self.device_mesh["tensor_parallel"], ColwiseParallel())
+        fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
+
+
 def refusal(module: Callable[[], LightningModule], data: Any, tensor: Any) -> str:
     with pytest.raises(MisconfigurationException) as raised:  # noqa: PT012, sizes are looked at in both
         strategy = ModelParallelStrategy(data, tensor, save_distributed_checkpoint=False)
@@ -541,6 +550,7 @@ def refusal(module: Callable[[], LightningModule], data: Any, tensor: Any) -> st
         (Wide, "two", 1, "give a number of ranks above 0"),
         (NoPlan, 1, 2, "NoPlan has no `configure_model`"),
         (SplitsNothing, 1, 2, "still holds all of SplitsNothing"),
+        (TooSmall, 1, 2, "cuts 'head.weight' along dimension 0, which has size 1, for 2 ranks"),
         (NoReset, 1, 2, "own has 'weight' on the meta device, and nothing that gives it values"),
         (ResetsNothing, 1, 2, "`reset_parameters` of Forgets leaves 'weight' without values"),
     ],

@@ -42,6 +42,11 @@ NOTHING_SPLIT = (
     "ModelParallelStrategy: after `configure_model`, each of the {world} ranks still holds all of {module}. Split its "
     'layers there by parallelize_module or fully_shard, or use strategy="ddp".'
 )
+TOO_SMALL = (
+    "`configure_model` cuts {name!r} along dimension {dim}, which has size {size}, for {ranks} ranks: some have "
+    "nothing of it, which `fully_shard` cannot cut. Cut it along another dimension (RowwiseParallel in "
+    "place of ColwiseParallel, say), or leave that layer out of `parallelize_module`."
+)
 NOT_REDUCED = (
     "ModelParallelStrategy: {name!r} is split over the tensor_parallel ranks, and nothing reduces its gradient over "
     "the {data} data_parallel ones: after parallelize_module, call fully_shard on a layer that holds it, with "
@@ -202,6 +207,7 @@ class ModelParallelStrategy(FSDPStrategy):
         self._place(module)
         shards = ShardedModule(module)
         self._check_reduced(shards.reduced_by_torch)
+        self._check_parts(shards.reduced_by_torch)
         self._take_shards(shards)
 
     def _place(self, module: LightningModule) -> None:
@@ -228,6 +234,20 @@ class ModelParallelStrategy(FSDPStrategy):
         for name, parameter in self.module.named_parameters():
             if isinstance(parameter, DTensor) and id(parameter) not in by_torch:
                 raise MisconfigurationException(NOT_REDUCED.format(name=name, data=self.replicas.count))
+
+    def _check_parts(self, by_torch: set[int]) -> None:
+        """Refuse what tensor parallelism has cut so small that a rank has nothing, which `fully_shard` cannot cut."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        ranks = self.device_mesh[TENSOR].size()
+        for name, parameter in self.module.named_parameters():
+            if not isinstance(parameter, DTensor) or id(parameter) not in by_torch:
+                continue
+            names = parameter.device_mesh.mesh_dim_names or ()
+            place = parameter.placements[names.index(TENSOR)] if TENSOR in names else None
+            if isinstance(place, Shard) and parameter.shape[place.dim] < ranks:
+                size = parameter.shape[place.dim]
+                raise MisconfigurationException(TOO_SMALL.format(name=name, dim=place.dim, size=size, ranks=ranks))
 
 
 @contextmanager
