@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -143,6 +144,38 @@ def test_an_exception_that_was_caught_is_why_another_waits(scene: Scene) -> None
     scene.answers[0] = IN_BARRIER
     scene.stand(1, inside=False)
     assert scene.verdict() == Verdict(cause)
+
+
+def test_calls_after_one_whose_exception_was_caught_are_looked_at(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the note on that exception was there, no hang of any later call was named."""
+    endings: list[bool] = []
+    look = scene.watch.hangs.look
+
+    def watched(*args: Any) -> Divergence | None:
+        endings.append(args[-1])
+        return look(*args)
+
+    failed(scene, 1)
+    for rank in range(2):
+        scene.stand(rank, call=2)
+    monkeypatch.setattr(scene.watch.hangs, "look", watched)
+    assert scene.verdict(0.5) is None
+    assert endings
+    assert not any(endings)
+
+
+def test_ranks_of_a_node_that_has_said_farewell_are_not_looked_at_here(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that had been ended in its call was said to be gone by another node, behind the first cause."""
+    looked: list[set[int]] = []
+    monkeypatch.setattr(scene.watch, "stands", lambda: {2: Stand(2, 0.0, 1, True, "fit.py:1", 2)})
+    monkeypatch.setattr(scene.watch.hangs, "look", lambda inside, *args: looked.append(set(inside)))
+    assert scene.verdict(0.5) is None
+    assert looked
+    assert all(ranks == {0, 1} for ranks in looked)
 
 
 def test_this_process_works_and_one_that_is_gone_cannot_be_told() -> None:

@@ -179,7 +179,7 @@ class RankMonitor:
         return PERIOD / 4 if begins or self.hangs.has_halted else PERIOD
 
     def _look(self) -> Verdict | None:
-        stands, now = self.stands(), time.monotonic()
+        stands, now = self.own_stands(), time.monotonic()
         since, self._looked_at = now - (self._looked_at or now), now
         inside = {rank: stand for rank, stand in stands.items() if stand.inside}
         if not inside:
