@@ -139,6 +139,14 @@ FOUND = {
         flags={**PLAIN.flags, "log_every_n_steps": 3},
         callbacks=(("DeviceStatsMonitor", {}),),
     ),
+    "one name logged twice in a hook, once by the hook's defaults and once as these say, was refused": replace(
+        PLAIN,
+        logs=(
+            LOSS,
+            Log("on_train_batch_end", "a", "callback", {}),
+            Log("on_train_batch_end", "a", "callback", {"on_step": True}),
+        ),
+    ),
     "min_steps alone did not ask for a first epoch": replace(
         PLAIN, flags={**PLAIN.flags, "min_steps": 2}, acts=(Act("stop", "training_step", 1),)
     ),

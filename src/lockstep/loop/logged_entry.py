@@ -205,7 +205,7 @@ class Entry:
 
     def normal(self) -> list[Any]:
         """The options in plain types, equal for equal meaning; ``sync_dist`` changes when, not what."""
-        return [*self.options[:4], self.op, *self.options[5:7]]
+        return [self.prog_bar, self.logger, self.on_step, self.on_epoch, self.op, *self.options[5:7]]
 
     def snapshot(self) -> tuple[Any, ...]:
         """How far it has come, for :meth:`go_back`."""
