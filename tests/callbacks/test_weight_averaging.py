@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,6 +183,20 @@ def test_a_checkpoint_holds_the_average_and_the_weights_wherever_it_is_written()
         assert_same(checkpoint["current_model_state"], kept[0]["current_model_state"])
     assert torch.equal(kept[0]["state_dict"]["2.weight"], kept[0]["state_dict"]["tied.weight"])
     assert not torch.equal(kept[0]["state_dict"]["2.weight"], kept[0]["current_model_state"]["2.weight"])
+
+
+def test_a_resumed_fit_with_nothing_left_to_train_hands_on_the_average(tmp_path: Path) -> None:
+    first = trainer(OURS, callbacks=[EMAWeightAveraging(decay=0.5)], max_epochs=1)
+    first.fit(model(OURS), loader())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    second = trainer(OURS, callbacks=[EMAWeightAveraging(decay=0.5)], max_epochs=1)
+    with pytest.warns(UserWarning, match="nothing"):
+        second.fit(model(OURS), loader(), ckpt_path=tmp_path / "first.ckpt")
+    second.save_checkpoint(tmp_path / "second.ckpt")
+    before, after = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("first", "second"))
+    for name in ("state_dict", "current_model_state", "averaging_state"):
+        assert_same(before[name], after[name])
+    assert not torch.equal(before["state_dict"]["net.0.weight"], before["current_model_state"]["net.0.weight"])
 
 
 def test_a_checkpoint_of_somebody_without_the_callback() -> None:

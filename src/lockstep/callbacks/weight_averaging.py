@@ -163,8 +163,15 @@ class WeightAveraging(Callback):
         self._latest_epoch = state_dict.get("latest_update_epoch", -1)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put the average in ``"state_dict"`` and the current weights beside it."""
+        """Put the average in ``"state_dict"`` and the current weights beside it.
+
+        A resumed fit that has nothing left to train hands on what it has loaded.
+        """
         if self._average is None:
+            if self._loaded is not None:
+                checkpoint["current_model_state"] = checkpoint["state_dict"]
+                checkpoint["state_dict"] = dict(self._loaded["average"])
+                checkpoint["averaging_state"] = {"n_averaged": self._loaded["n_averaged"]}
             return
         in_model, average = checkpoint["state_dict"], self._by_name(pl_module)
         here = {name: average[name].detach() if name in average else value for name, value in in_model.items()}
@@ -182,7 +189,7 @@ class WeightAveraging(Callback):
         fit no longer belongs to the model.
         """
         if trainer.state.fn != "fit":
-            self._average, self._shown = None, False
+            self._average, self._shown, self._loaded = None, False, None
             return
         if "current_model_state" not in checkpoint:
             rank_zero_warn(
