@@ -60,6 +60,16 @@ def acts(program: Program, *kinds: str) -> bool:
     return any(act.kind in kinds for act in program.acts)
 
 
+def validates_nothing(program: Program) -> bool:
+    return not program.val_loaders or program.flags.get("limit_val_batches") == 0
+
+
+def saved_besides(d: Difference) -> bool:
+    """Whether Lightning saves, and nothing else differs."""
+    rest = [label for label in d.theirs if not label.endswith("on_save_checkpoint")]
+    return begins(d.theirs, "on_save_checkpoint") and d.ours in ([], rest)
+
+
 def refused(ours: Record, *words: str) -> bool:
     return any(part in str(end.get("message")) for _, end in ours.ends for part in words)
 
@@ -385,10 +395,13 @@ def _holds(theirs: Any, ours: Any, exact: bool) -> bool:
     return same(theirs, ours)
 
 
+FIRST = "callback.on_train_batch_start"
+
+
 def first_batch(record: Record, call: str) -> int:
     """The number of the first training batch of a call; 0 where there is none."""
     events = by_call(record.events).get(call, [])
-    started = (facts for label, facts in events if label == "callback.on_train_batch_start")
+    started = (facts for label, facts in events if label == FIRST)
     return int(next((facts["arguments"]["batch_idx"] for facts in started), 0))
 
 
@@ -447,6 +460,8 @@ def newest_is_last(program: Program, d: Difference, theirs: Record, ours: Record
 def goes_on(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """The same number of a batch, and another batch, where the run goes on within an epoch; with max_steps Lightning
     counts on from the last epoch's batches, and may have none to come."""
+    if before_batch(program, d, theirs, ours):
+        return True
     counts_on = program.flags.get("max_steps", -1) != -1 and "resume" in d.call
     if counts_on and d.kind == "order" and begins(d.theirs, "on_train_epoch_end"):
         return not begins(d.ours, "on_train_epoch_end")
@@ -455,6 +470,45 @@ def goes_on(program: Program, d: Difference, theirs: Record, ours: Record) -> bo
     within = first_batch(ours, d.call) > 0
     same_number = d.theirs.get("batch_idx") == d.ours.get("batch_idx")
     return "train" in d.where and (within if same_number else counts_on)
+
+
+def before_batch(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What is seen of the same before the first batch, held gradients say."""
+    if "resume" not in d.call:
+        return False
+    if d.kind == "order":
+        return left_epoch(d, ours)
+    if d.where.endswith("on_train_start"):
+        return d.name == "current_epoch" and ends_at_once(program, theirs, d.call) and bool(d.ours == d.theirs + 1)
+    if not d.where.endswith("on_train_batch_start"):
+        return False
+    if d.name == "gradients":
+        return accumulates(program) and first_batch(ours, d.call) > 0 and not any(d.theirs)
+    counts_on = program.flags.get("max_steps", -1) != -1 and other_batch(theirs, ours, d.call)
+    return d.name == "is_last_batch" and counts_on and d.theirs is True
+
+
+def other_batch(theirs: Record, ours: Record, call: str) -> bool:
+    """Whether a call begins with another training batch."""
+    mine, other = (
+        next((facts["arguments"] for label, facts in by_call(record.events)[call] if label == FIRST), None)
+        for record in (theirs, ours)
+    )
+    return not same(mine, other)
+
+
+def ends_at_once(program: Program, record: Record, call: str) -> bool:
+    """Whether a call of Lightning's with max_steps ends its epoch where it begins."""
+    labels = [label for label, _ in by_call(record.events)[call]]
+    if program.flags.get("max_steps", -1) == -1 or "module.on_train_start" not in labels:
+        return False
+    return begins(labels[labels.index("module.on_train_start") + 1 :], "on_train_epoch_end")
+
+
+def left_epoch(d: Difference, ours: Record) -> bool:
+    """An epoch that Lightning takes for ended, and leaves."""
+    leaves = begins(d.theirs, "on_train_epoch_start") and begins(d.ours, "on_train_batch_start")
+    return leaves and first_batch(ours, d.call) > 0
 
 
 def only_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -613,8 +667,9 @@ def not_counted(program: Program, d: Difference, theirs: Record, ours: Record) -
 def nothing_to_save(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What Lightning's OnExceptionCheckpoint saves of a fit whose training has not begun."""
     began = "callback.on_train_epoch_start" in [label for label, _ in by_call(ours.events).get(d.call, [])]
-    saves = d.kind == "order" and has(program, "OnExceptionCheckpoint") and not began
-    return saves and begins(d.theirs, "on_save_checkpoint") and not d.ours
+    if d.kind != "order" or not has(program, "OnExceptionCheckpoint") or began:
+        return False
+    return saved_besides(d)
 
 
 def one_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -634,7 +689,10 @@ def of_sanity_check(program: Program, d: Difference, theirs: Record, ours: Recor
 
 
 def path_from_start(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Also where a call ends before Lightning's has looked for the checkpoint."""
+    """Also where a call ends before Lightning's has looked for the checkpoint, or finds none and Lightning has that of
+    the call before."""
+    if d.kind == "fact" and d.name == "ckpt_path" and d.ours is None:
+        return d.call.endswith(" last") and end(theirs, d.call).get("ckpt_path") is None
     early = d.kind == "end" and d.theirs is None and "raised" in end(theirs, d.call)
     return d.name == "ckpt_path" and (d.kind == "fact" or early) and d.ours is not None
 

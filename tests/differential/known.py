@@ -58,6 +58,7 @@ from tests.differential.causes import (
     trains_nothing,
     unfinished,
     validated_by_number,
+    validates_nothing,
     waits_for_metric,
     warned,
     without_early_configure_model,
@@ -72,6 +73,7 @@ from tests.differential.further import program_of
 from tests.differential.known_warnings import WARNINGS
 from tests.differential.more import widen
 from tests.differential.of_callbacks import OF_CALLBACKS
+from tests.differential.of_fits import OF_FITS
 from tests.differential.of_forms import OF_FORMS
 from tests.differential.of_searches import OF_SEARCHES, SEARCH
 from tests.differential.program import COMBINED, LOSS, PLAIN, VAL, Act, Log, Program, Scheduler, draw
@@ -155,6 +157,7 @@ ROWS = [
     *OF_SEARCHES,
     *OF_CALLBACKS,
     *OF_FORMS,
+    *OF_FITS,
     Row(
         "A fit that goes on trains what was thawed; Lightning's finetuning freezes it again, for good.",
         PAGE,
@@ -450,7 +453,7 @@ ROWS = [
         lambda program, d, theirs, ours: (
             refused(ours, "no such metric was logged")
             and (
-                not program.val_loaders
+                validates_nothing(program)
                 or any(part.keys() & {"train_time_interval", "every_n_train_steps"} for _, part in program.callbacks)
             )
         ),

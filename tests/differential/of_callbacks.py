@@ -6,9 +6,10 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tests.differential.causes import PAGE, Row, end, ended_before
+from tests.differential.causes import PAGE, Row, by_call, end, ended_before, later, saved_besides
 from tests.differential.further import program_of
 from tests.differential.program import PLAIN, Program
+from tests.differential.record import same
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
@@ -50,6 +51,32 @@ def saved_behind_another(program: Program, d: Difference, theirs: Record, ours: 
     if not averages or not judged or d.kind != "checkpoint" or d.name != "keys":
         return False
     return set(d.theirs) - set(d.ours) == {"averaging_state", "current_model_state"}
+
+
+def stopped_before(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """The epoch in which an earlier fit was stopped, and nothing else."""
+    if d.name != "EarlyStopping" or not later(d, theirs) or "-" in (d.theirs, d.ours):
+        return False
+    return d.ours["stopped_epoch"] == 0 and same({**d.theirs, "stopped_epoch": 0}, d.ours)
+
+
+def saved_in_evaluation(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What save_on_exception writes where an evaluation has raised."""
+    if not any(part.get("save_on_exception") for _, part in program.callbacks):
+        return False
+    raised = [call for call, facts in theirs.ends if "raised" in facts and call.split()[-1] in JUDGES]
+    if d.kind == "order":
+        return d.call in raised and saved_besides(d)
+    return bool(raised) and d.where == "names" and not d.ours and all(name.endswith(".ckpt") for name in d.theirs)
+
+
+def profiled_too_little(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Reports of fits that have at most one step."""
+    calls = by_call(ours.events).values()
+    steps = [sum(label == "module.training_step" for label, _ in events) for events in calls]
+    reports = d.where == "names" and not d.ours and all(re.search(r"(^|/)fit-[^/]*\.txt$", name) for name in d.theirs)
+    profiles = program.profiler is not None and program.profiler[0] == "PyTorchProfiler"
+    return profiles and reports and max(steps) <= 1
 
 
 def profiled_nothing(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -117,6 +144,26 @@ OF_CALLBACKS = [
             callbacks=(("WeightAveraging", {}), ("ModelCheckpoint", {})),
         ),
         saved_behind_another,
+    ),
+    Row(
+        "EarlyStopping's stopped_epoch is that of the last fit, 0 where that was not stopped; Lightning keeps an "
+        "earlier fit's.",
+        PAGE,
+        program_of(40157),
+        stopped_before,
+    ),
+    Row(
+        "ModelCheckpoint(save_on_exception=True) saves in a fit; Lightning's where an evaluation raises, too.",
+        PAGE,
+        program_of(40688),
+        saved_in_evaluation,
+    ),
+    Row(
+        "PyTorchProfiler writes a report where its schedule has recorded a step; Lightning's for a fit of one step or "
+        "none, too, of what came before.",
+        PAGE,
+        program_of(40357),
+        profiled_too_little,
     ),
     Row(
         "What an epoch's last hooks have logged is there, too, where one of them raises.",

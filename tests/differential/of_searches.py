@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tests.differential.causes import PAGE, Row, accumulates, begins, by_call, end, has, later, warned
 from tests.differential.further import program_of
 from tests.differential.parts import FINDERS, SEARCHES
-from tests.differential.program import PLAIN, Program
+from tests.differential.program import COMBINED, PLAIN, Program
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
@@ -72,8 +72,11 @@ def left_by_search(program: Program, d: Difference, theirs: Record, ours: Record
 
 def begun_anew(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """A call after a fit whose search has put the counters of its own checkpoint back."""
-    finds = any(has(program, kind) for kind in FINDERS)
-    return finds and later(d, theirs) and d.name in ("current_epoch", "global_step") and d.theirs < d.ours
+    if not any(has(program, kind) for kind in FINDERS) or not later(d, theirs):
+        return False
+    if d.kind == "order":  # nothing is left to train
+        return begins(d.theirs, "on_train_start") and begins(d.ours, "on_fit_end")
+    return d.name in ("current_epoch", "global_step") and bool(d.theirs < d.ours)
 
 
 def failed_search(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -133,7 +136,8 @@ def stopped_below_least(program: Program, d: Difference, theirs: Record, ours: R
 
 def without_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What a search has found where batches are None."""
-    return program.train == "some None" and looks_for_rate(program) and d.name in LED
+    told = warned(d, "order of schedulers and optimizers") and d.theirs
+    return program.train == "some None" and looks_for_rate(program) and bool(told or d.name in LED)
 
 
 def small_batches(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -166,13 +170,15 @@ def above_most(program: Program, d: Difference, theirs: Record, ours: Record) ->
 def above_data(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """A batch size that holds a whole data set before a search begins, which Lightning leaves alone."""
     sizes = has(program, "BatchSizeFinder") or "scale_batch_size" in program.calls
-    least = min(program.train_samples[0], *(program.val_loaders or (4,)))
+    trained = program.train_samples if program.train in COMBINED else program.train_samples[:1]
+    least = min(*trained, *(program.val_loaders or (4,)))
     return sizes and program.batch_size >= least and d.name in ("found", "BatchSizeFinder", "attributes")
 
 
 def no_sanity_check(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """A fit after a search that goes without its sanity check in Lightning."""
-    if not has(program, "BatchSizeFinder") or d.kind != "order":
+    sizes = has(program, "BatchSizeFinder") or "scale_batch_size" in program.calls
+    if not sizes or d.kind != "order":
         return False
     return begins(d.ours, "on_sanity_check_start") and not begins(d.theirs, "on_sanity_check_start")
 
@@ -299,7 +305,7 @@ OF_SEARCHES = [
         then="all",
     ),
     Row(
-        "A fit with a BatchSizeFinder has its sanity check after the search; Lightning's may have none.",
+        "A fit has its sanity check after a search for a batch size; Lightning's may have none.",
         PAGE,
         program_of(1844),
         no_sanity_check,

@@ -1,0 +1,119 @@
+"""The rows of the table for fits that go on, for flags and for names that are logged, and what they look at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tests.differential.causes import BATCH, PAGE, SHOWN, Row, begins, refused
+from tests.differential.further import program_of
+from tests.differential.program import LOSS, PLAIN, Act, Log, Program, Scheduler
+from tests.differential.record import same
+
+if TYPE_CHECKING:
+    from tests.differential.compare import Difference
+    from tests.differential.record import Record
+
+
+def plateau_by_step(program: Program) -> bool:
+    return any(each.kind == "plateau" and each.settings.get("interval") == "step" for each in program.schedulers)
+
+
+def plateau_was_due(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A count of a plateau that is behind ours by the step that was due when the run was saved, and its rates."""
+    resumes = any("resume" in call for call in program.calls)
+    if not resumes or not plateau_by_step(program) or "-" in (d.theirs, d.ours):
+        return False
+    if d.kind == "checkpoint" and d.name == "schedulers":
+        behind = [other - mine for mine, other in zip(d.theirs, d.ours, strict=True)]
+        return set(behind) <= {0, 1}
+    if "resume" not in d.call or d.name != "rates" or len(d.theirs) != len(d.ours):
+        return False
+    return all(mine >= other for mine, other in zip(d.theirs, d.ours, strict=True))
+
+
+def loader_made_anew(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A training loader that a resumed fit asks for again in its first epoch, and nothing else."""
+    if "resume" not in d.call or d.kind != "order" or "reload_dataloaders_every_n_epochs" not in program.flags:
+        return False
+    return begins(d.ours, "train_dataloader") and d.ours[1:] == d.theirs[: len(d.ours) - 1]
+
+
+def contradicted_in_dry_run(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return bool(program.flags.get("fast_dev_run")) and refused(theirs, "`val_check_interval` should be an integer")
+
+
+def without_loss(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Two errors for one cause."""
+    return d.name == "raised" and "steers by the loss" in str(d.ours) and str(d.theirs).startswith("['TypeError']")
+
+
+def logged_by_two(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Values of a name of two hooks: between those of a step, or where a plateau has looked at a step's."""
+    if d.name not in SHOWN or "-" in (d.theirs, d.ours) or d.theirs.keys() != d.ours.keys():
+        return False
+    hooks = {(log.name, log.hook) for log in program.logs}
+    names = [name for name, _ in hooks]
+    several = {name for name in names if names.count(name) > 1}
+    in_step = {name for name in several if sum(each == name and bool(BATCH.search(hook)) for each, hook in hooks) > 1}
+    unlike = {name for name in d.ours if not same(d.theirs[name], d.ours[name])}
+    if unlike <= in_step and d.kind == "fact" and BATCH.search(d.where):
+        return True
+    return unlike <= several and plateau_by_step(program)
+
+
+OF_FITS = [
+    Row(
+        "A plateau by step that was due when a run was saved is stepped where the run goes on; Lightning leaves that "
+        "step out.",
+        PAGE,
+        replace(
+            PLAIN,
+            train_samples=(8, 4),
+            calls=("fit", "resume mid"),
+            schedulers=(Scheduler("plateau", {"interval": "step", "monitor": "loss"}),),
+            callbacks=(("ModelCheckpoint", {"every_n_train_steps": 1, "save_top_k": -1}),),
+        ),
+        plateau_was_due,
+        then="numbers",
+    ),
+    Row(
+        "A fit that goes on behind an epoch's end makes its loader anew where reload_dataloaders_every_n_epochs is due "
+        "in the next one; Lightning has asked for it once, in that epoch.",
+        PAGE,
+        program_of(40717),
+        loader_made_anew,
+    ),
+    Row(
+        "fast_dev_run sets the flags of validation before they are compared with each other; Lightning refuses "
+        "check_val_every_n_epoch=None beside a fraction there, too.",
+        PAGE,
+        replace(
+            PLAIN,
+            flags={**PLAIN.flags, "fast_dev_run": 1, "check_val_every_n_epoch": None, "val_check_interval": 0.5},
+        ),
+        contradicted_in_dry_run,
+        then="all",
+    ),
+    Row(
+        "An optimizer that steers by the loss is named where training_step returned None; Lightning's raises a "
+        "TypeError.",
+        PAGE,
+        replace(PLAIN, optimizers=("lbfgs",), acts=(Act("skip", "training_step", 2),)),
+        without_loss,
+    ),
+    Row(
+        "Of a name that two hooks log the value that was logged last is shown; Lightning shows again what the other "
+        "hook logged before.",
+        PAGE,
+        replace(
+            PLAIN,
+            logs=(
+                LOSS,
+                Log("training_step", "a", "module", {}),
+                Log("on_train_batch_end", "a", "module", {"on_epoch": False}),
+            ),
+        ),
+        logged_by_two,
+    ),
+]
