@@ -30,24 +30,15 @@ from tests.loop.pieces import SaveAt, Slope, Validated, numbers, quiet
 
 # -- a strategy of 60 lines ----------------------------------------------------------------------------------
 
-SLOW = pytest.mark.slow
-
 
 def equivalence(case: str) -> EquivalenceReport:
     module, length, given = CASES[case]
     return check_equivalence(module, rows(length), strategy=AveragingStrategy(), devices=dist.get_world_size(), **given)
 
 
-# On three ranks every day where they have something that two do not: shares that are empty, and unlike ones.
 @pytest.mark.everyday(5)
-@pytest.mark.parametrize(
-    ("world", "case"),
-    [
-        pytest.param(world, case, marks=() if world == 2 or case in ("uneven last batch", "empty shares") else SLOW)
-        for world in (2, 3)
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("case", CASES)
 def test_a_strategy_of_sixty_lines_trains_as_one_process(ranks: RankPool, case: str, world: int) -> None:
     for report in ranks(world).run(equivalence, case, timeout=60):
         assert report, report

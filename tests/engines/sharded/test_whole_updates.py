@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -172,23 +173,10 @@ def _equal(name: str, engine: str, pieces: int, **flags: Any) -> EquivalenceRepo
     return check_equivalence(kind(name), rows(23), strategy=made, devices=world, batch_size=3, **flags)
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize(
     ("name", "engine", "world"),
-    [
-        ("muon + adamw", "fsdp", 3),
-        ("adafactor", "fsdp", 2),
-        ("transformers", "fsdp", 2),
-        ("shampoo", "fsdp", 2),
-        ("exact + adamw", "hybrid", 4),
-        ("muon + adamw", "owned", 2),
-        *(
-            pytest.param(name, engine, world, marks=pytest.mark.slow)
-            for name in EVERY
-            for engine in STRATEGIES
-            for world in (1, 2, 3, 4)
-            if engine != "hybrid" or world in (2, 4)
-        ),
-    ],
+    [case for case in product(EVERY, STRATEGIES, (1, 2, 3, 4)) if case[1] != "hybrid" or case[2] in (2, 4)],
 )
 def test_ranks_train_as_one_process(ranks: RankPool, name: str, engine: str, world: int) -> None:
     for report in ranks(world).run(partial(_equal, accumulate=2, gradient_clip_val=0.3), name, engine, 200):
@@ -207,9 +195,8 @@ def _drawn(seed: int) -> EquivalenceReport:
     )
 
 
-@pytest.mark.parametrize(
-    "seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40) if seed not in (1, 2))]
-)
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize("seed", range(40))
 def test_any_shapes_train_as_on_one_process(ranks: RankPool, seed: int) -> None:
     for report in ranks(1 + seed % 4).run(_drawn, seed):
         assert report, report
@@ -241,18 +228,9 @@ def _split(name: str, data: int, tensor: int) -> EquivalenceReport:
     return check_equivalence(made, rows(23), strategy=strategy, devices=data * tensor, batch_size=3, accumulate=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "tensor"),
-    [
-        ("muon + adamw", 2, 2),
-        ("shampoo", 1, 2),
-        *(
-            pytest.param(name, data, tensor, marks=pytest.mark.slow)
-            for name in ("muon + adamw", "exact", "adafactor", "shampoo")
-            for data, tensor in ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (3, 1))
-        ),
-    ],
-)
+@pytest.mark.everyday(2)
+@pytest.mark.parametrize("name", ["muon + adamw", "exact", "adafactor", "shampoo"])
+@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (1, 2), (2, 1), (1, 4), (4, 1), (3, 1)])
 def test_rows_and_columns_are_gathered(ranks: RankPool, name: str, data: int, tensor: int) -> None:
     for report in ranks(data * tensor).run(_split, name, data, tensor):
         assert report, report
@@ -318,19 +296,8 @@ ROADS: list[list[tuple[str, int]]] = [
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize(
-    ("name", "road"),
-    [
-        ("exact + adamw", 0),
-        ("shampoo", 1),
-        ("muon", 2),
-        *(
-            pytest.param(name, road, marks=pytest.mark.slow)
-            for name in ("adafactor", "muon + adamw", "shampoo", "transformers")
-            for road in range(3)
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["exact + adamw", "adafactor", "muon", "muon + adamw", "shampoo", "transformers"])
+@pytest.mark.parametrize("road", range(len(ROADS)))
 def test_states_move_between_ranks_and_strategies(ranks: RankPool, tmp_path: Path, name: str, road: int) -> None:
     paths = [str(tmp_path / f"{number}.ckpt") for number in range(len(ROADS[road]))]
     for number, (engine, world) in enumerate(ROADS[road]):
