@@ -361,3 +361,20 @@ def test_a_small_slope_needs_no_validation() -> None:
     module = Sized()
     assert Tuner(quiet()).scale_batch_size(module, steps_per_trial=1) == 4
     assert module.batches == [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0]]
+
+
+class NoneAboveTwo(Data):
+    """Gives None for each batch of more than two samples, as a collate function may."""
+
+    def train_dataloader(self) -> Any:
+        loader = super().train_dataloader()
+        collate = loader.collate_fn
+        loader.collate_fn = lambda samples: None if len(samples) > 2 else collate(samples)
+        return loader
+
+
+@pytest.mark.timeout(30)
+def test_a_search_whose_batches_are_all_none_never_ended() -> None:
+    module, data = Net(), NoneAboveTwo(count=8)
+    assert Tuner(quiet(max_epochs=1)).scale_batch_size(module, datamodule=data) == 8
+    assert set(module.sizes) == {2}

@@ -231,7 +231,10 @@ class FitLoop:
             measured.enter_context(self.balance.attached())
 
     def try_out(self) -> None:
-        """Train without what goes before and after a fit, until ``max_steps`` or ``should_stop``: for a trial."""
+        """Train without what goes before and after a fit, until ``max_steps`` or ``should_stop``: for a trial.
+
+        It ends, too, with an epoch that has no batch to step for.
+        """
         session, most = self.session, self.session.config.max_steps
         self._most_steps = math.inf if most == -1 else most
         session.fit.results = session.results
@@ -241,8 +244,12 @@ class FitLoop:
         if self._validates:
             self.validation.setup_data()
         session.hooks.call("on_train_start")
-        while session.fit.loaded.num_batches and self._done_in_epoch() is None:
+        update, goes_on = self.step.update, True
+        while goes_on and session.fit.loaded.num_batches and self._done_in_epoch() is None:
+            update.had_batch = False
             self.epoch()
+            # where all batches were None, or the user ended the epoch before one, no further epoch would step either
+            goes_on = update.had_batch or not session.module.automatic_optimization
         session.hooks.call("on_train_end")
 
     def _say_how_long(self, ckpt_path: str | None) -> None:

@@ -34,6 +34,7 @@ class Update:
             it so.
         schedulers: of the fit.
         counted: micro-batches of an epoch as the run's plan counts them.
+        had_batch: set where a window has ended in which there was a batch.
     """
 
     def __init__(self, session: Session, outputs: StepOutputs) -> None:
@@ -51,6 +52,7 @@ class Update:
         self._clips = self.own_clipping or self._config.gradient_clip_val is not None
         self.schedulers = Schedulers(session)
         self.counted: Callable[[int], int] = int
+        self.had_batch = False
         self._use_optimizers()
         self.by_closure = self._steps_by_closure()
 
@@ -130,6 +132,7 @@ class Update:
 
     def end_window(self, batch_idx: int, updated: bool) -> None:
         """Count the update and step the schedulers, unless there was nothing to step for, or gradients overflowed."""
+        self.had_batch = self.had_batch or updated
         updated = updated and not self._strategy.left_out
         updated = updated and (self._scaler is None or not self.watch.left_out)
         if updated:
