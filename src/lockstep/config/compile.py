@@ -45,7 +45,7 @@ def compile_options(flag: str, value: object) -> CompileOptions | None:
     """
     if isinstance(value, CompileOptions):
         return value
-    if value in (None, False):
+    if value is None or value is False:  # 0 is no answer
         return None
     if value is True:
         value = {}

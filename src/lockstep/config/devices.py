@@ -111,7 +111,7 @@ def check_root(config: RunConfig, logger: object, callbacks: list[Any]) -> None:
     if config.fast_dev_run or is_remote(config.default_root_dir):
         return
     homeless = [c for c in callbacks if isinstance(c, Checkpoint) and getattr(c, "dirpath", "") is None]
-    if logger in (None, True) or (logger is False and homeless):
+    if logger is None or logger is True or (logger is False and homeless):
         check_writable("default_root_dir", config.default_root_dir)
 
 
