@@ -115,3 +115,47 @@ def test_before_the_first_validation_no_save_ends_the_fit(how: Any, tmp_path: Pa
     flags = {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}
     quiet(max_epochs=4, enable_checkpointing=True, callbacks=[keep], **flags).fit(Measured(), numbers(4), numbers(1))
     assert Path(keep.best_model_path).name == "step=8.ckpt"
+
+
+class TrainingMean(Measured):
+    """Logs the epoch's mean of its training, by which it is ranked."""
+
+    def __init__(self, means: dict[int, float]) -> None:
+        super().__init__()
+        self.means = means
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("train", self.means[self.trainer.current_epoch], on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+BY_STEPS = {"every_n_train_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("how", "flags"),
+    [
+        (BY_STEPS, {}),
+        (BY_STEPS, {"val_check_interval": 2}),
+        (BY_STEPS, {"limit_val_batches": 0}),
+        ({"every_n_epochs": 1}, {}),
+        ({"every_n_epochs": 1, "save_on_train_epoch_end": False}, {}),
+    ],
+)
+def test_a_save_at_an_epoch_s_end_waits_for_the_mean_of_its_training(how: Any, flags: Any, tmp_path: Path) -> None:
+    """Weights of step 6 were ranked by the mean of the first epoch, and those of step 8, the best, by it, too."""
+    keep = ModelCheckpoint(tmp_path, "{step}-{train:.0f}", "train", save_top_k=2, auto_insert_metric_name=False, **how)
+    trainer = quiet(max_epochs=3, enable_checkpointing=True, num_sanity_val_steps=0, callbacks=[keep], **flags)
+    trainer.fit(TrainingMean({0: 9.0, 1: 3.0, 2: 5.0}), numbers(4), numbers(1))
+    assert pairs(tmp_path) == {8: 3, 12: 5}
+    assert keep.values_of_earlier_steps == {}
+    assert keep.best_model_path.endswith("8-3.ckpt")
+
+
+def test_a_save_within_an_epoch_that_is_ranked_by_the_mean_of_the_one_before_says_so(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, "{step}", "train", save_top_k=-1, every_n_train_steps=3)
+    trainer = quiet(max_epochs=2, enable_checkpointing=True, limit_val_batches=0, callbacks=[keep])
+    with pytest.warns(UserWarning, match=r"weights of step 6 are ranked by 'train' of step 4"):
+        trainer.fit(TrainingMean({0: 9.0, 1: 3.0}), numbers(4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=4.ckpt", "step=6.ckpt"]
+    assert keep.values_of_earlier_steps == {str(tmp_path / "step=6.ckpt"): 4}

@@ -88,9 +88,9 @@ def name_pattern(template: str, extension: str) -> re.Pattern[str]:
 
 
 EARLIER = (
-    "ModelCheckpoint: the weights of step {now} are ranked by {monitor!r} of step {step}, as no validation runs then. "
-    "Checkpoints with a value of their own rank before such, whose steps are in `values_of_earlier_steps`. Let "
-    "validations (val_check_interval) and saves (every_n_train_steps, every_n_epochs) come at the same steps."
+    "ModelCheckpoint: the weights of step {now} are ranked by {monitor!r} of step {step}, as it is not measured then. "
+    "Checkpoints with a value of their own rank before such, whose steps are in `values_of_earlier_steps`. Let saves "
+    "(every_n_train_steps, every_n_epochs) come at the steps of validations (val_check_interval) or of epochs' ends."
 )
 
 
@@ -101,9 +101,9 @@ class ModelCheckpoint(Checkpoint):
     not come once an epoch), at every ``every_n_train_steps``-th optimizer step, or when
     ``train_time_interval`` has passed; only one of the three may be given, and without any it is every epoch.
     The checkpoint is written if it is among the ``save_top_k`` best by ``monitor``; what it displaces is
-    deleted once it is safely there. Where a validation is due at the same step, the save waits for its value. A value
-    of an earlier step ranks behind all that were measured on the weights themselves. See :attr:`best_model_path`,
-    :attr:`best_model_score` and :attr:`last_model_path` for the outcome.
+    deleted once it is safely there. Where a validation is due at the same step, or the mean of the epoch's training,
+    the save waits for its value. A value of an earlier step ranks behind all that were measured on the weights
+    themselves. See :attr:`best_model_path`, :attr:`best_model_score` and :attr:`last_model_path` for the outcome.
 
     Args:
         dirpath: folder or URL; by default ``checkpoints`` in the first logger's folder, or in
@@ -340,12 +340,26 @@ class ModelCheckpoint(Checkpoint):
             return
         with trainer.strategy.with_all_ranks():  # those without samples save, too
             metrics = self._metrics(trainer)
-            if self.monitor is not None and (
-                self.monitor not in metrics or trainer.fit_loop.validation_follows()  # whose value is of these weights
-            ):
+            # The value of a validation that follows is of these weights, too.
+            if self._value_follows(trainer, metrics) or (self.monitor and trainer.fit_loop.validation_follows()):
                 self._is_waiting_for_metric = True
                 return
             self._save(trainer, metrics)
+
+    def _step_of_value(self, trainer: Trainer) -> int:
+        """The optimizer step of the weights whose value the monitored metric has."""
+        return trainer.published.measured.get(str(self.monitor), trainer.global_step)
+
+    def _value_follows(self, trainer: Trainer, metrics: dict[str, Tensor]) -> bool:
+        """Whether the monitored metric has no value of these weights yet, and may get one at this step."""
+        if self.monitor is None:
+            return False
+        is_missing = self.monitor not in metrics
+        if not is_missing and self._step_of_value(trainer) == trainer.global_step:
+            return False
+        # The end of the epoch follows its last batch. A name that is missing is told at the first validation, if saves
+        # come by epochs: it may be a mistake.
+        return trainer.is_last_batch or (is_missing and not self._every_n_epochs)
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         ModelCheckpoint.on_train_batch_end(self, trainer, pl_module, None, None, batch_idx)
@@ -354,16 +368,12 @@ class ModelCheckpoint(Checkpoint):
         if trainer.sanity_checking:
             return
         self._has_validated = True
-        if not self._saves_when_training_ends(trainer):
-            self._end_of_epoch(trainer)
-        elif self._is_waiting_for_metric and not self._should_skip(trainer):
-            metrics = self._metrics(trainer)
-            if self.monitor in metrics:
-                self._save(trainer, metrics)
+        if self._is_waiting_for_metric or not self._saves_when_training_ends(trainer):
+            self._end_of_epoch(trainer, is_over=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._saves_when_training_ends(trainer) or self._is_waiting_for_metric:
-            self._end_of_epoch(trainer)
+        if self._is_waiting_for_metric or self._saves_when_training_ends(trainer):
+            self._end_of_epoch(trainer, is_over=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_behind = self.save_top_k == 0 and self._step_of_last_save != trainer.global_step
@@ -383,15 +393,16 @@ class ModelCheckpoint(Checkpoint):
         self._delete(trainer, self._save_last(trainer, metrics), self.last_model_path)
         rank_zero_info(f"{type(exception).__name__} ended the run: saved it to {path!r}.")
 
-    def _end_of_epoch(self, trainer: Trainer) -> None:
-        if self._should_skip(trainer):
-            return
+    def _end_of_epoch(self, trainer: Trainer, is_over: bool) -> None:
         every = self._every_n_epochs
         is_due = every >= 1 and (trainer.current_epoch + 1) % every == 0
-        if is_due or self._is_waiting_for_metric:
-            metrics = self._metrics(trainer)
-            if is_due or self.monitor in metrics or not self._awaits_validation(trainer):
-                self._save(trainer, metrics)
+        if self._should_skip(trainer) or not (is_due or self._is_waiting_for_metric):
+            return
+        metrics = self._metrics(trainer)
+        if not is_over and self._value_follows(trainer, metrics):
+            self._is_waiting_for_metric = True
+        elif is_due or self.monitor in metrics or not self._awaits_validation(trainer):
+            self._save(trainer, metrics)
 
     def _should_skip(self, trainer: Trainer) -> bool:
         return (
@@ -432,7 +443,7 @@ class ModelCheckpoint(Checkpoint):
             self._report_missing_monitor(trainer, metrics)
             return ""
         score = metrics[self.monitor]
-        measured = trainer.published.measured.get(self.monitor, trainer.global_step)
+        measured = self._step_of_value(trainer)
         earlier = None if measured == trainer.global_step else measured
         if earlier is not None:
             warn_once(EARLIER.format(monitor=self.monitor, now=trainer.global_step, step=earlier), key=EARLIER)

@@ -178,7 +178,7 @@ class EvaluationLoop:
             for_loggers.update(session.published.publish(late))
             values = values + late
         if session.fitting:
-            session.published.note_validation(values, session.fit.progress.global_step)
+            session.published.note_measured(values, session.fit.progress.global_step)
         if for_loggers and to_loggers:
             session.log_metrics(for_loggers, None)
         if to_loggers and session.fitting:

@@ -24,6 +24,7 @@ from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed
 from lockstep.loop.fit_messages import say
 from lockstep.loop.hook_changes import HookChanges
+from lockstep.loop.logged_entry import Entry
 from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.nan_watch import NanWatch
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
@@ -469,8 +470,7 @@ class FitLoop:
         newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown)
         session.published.publish(newest)
         results.shown = results.micro_batch
-        of_epoch = results.reduce_epoch()
-        for_loggers = session.published.publish(of_epoch)
+        of_epoch, for_loggers = self._publish_epoch()
         self.nan_watch.look_at([*newest, *of_epoch])
         self.nan_watch.look_at_weights()
         if whole:
@@ -478,14 +478,22 @@ class FitLoop:
         # a third party may have put its callback on one rank alone, and reducing takes all of them
         if hooks.on_train_epoch_end is not None or session.world_size > 1:
             hooks.call("on_train_epoch_end")
-            for_loggers.update(session.published.publish(results.reduce_epoch()))
+            for_loggers.update(self._publish_epoch()[1])
         if whole:
             session.fit.progress.phase = EPOCH_END
         results.enter("on_train_epoch_end")
         for monitor in hooks.epoch_end_monitors:
             monitor()
-        for_loggers.update(session.published.publish(results.reduce_epoch()))
+        for_loggers.update(self._publish_epoch()[1])
         return for_loggers
+
+    def _publish_epoch(self) -> tuple[list[tuple[Entry, str, Tensor]], dict[str, Tensor]]:
+        """Reduce and show what was logged for the epoch; gives it, and what of it goes to the loggers. Collective."""
+        session = self.session
+        values = session.results.reduce_epoch()
+        for_loggers = session.published.publish(values)
+        session.published.note_measured(values, session.fit.progress.global_step)
+        return values, for_loggers
 
     def _end_epoch(self, whole: bool, feed: Feed) -> None:
         session, results, progress = self.session, self.session.results, self.session.fit.progress

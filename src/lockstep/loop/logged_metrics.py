@@ -20,7 +20,7 @@ class LoggedMetrics:
         self.callback: dict[str, Tensor] = {}
         self.logged: dict[str, Tensor] = {}
         self.progress_bar: dict[str, Any] = {}
-        self.measured: dict[str, int] = {}  # names whose newest value is a validation's, and the optimizer step of it
+        self.measured: dict[str, int] = {}  # names whose newest value is a pass's as a whole, and the step of its end
         self._before: dict[str, Tensor | None] = {}  # what :meth:`preview` has covered in ``callback``
 
     def preview(self, values: list[tuple[Entry, str, Tensor]], to: Sequence[str] = EVERYBODY) -> None:
@@ -52,17 +52,19 @@ class LoggedMetrics:
                 self._before.pop(entry.name, None)
             if "callback" in to:
                 self.callback[name] = value
-                self.measured.pop(name, None)
                 if entry.on_step and entry.on_epoch:  # the plain name stands for the newest of the two
                     self.callback[entry.name] = value
+            if reduced and self.measured and "callback" in to:
+                self.measured.pop(name, None)
+                self.measured.pop(entry.name, None)
             if entry.logger and "logged" in to:
                 self.logged[name] = for_loggers[name] = value
             if entry.prog_bar and "progress_bar" in to:
                 self.progress_bar[name] = value
         return for_loggers
 
-    def note_validation(self, values: list[tuple[Entry, str, Tensor]], step: int) -> None:
-        """These were measured by a validation after so many optimizer steps."""
+    def note_measured(self, values: list[tuple[Entry, str, Tensor]], step: int) -> None:
+        """These are of a validation or of an epoch of training that ended after so many optimizer steps."""
         for entry, name, _ in values:
             self.measured[name] = self.measured[entry.name] = step
 
