@@ -1,5 +1,7 @@
 """What a step has logged last is in a checkpoint that is saved at the end of its batch, though no logger has it yet.
 
+It can be read when a failure has ended the run, too.
+
 Random programs found it: a run that is saved behind its last batch, and goes on, showed the value of the batch before.
 """
 
@@ -119,3 +121,41 @@ def test_of_two_ranks_the_newer_value_counts() -> None:
     assert newest(saved(1, 8.0, 1.0, "mean"), saved(1, 4.0, 3.0, "mean")) == (5.0, 4.0, 1)
     assert newest(saved(1, 8.0, 1.0, "max"), saved(1, 4.0, 3.0, "max")) == (8.0, 4.0, 1)
     assert newest(saved(None, 8.0, 1.0, "sum"), saved(None, 4.0, 3.0, "sum"))[2] is None
+
+
+class Fails(Numbers):
+    """Logs behind each batch, too, and fails in the third."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            raise RuntimeError("third batch")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.log("behind", float(batch_idx))
+
+
+def test_what_was_logged_before_a_failure_can_be_read_behind_it() -> None:
+    trainer = quiet(max_epochs=1)
+    with pytest.raises(RuntimeError, match="third batch"):
+        trainer.fit(Fails(skips=False), DataLoader(torch.arange(12.0).double(), batch_size=2))
+    shown = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert shown == {
+        **{"step": 2.5, "behind": 1.0},
+        **{"both_step": 2.5, "both": 2.5, "largest_step": 3.0, "largest": 3.0},
+    }
+    assert {name: float(value) for name, value in trainer.logged_metrics.items()} == {
+        **{"step": 2.5, "behind": 1.0},
+        **{"both_step": 2.5, "largest_step": 3.0},
+    }
+
+
+def test_a_failure_is_raised_whatever_its_metrics_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = quiet(max_epochs=1)
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no values")
+
+    monkeypatch.setattr(type(trainer.session), "show_logged", broken)
+    with pytest.raises(RuntimeError, match="third batch"):
+        trainer.fit(Fails(skips=False), DataLoader(torch.arange(12.0).double(), batch_size=2))

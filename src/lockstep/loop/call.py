@@ -36,7 +36,7 @@ from lockstep.loop.early_optimizers import check_early
 from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden, is_replaced
 from lockstep.loop.loaders import RunLoaders
-from lockstep.loop.logged_metrics import LoggedMetrics
+from lockstep.loop.logged_metrics import EVERYBODY, LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.memory import explained, keep, of_setup
 from lockstep.loop.metrics import lists_made_alike
@@ -423,6 +423,20 @@ def _failed(session: Session, error: BaseException) -> None:
         session.datamodule.on_exception(error)
     for logger in session.loggers:
         logger.finalize("failed")
+    _show_last_values(session)
+
+
+def _show_last_values(session: Session) -> None:
+    """Let users read behind the call what was logged before it failed and nobody has looked at.
+
+    Where one of several ranks has failed, a device may wait for a collective that never ends: its values stay unread.
+    """
+    strategy = session.strategy
+    if strategy.world_size > 1 and strategy.root_device.type != "cpu":
+        return
+    with contextlib.suppress(Exception):  # the error that ended the call is the one to be raised
+        for shown in EVERYBODY:
+            session.show_logged(shown)
 
 
 def _tear_down(session: Session, release: Callable[[], None]) -> None:
