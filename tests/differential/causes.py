@@ -229,7 +229,8 @@ def interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -
 
 
 def ends_before_limit(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    limit = program.flags.get("fast_dev_run") or program.flags.get("limit_train_batches")
+    limits = ("fast_dev_run", "limit_train_batches", "overfit_batches")
+    limit = next((program.flags[name] for name in limits if program.flags.get(name)), None)
     batches = math.ceil(program.train_samples[0] / program.batch_size)
     return (
         program.train == "iterable"
@@ -275,12 +276,14 @@ def of_averaging(program: Program, d: Difference, theirs: Record, ours: Record) 
 
 
 def before_average(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Validations before the first update of the average, which comes late or is not of the type of the weights."""
-    late = any("update_starting_at_step" in part for kind, part in program.callbacks if kind == "EMAWeightAveraging")
-    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
-    of_type = (late or program.flags.get("precision", "32-true") != "32-true") and d.where.endswith("on_train_end")
-    late = late or accumulates(program) or program.flags.get("precision", "32-true") != "32-true"
-    return averages and late and d.name == "weights" and ("validation" in d.where or of_type)
+    """What is seen before the first update of the average, which comes late or is not of the type of the weights."""
+    averages = [part for kind, part in program.callbacks if kind in ("EMAWeightAveraging", "WeightAveraging")]
+    by_steps = any(part.keys() & {"update_starting_at_step", "update_every_n_steps"} for part in averages)
+    of_type = by_steps or program.flags.get("precision", "32-true") != "32-true"
+    late = of_type or accumulates(program)
+    if not averages or not late or d.name != "weights":
+        return False
+    return "validation" in d.where or d.kind == "checkpoint" or (of_type and d.where.endswith("on_train_end"))
 
 
 def average_put_back(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -307,7 +310,10 @@ def waits_for_metric(program: Program, d: Difference, theirs: Record, ours: Reco
         and part.keys() & {"every_n_train_steps", "train_time_interval"}
         for kind, part in program.callbacks
     )
-    return waits and d.kind == "order" and "on_save_checkpoint" in str([d.theirs[:2], d.ours[:2]])
+    if waits and d.kind == "order" and "on_save_checkpoint" in str([d.theirs[:2], d.ours[:2]]):
+        return True
+    of_epoch = waits and any(str(part.get("monitor")).endswith("_epoch") for _, part in program.callbacks)
+    return of_epoch and (d.kind == "files" or (d.kind == "rows" and "saved" in [*d.theirs[:1], *d.ours[:1]]))
 
 
 def by_time(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -346,7 +352,8 @@ def stopped_at_boundary(program: Program, d: Difference, theirs: Record, ours: R
     stops = acts(program, "stop") or has(program, "EarlyStopping") or has(program, "Timer")
     if d.kind != "order" or not stops or not accumulates(program):
         return False
-    return begins(d.ours, "on_train_batch_start") and not begins(d.theirs, "on_train_batch_start")
+    starts = ("on_train_batch_start", "on_before_batch_transfer")
+    return begins(d.ours, *starts) and not begins(d.theirs, *starts)
 
 
 def made_early(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -580,7 +587,8 @@ def drop_more(facts: dict[str, Any], there: dict[str, Any]) -> str:
 def kept_thawed(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Layers that a fit which goes on trains, and their group of the optimizer."""
     tunes = has(program, "BackboneFinetuning") or has(program, "Unfreezing")
-    if not tunes or not ("resume" in d.call or "fit on" in d.call) or "-" in (d.theirs, d.ours):
+    goes_on = any("resume" in call or "fit on" in call for call in ([d.call] if d.call else program.calls))
+    if not tunes or not goes_on or "-" in (d.theirs, d.ours):
         return False
     if d.name == "rates":
         return sum(map(len, d.theirs)) < sum(map(len, d.ours))
@@ -685,7 +693,7 @@ def of_sanity_check(program: Program, d: Difference, theirs: Record, ours: Recor
     if written and has(program, "DeviceStatsMonitor") and any("resume" in call for call in program.calls):
         return d.where != "names" and len(d.theirs) >= len(d.ours)
     raised = [call for call, facts in theirs.ends if "`on_validation" in str(facts.get("message"))]
-    return any("resume" in call for call in raised) and ("resume" in d.call or written)
+    return any("resume" in call for call in raised) and ("resume" in d.call or written or d.kind == "warnings")
 
 
 def path_from_start(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:

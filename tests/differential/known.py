@@ -262,7 +262,9 @@ ROWS = [
         "Loaders side by side: a batch weighs what our loader drew for it, in Lightning as much as its first tensor.",
         "docs/architecture.md: Micro-batches weigh their samples",
         replace(PLAIN, train="list min_size", train_samples=(3, 5)),
-        lambda program, d, theirs, ours: program.train in COMBINED and d.name.endswith("_metrics"),
+        lambda program, d, theirs, ours: (
+            (program.train in COMBINED or " beside " in program.train) and d.name.endswith("_metrics")
+        ),
         then="numbers",
     ),
     Row(
@@ -431,11 +433,11 @@ ROWS = [
         then="all",
     ),
     Row(
-        "A call whose checkpoint is not there shows no metrics of the call before.",
+        "A call that fails before its loop, as its checkpoint is not there, shows no metrics of the call before.",
         PAGE,
         program_of(849),
         lambda program, d, theirs, ours: (
-            d.kind == "end" and d.call.endswith("missing") and d.name.endswith("_metrics") and d.ours == {}
+            d.kind == "end" and "raised" in end(theirs, d.call) and d.name.endswith("_metrics") and d.ours == {}
         ),
     ),
     Row(
@@ -548,8 +550,8 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "Before the first update of an average, validation sees the current weights; in Lightning those that the fit "
-        "began with.",
+        "Before the first update of an average, validation, a checkpoint and the end of training see the current "
+        "weights; in Lightning those that the fit began with.",
         PAGE,
         widen(draw(328)),
         before_average,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tests.differential.causes import PAGE, Row, acts, begins, refused, warned
+from tests.differential.causes import PAGE, SHOWN, Row, acts, begins, ended_before, refused, warned
 from tests.differential.forms import PAST_WRAPPER, program_in_forms
 from tests.differential.program import LOSS, PLAIN, VAL, Act, Program, Scheduler
 
@@ -58,19 +58,36 @@ def by_updates(program: Program, d: Difference, theirs: Record, ours: Record) ->
 
 
 def counts_ended(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Validations that come by a count of batches over all epochs, of which a hook has ended one."""
+    """Validations that come by a count of batches over all epochs, of which a hook or an exception has ended one."""
     over_epochs = program.flags.get("check_val_every_n_epoch", 1) is None
-    if not over_epochs or not acts(program, "end epoch") or d.kind != "order":
+    ended = acts(program, "end epoch") or ended_before(theirs, d)
+    if not over_epochs or not ended or d.kind != "order":
         return False
     validates = ("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_start")
     return begins(d.theirs, *validates) is not begins(d.ours, *validates)
 
 
 def logged_at(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Steps at which an epoch was logged that an exception had ended."""
-    if d.kind != "rows" or not isinstance(d.theirs, list) or len(program.calls) < 2:
+    """Steps at which values were logged where a run goes on that an exception had ended."""
+    if d.kind != "rows" or not isinstance(d.theirs, list) or len(program.calls) < 2 or not ended_before(theirs, d):
         return False
-    return "raised" in theirs.ends[0][1] and [list(row)[1:] for row in d.theirs] == [list(row)[1:] for row in d.ours]
+    if [list(row)[1:] for row in d.theirs] == [list(row)[1:] for row in d.ours]:
+        return True
+    mine, other = of_epochs(theirs.rows), of_epochs(ours.rows)
+    return len(mine) == len(other) and all(there - here in (0, 1) for there, here in zip(mine, other, strict=True))
+
+
+def of_epochs(rows: list[Any]) -> list[int]:
+    """The steps of the rows that hold an epoch's values."""
+    return [row[0] for row in rows if isinstance(row[0], int) and any(name.endswith("_epoch") for name in row[1])]
+
+
+def metrics_go_on(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Values of a metric object that is computed by hand."""
+    if program.metrics not in ("computed", "in a callback") or not any("resume" in call for call in program.calls):
+        return False
+    told = d.kind == "warnings" and d.where.startswith("The ``compute`` method of metric") and not d.ours
+    return told or ("resume" in d.call and d.name in SHOWN and "metric" in d.theirs and "metric" in d.ours)
 
 
 def gradients_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -87,6 +104,13 @@ def beside(program: Program, d: Difference, theirs: Record, ours: Record) -> boo
 
 OF_FORMS = [
     Row(
+        "A metric object that is computed by hand goes on from its checkpoint; Lightning's begins anew.",
+        PAGE,
+        program_in_forms(1649),
+        metrics_go_on,
+        then="numbers",
+    ),
+    Row(
         "A run that goes on in manual optimization has the gradients of its checkpoint.",
         PAGE,
         program_in_forms(3189),
@@ -102,8 +126,7 @@ OF_FORMS = [
         then="all",
     ),
     Row(
-        "A fit that goes on after an exception logs an epoch at the last step that was taken; Lightning's count may be "
-        "one ahead.",
+        "A fit that goes on after an exception logs at the steps that were taken; Lightning's count may be one ahead.",
         PAGE,
         program_in_forms(3081),
         logged_at,
@@ -130,8 +153,8 @@ OF_FORMS = [
         then="all",
     ),
     Row(
-        "Where validations come by a count over all epochs, a batch that on_train_batch_start has ended is none of it; "
-        "Lightning counts it.",
+        "Where validations come by a count over all epochs, a batch that on_train_batch_start has ended is none of it, "
+        "nor one of an epoch that an exception has ended and that begins anew; Lightning counts them.",
         PAGE,
         replace(
             PLAIN,

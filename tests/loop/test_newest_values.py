@@ -141,12 +141,18 @@ def test_what_was_logged_before_a_failure_can_be_read_behind_it() -> None:
         trainer.fit(Fails(skips=False), DataLoader(torch.arange(12.0).double(), batch_size=2))
     shown = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert shown == {
-        **{"step": 2.5, "behind": 1.0},
-        **{"both_step": 2.5, "both": 2.5, "largest_step": 3.0, "largest": 3.0},
+        "step": 2.5,
+        "behind": 1.0,
+        "both_step": 2.5,
+        "both": 2.5,
+        "largest_step": 3.0,
+        "largest": 3.0,
     }
     assert {name: float(value) for name, value in trainer.logged_metrics.items()} == {
-        **{"step": 2.5, "behind": 1.0},
-        **{"both_step": 2.5, "largest_step": 3.0},
+        "step": 2.5,
+        "behind": 1.0,
+        "both_step": 2.5,
+        "largest_step": 3.0,
     }
 
 
