@@ -16,7 +16,8 @@ import pytest
 import lockstep
 from lockstep.cli.migrate import ROWS, migrated
 from lockstep.cli.run import main
-from lockstep.loop.hooks import EPOCH_ENDS, FORGOTTEN, OF_CALLBACKS
+from lockstep.loop.uncalled import EPOCH_ENDS
+from lockstep.names.former_methods import former_methods
 from lockstep.names.old_flags import OLD_FLAGS
 from lockstep.names.table import Refused, table
 from lockstep.testing.pool import RankPool
@@ -287,7 +288,10 @@ def test_what_is_to_be_done_by_hand(text: str, said: list[tuple[int, str]]) -> N
 
 def test_every_hook_of_old_is_told_of() -> None:
     ends = {name for names in EPOCH_ENDS.values() for name in names}
-    for kind, names in (("LightningModule", {*FORGOTTEN, *ends}), ("Callback", OF_CALLBACKS)):
+    for kind, names in (
+        ("LightningModule", {*former_methods("module"), *ends}),
+        ("Callback", former_methods("callback")),
+    ):
         for name in names:
             assert told(module(f"def {name}(self):\n    pass", f"pl.{kind}")), (kind, name)
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from lockstep.config.run import Accumulation, batches_of_window
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.batch_counting import Accumulation, BatchCounting, BatchPlan, RunAttempt, accumulation, count_batches
+from lockstep.loop.batch_counting import BatchCounting, BatchPlan, RunAttempt, count_batches
 from lockstep.loop.feed import Feed
 from tests.data.loaders import SizedStream, Stream, by_sampler, feed_of, indices, loader, numbers
 
@@ -56,7 +57,7 @@ def play(
 ) -> Life:
     """One life, rank after rank, for so many windows of an epoch."""
     keep = flags.pop("keep", True)
-    rows = accumulation(accumulate, epoch)
+    rows = batches_of_window(accumulate, epoch)
     found: list[list[int]] = []
     for rank in range(size):
 

@@ -18,7 +18,7 @@ from torchmetrics import AUROC, CatMetric, MeanMetric, Metric, MetricCollection,
 from lockstep import Callback
 from lockstep.ground import comm
 from lockstep.loop.logged_entry import Entry
-from lockstep.loop.logged_rows import Rows, each_step_wanted, extreme
+from lockstep.loop.logged_rows import Rows, each_step_wanted, extreme, shown_value
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.parts import merged
 from lockstep.testing.pool import RankPool
@@ -231,7 +231,8 @@ def test_rows_of_ranks_are_combined_as_their_values_are_one_by_one(world: int) -
     every = torch.stack([rows.make(7, rank == 1, parts[rank]) for rank in range(world)])
     combined = comm._by_tree(every, rows.combine)
     assert not rows.ranks_differ(combined)
-    for place, (op, found) in enumerate(zip(ops, rows.values(combined), strict=True)):
+    for place, (op, total) in enumerate(zip(ops, rows.totals(combined), strict=True)):
+        found = shown_value(op, *total)
         of_ranks = [parts[rank][place] for rank in range(world)]
         expected = as_before(op, of_ranks)
         if world <= 8 or op in ("min", "max"):

@@ -10,7 +10,7 @@ from lockstep import Callback
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.hooks import OF_PRECISIONS, OF_STRATEGIES
+from lockstep.names.former_methods import former_methods
 from lockstep.precision.base import Precision
 from tests.loop.pieces import Slope, numbers, quiet
 
@@ -93,7 +93,7 @@ def ended_by(method: str, base: type) -> Any:
     return type("Own", (base,), {method: lambda self, *args, **kwargs: None})()
 
 
-@pytest.mark.parametrize("method", OF_STRATEGIES)
+@pytest.mark.parametrize("method", former_methods("strategy"))
 @pytest.mark.parametrize("base", [SingleDeviceStrategy, DDPStrategy])
 def test_a_method_of_lightnings_strategies_is_refused_by_name(method: str, base: Any) -> None:
     """A subclass's `optimizer_step`, which clipped or logged say, was never called, and nobody said so."""
@@ -104,7 +104,7 @@ def test_a_method_of_lightnings_strategies_is_refused_by_name(method: str, base:
     assert not module.started
 
 
-@pytest.mark.parametrize("method", OF_PRECISIONS)
+@pytest.mark.parametrize("method", former_methods("precision"))
 def test_a_method_of_lightnings_precisions_is_refused_by_name(method: str) -> None:
     assert not hasattr(Precision, method)
     with pytest.raises(MisconfigurationException, match=rf"^Own\.{method}: a Precision .* Instead: "):

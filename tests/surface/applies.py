@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep.loop.hooks import EPOCH_ENDS, FORGOTTEN, NEW_NAMES, OF_CALLBACKS
+from lockstep.loop.uncalled import EPOCH_ENDS
+from lockstep.names.former_methods import former_methods
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "src" / "lockstep" / "cli" / "differences.json"
@@ -87,15 +88,15 @@ ARGUMENTS = {
 
 def by_hand() -> dict[str, list[str]]:
     """Sentences by key, of what is to be done by hand."""
-    ends = [name for names in EPOCH_ENDS.values() for name in names]
     outputs = {
-        name: f"{NEW_NAMES.get(name, f'on_{name}')}(self), with the outputs of the steps in an attribute"
-        for name in ends
+        name: f"{new}(self), with the outputs of the steps in an attribute"
+        for names in EPOCH_ENDS.values()
+        for name, new in names.items()
     }
-    hooks = {kind: {**FORGOTTEN, **outputs} for kind in ("LightningModule", "LightningDataModule")}
+    hooks = {kind: {**former_methods("module"), **outputs} for kind in ("LightningModule", "LightningDataModule")}
     found = {
         f"name {kind}.{name}": [f"{name}: nobody calls it today; instead: {instead}."]
-        for kind, names in {**hooks, "Callback": OF_CALLBACKS}.items()
+        for kind, names in {**hooks, "Callback": former_methods("callback")}.items()
         for name, instead in names.items()
     }
     for call, arguments in ARGUMENTS.items():

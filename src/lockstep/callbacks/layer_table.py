@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from lockstep.ground.columns import padded
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.parameters import whole_shape
@@ -321,13 +322,9 @@ def parse_batch_shape(batch: object) -> Any:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [
-        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
-    ]
-    rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
-    return [lines[0], rule, *lines[1:], rule]
+    head, *lines = map(" | ".join, padded([header, *rows]))
+    rule = "-" * len(head)
+    return [head.rstrip(), rule, *map(str.rstrip, lines), rule]
 
 
 def _size(parameter: Tensor) -> int:

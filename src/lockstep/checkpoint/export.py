@@ -28,7 +28,7 @@ from lockstep.checkpoint.pretrained import (
     tensor_at,
 )
 from lockstep.ground import comm
-from lockstep.ground.errors import MisconfigurationException, RankFailed, missing_extra
+from lockstep.ground.errors import MisconfigurationException, missing_extra, raise_on_all
 from lockstep.ground.parameters import plain_name
 
 CONFIGS = ("config.json", "generation_config.json")
@@ -292,7 +292,7 @@ def write(
         for name, tensor in tensors:
             parts.add(name, tensor)
         parts.end()
-        _agree(parts.error, target)
+        raise_on_all(parts.error, comm.all_gather_object, repr(str(target)))
 
         def finish() -> None:
             _write_index(beside, parts.sizes)
@@ -369,17 +369,7 @@ def _on_rank_0(action: Callable[[], None], folder: Path) -> None:
             action()
         except Exception as failed:
             error = failed
-    _agree(error, folder)
-
-
-def _agree(error: Exception | None, folder: Path) -> None:
-    """An error of one rank is one of all."""
-    told = comm.all_gather_object(None if error is None else f"{type(error).__name__}: {error}", None)
-    if error is not None:
-        raise error
-    for rank, said in enumerate(told):
-        if said is not None:
-            raise RankFailed(f"rank {rank} could not write {str(folder)!r}: {said}", rank)
+    raise_on_all(error, comm.all_gather_object, repr(str(folder)))
 
 
 class _Parts:

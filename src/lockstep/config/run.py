@@ -17,6 +17,9 @@ from lockstep.config.compile import CompileOptions, compile_options
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
+Accumulation = int | dict[int, int]
+"""As of ``accumulate_grad_batches``: a number, or the epochs from which on each holds."""
+
 # -- names of flags ------------------------------------------------------------------------------------------
 
 
@@ -339,10 +342,15 @@ class RunConfig:
 
     def accumulation(self, epoch: int) -> int:
         """Micro-batches of one window in ``epoch`` (counted from 0)."""
-        if isinstance(self.accumulate_grad_batches, int):
-            return self.accumulate_grad_batches
-        due = [first for first in self.accumulate_grad_batches if first <= epoch]
-        return self.accumulate_grad_batches[max(due)] if due else 1
+        return batches_of_window(self.accumulate_grad_batches, epoch)
+
+
+def batches_of_window(accumulate: Accumulation, epoch: int) -> int:
+    """Batches of a window in an epoch, counted from 0."""
+    if isinstance(accumulate, int):
+        return accumulate
+    due = [first for first in accumulate if first <= epoch]
+    return accumulate[max(due)] if due else 1
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {each.name: each.metadata["check"] for each in fields(RunConfig)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -31,6 +31,22 @@ class RankFailed(RuntimeError):
 
     def __reduce__(self) -> tuple[type[RankFailed], tuple[str, int]]:
         return type(self), (str(self), self.rank)
+
+
+def raise_on_all(error: Exception | None, gather: Callable[[object], Sequence[Any]], what: str) -> None:
+    """An error of one rank is one on all, of which the others hear as of a `RankFailed`. Collective.
+
+    Args:
+        error: of this rank; None: it has none.
+        gather: a small object of all ranks, by rank.
+        what: could not be written.
+    """
+    told = gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, said in enumerate(told):
+        if said is not None:
+            raise RankFailed(f"rank {rank} could not write {what}: {said}", rank)
 
 
 class CorruptCheckpoint(RuntimeError):

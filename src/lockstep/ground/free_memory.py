@@ -27,6 +27,11 @@ def free_memory(device: torch.device, ranks: int = 1) -> int | None:
     return max(0, min(found)) if found else None
 
 
+def host_memory() -> int | None:
+    """Bytes of the host, in use or not; None where nobody tells."""
+    return _kilobytes("/proc/meminfo", "MemTotal")
+
+
 def _of_host(ranks: int) -> int | None:
     free = _kilobytes("/proc/meminfo", "MemAvailable")
     return None if free is None else free // ranks

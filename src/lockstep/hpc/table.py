@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.ground.columns import padded
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.hpc.search import COMPLETED, PRUNED, RUNNING, Status
 
@@ -147,12 +148,10 @@ def _columns(statuses: Sequence[Status], values: Iterable[str], metrics: Iterabl
 
 def _aligned(statuses: Sequence[Status], columns: Iterable[Column]) -> Iterator[str]:
     """The lines of a table, its heads first."""
-    aligned = []
-    for head, cell, left in columns:
-        column = [_cell(head), *map(cell, statuses)]
-        width = max(map(len, column))
-        aligned.append([text.ljust(width) if left else text.rjust(width) for text in column])
-    return ("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
+    heads, cells, begin_left = zip(*columns, strict=True)
+    rows = [[*map(_cell, heads)], *([cell(status) for cell in cells] for status in statuses)]
+    right = [number for number, left in enumerate(begin_left) if not left]
+    return ("  ".join(row).rstrip() for row in padded(rows, right))
 
 
 def _of(found: Mapping[str, Any], name: str) -> str:

@@ -117,12 +117,9 @@ class Automatic:
     def _take_part(self, micro_batch: Begun) -> None:
         """Take part in the window's reduction without samples."""
         strategy = self._strategy
-        if micro_batch.first:
-            self._update.zero_grad(micro_batch.number)
+        self._before_backward(micro_batch)
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=strategy.root_device))  # it is made by its first loss
-        if strategy.sync_gradients:
-            self._batches.publish()
         strategy.skip(absent=True)
 
     def _run_padding(self, micro_batch: Begun) -> None:
@@ -131,8 +128,11 @@ class Automatic:
         with padding(self._session):
             output = strategy.run(batches.training_step, *batches.arguments(micro_batch))
             loss = self._outputs.read_padding(output)
-            if micro_batch.first:
-                self._update.zero_grad(micro_batch.number)
-            if strategy.sync_gradients:
-                batches.publish()
+            self._before_backward(micro_batch)
             self._backward.of_padding(loss)
+
+    def _before_backward(self, micro_batch: Begun) -> None:
+        if micro_batch.first:
+            self._update.zero_grad(micro_batch.number)
+        if self._strategy.sync_gradients:
+            self._batches.publish()

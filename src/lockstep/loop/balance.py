@@ -69,18 +69,20 @@ def _warn_of_batch_norm(session: Session) -> None:
             return
 
 
-def measure(session: Session, batches: MicroBatches, validation: EvaluationLoop) -> Balance | None:
-    """What measures the steps of this fit; None where nobody has asked for it.
+def measure(
+    session: Session, batches: MicroBatches, validation: EvaluationLoop, listeners: Sequence[Callback]
+) -> Balance | None:
+    """What measures the steps of this fit; None where nobody listens and there is nothing to balance.
 
     Args:
         session: of the fit.
         batches: its micro-batches, set up.
         validation: of the fit.
+        listeners: callbacks that are told of times.
 
     Raises:
         MisconfigurationException: the times of the strategy's steps cannot be told apart.
     """
-    listeners = [callback for callback in session.callbacks if callback._hears_step_times]
     shares = session.config.balance and session.world_size > 1
     if session.config.balance and not shares:
         rank_zero_info(ALONE)

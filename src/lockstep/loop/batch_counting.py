@@ -10,14 +10,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lockstep.config.run import RunConfig
+from lockstep.config.run import Accumulation, RunConfig, batches_of_window
 from lockstep.data.cut import Position, WindowPlan
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.loop.progress import EPOCH_START, Progress
 from lockstep.loop.saved_ranks import at_window_start
-
-Accumulation = int | dict[int, int]  # as of `Trainer(accumulate_grad_batches=...)`
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,14 @@ class ResumePoint:
         Raises:
             ValueError: it has numbers that cannot be.
         """
-        for name in ("epoch", "number", "rows"):
-            if not isinstance(state[name], int) or state[name] < 0:
-                raise ValueError(f"{name} is {state[name]!r:.50}")
+        _check_counts(state, ("epoch", "number", "rows"), least=0)
         return cls(state["epoch"], state["number"], state["rows"], state["place"])
+
+
+def _check_counts(state: dict[str, Any], names: tuple[str, ...], least: int) -> None:
+    for name in names:
+        if not isinstance(state[name], int) or state[name] < least:
+            raise ValueError(f"{name} is {state[name]!r:.50}")
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,7 @@ class BatchPlan:
         Raises:
             ValueError: it has numbers that cannot be.
         """
-        for name in ("ranks", "size"):
-            if not isinstance(state[name], int) or state[name] < 1:
-                raise ValueError(f"{name} is {state[name]!r:.50}")
+        _check_counts(state, ("ranks", "size"), least=1)
         batches, origin = state["batches"], state["origin"]
         if not isinstance(batches, list) or not all(isinstance(each, int) for each in batches):
             raise ValueError(f"batches is {batches!r:.50}")
@@ -195,18 +195,10 @@ def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting
     return BatchCounting(ranks, attempt.size, _resume_point(saved, attempt, made), True, said, differs)
 
 
-def accumulation(flag: Accumulation, epoch: int) -> int:
-    """Batches of a window in an epoch, counted from 0."""
-    if isinstance(flag, int):
-        return flag
-    due = [first for first in flag if first <= epoch]
-    return flag[max(due)] if due else 1
-
-
 def _table(flag: Accumulation) -> dict[int, int]:
     """The epochs from which on another number holds, and that number."""
     table = {0: 1, **flag} if isinstance(flag, dict) else {0: flag}
-    return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != accumulation(table, epoch - 1)}
+    return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != batches_of_window(table, epoch - 1)}
 
 
 def _can_step(saved: BatchPlan, attempt: RunAttempt) -> bool:
@@ -219,7 +211,7 @@ def _resume_point(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) ->
     at = saved.at
     if at.rows == 0:
         return None
-    accumulate = accumulation(attempt.accumulate, at.epoch)
+    accumulate = batches_of_window(attempt.accumulate, at.epoch)
     if made.ranks == saved.ranks and attempt.batches == saved.batches:
         windows, more = divmod(at.rows, accumulate)
         number = windows * made.micro(accumulate) + more * saved.ranks // attempt.size
@@ -231,7 +223,7 @@ def _resume_point(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) ->
 
 def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
     flag, epoch = saved.accumulate, saved.at.epoch
-    values = {accumulation(flag, epoch)}
+    values = {batches_of_window(flag, epoch)}
     if isinstance(flag, dict):
         values |= {value for first, value in flag.items() if first >= epoch}
     for value in sorted(values):
@@ -255,22 +247,28 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
 def _samples(ranks: int, flag: Accumulation, saved: BatchPlan, attempt: RunAttempt | None = None) -> int:
     """Samples of a step in the epoch of the checkpoint, by the loader that has most."""
     batches = saved.batches if attempt is None else attempt.batches
-    return ranks * accumulation(flag, saved.at.epoch) * max(batches, default=1)
+    return ranks * batches_of_window(flag, saved.at.epoch) * max(batches, default=1)
+
+
+def _counted(number: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _step(ranks: int, flag: Accumulation, batches: list[int], epoch: int) -> str:
     """What a step is made of."""
-    accumulate, size = accumulation(flag, epoch), max(batches, default=1)
+    accumulate, size = batches_of_window(flag, epoch), max(batches, default=1)
     total = ranks * accumulate * size
-    plural = "" if ranks == 1 else "s"
     if set(batches) == {1}:  # loaders that are taken as they are, perhaps
-        return f"{ranks} rank{plural} x accumulate_grad_batches={accumulate} = {total} a step"
-    return f"{ranks} rank{plural} x batch_size={size} x accumulate_grad_batches={accumulate} = {total} samples a step"
+        return f"{_counted(ranks, 'rank')} x accumulate_grad_batches={accumulate} = {total} a step"
+    return (
+        f"{_counted(ranks, 'rank')} x batch_size={size} x accumulate_grad_batches={accumulate} = {total} samples a step"
+    )
 
 
 def _plan_holds(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) -> str:
     epoch, size = saved.at.epoch, attempt.size
-    accumulate, batch = accumulation(saved.accumulate, epoch), max(saved.batches, default=1)
+    accumulate, batch = batches_of_window(saved.accumulate, epoch), max(saved.batches, default=1)
     was = _step(saved.ranks, saved.accumulate, saved.batches, epoch)
     if not made.is_replanned:
         return f"trainer.fit: the run goes on with the ranks that it was planned for: {was}."
@@ -278,9 +276,9 @@ def _plan_holds(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) -> s
     each, more = divmod(window, micro * size)
     parts = f"{each} to {each + 1}" if more else str(each)
     return (
-        f"trainer.fit: the run was planned as {was}. On {size} rank{'' if size == 1 else 's'} each step is the same, "
+        f"trainer.fit: the run was planned as {was}. On {_counted(size, 'rank')} each step is the same, "
         f"as {micro} micro-batch{'' if micro == 1 else 'es'} of {parts} on each rank; flags that count batches go on "
-        f"counting those of {saved.ranks} rank{'' if saved.ranks == 1 else 's'}."
+        f"counting those of {_counted(saved.ranks, 'rank')}."
     )
 
 

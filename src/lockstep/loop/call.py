@@ -34,7 +34,7 @@ from lockstep.loop.contradictions import check_contradictions
 from lockstep.loop.device_left import leave_device
 from lockstep.loop.early_optimizers import check_early
 from lockstep.loop.fit_messages import say_start
-from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden, is_replaced
+from lockstep.loop.hooks import Hooks, is_overridden, is_replaced
 from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import EVERYBODY, LoggedMetrics
 from lockstep.loop.logging import LogCollector
@@ -44,6 +44,7 @@ from lockstep.loop.optimizers import parse
 from lockstep.loop.raw_errors import in_words
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals, undisturbed
+from lockstep.loop.uncalled import check_removed_hooks, check_uncalled
 from lockstep.module import LightningModule
 from lockstep.profilers.base import PassThroughProfiler
 from lockstep.supervise import status
@@ -97,10 +98,11 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
     session.begin(fn)
     session.state.status = TrainerStatus.RUNNING
     session.ckpt_path = asked.ckpt_path  # ModelCheckpoint does not delete the file that the run goes on from
+    ends = ExitStack()
     try:
         with _interruptible(session), ExitStack() as watched:
             with of_setup(session):
-                _set_up(session, asked, watched)
+                _set_up(session, asked, watched, ends)
             yield
             state.finish(session)
             if session.interruption is not None:
@@ -127,7 +129,8 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
             raise reason from error
         raise
     finally:
-        _tear_down(session, asked.release)
+        with ends:
+            _tear_down(session, asked.release)
 
 
 def _end(session: Session, signals: Signals | None) -> None:
@@ -186,7 +189,15 @@ def _restored(session: Session, asked: Asked, ckpt_path: str) -> dict[str, Any]:
     return checkpoint
 
 
-def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
+def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack) -> None:
+    """Up to the loop.
+
+    Args:
+        session: of the call.
+        asked: what it is to do.
+        watched: left when the loop has ended.
+        ends: closed when all of the call has ended, behind the last hooks.
+    """
     session.connect()
     reconsider(session)
     module, strategy, signals, fn = session.module, session.strategy, asked.signals, asked.fn
@@ -208,12 +219,12 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     if not isinstance(session.profiler, PassThroughProfiler):
         from lockstep.loop.profiled import instrument  # not for runs that measure nothing
 
-        instrument(session)
+        ends.callback(instrument(session).conclude)
     strategy.barrier("before setup")
     _call_setup_hooks(session, "setup")
     strategy.barrier("after setup")
     _configure_model(session)
-    _compile(session)
+    _compile(session, ends)
     own_backward = module.backward if is_replaced("backward", module, LightningModule) else None
     if strategy.places_first:
         strategy.setup_module(module, own_backward)
@@ -365,11 +376,11 @@ def _agree_on_ends(session: Session, signals: Signals | None) -> None:
         signals.set_up()
 
 
-def _compile(session: Session) -> None:
+def _compile(session: Session, ends: ExitStack) -> None:
     if session.config.compile is not None:
         from lockstep.loop.compile_layers import CompiledLayers  # not for runs that compile nothing
 
-        session.compiled = CompiledLayers(session, session.config.compile)
+        ends.callback(CompiledLayers(session, session.config.compile).end)
 
 
 def _choose_seed(session: Session) -> None:
@@ -398,7 +409,7 @@ def _call_setup_hooks(session: Session, name: str) -> None:
     assert stage is not None
     if session.datamodule is not None:
         getattr(session.datamodule, name)(stage=stage)
-    session.hooks.call_for(name, stage)
+    session.hooks.call(name, stage)
 
 
 def _log_hyperparameters(session: Session) -> None:
@@ -444,17 +455,12 @@ def _tear_down(session: Session, release: Callable[[], None]) -> None:
     state.finish_alone(session)
     session.strategy.teardown()
     leave_device(session)
-    if session.compiled is not None:
-        session.compiled.end()
-        session.compiled = None
     if session.has("results"):
         session.results.enter("")  # nothing can be logged any more
     if session.has("agreement"):
         session.agreement.close()
     session.state.stage = None
     set_location(None)
-    if session.instruments is not None:
-        session.instruments.conclude()
 
 
 @contextmanager

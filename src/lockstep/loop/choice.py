@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from lockstep.data.combined import unpack
 from lockstep.ground.device_memory import total_memory
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.free_memory import host_memory
 from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import isolate_rng
@@ -145,11 +147,7 @@ def steady_memory(device: torch.device, ranks: int) -> float:
     total = total_memory(device)
     if total is not None:
         return float(total)
-    try:
-        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-        return float(line.split()[1]) * 1024 / ranks
-    except (OSError, StopIteration):
-        return float("inf")
+    return (host_memory() or math.inf) / ranks
 
 
 def clearly_fits(module: nn.Module, device: torch.device, ranks: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
+from lockstep.ground.columns import padded
 from lockstep.ground.copies import kept
 from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.rank import warn_once
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.call import Asked, call
-from lockstep.loop.evaluation_table import table
 from lockstep.loop.feed import EvaluationFeed
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logged_entry import Entry
@@ -351,3 +351,19 @@ def _by_loader(values: list[tuple[Entry, str, Tensor]], loaders: int) -> list[di
             for part in found if loader < 0 else [found[loader]]:
                 part[name] = float(value)
     return found
+
+
+def table(values: Sequence[dict[str, float]], stage: str) -> str:
+    """The metrics of each loader as aligned text, a row for each metric and a column for each loader.
+
+    Args:
+        values: as ``trainer.validate`` gives them.
+        stage: "validation" or "test", for the heading.
+    """
+    names = sorted({name for part in values for name in part})
+    if not names:
+        return f"{stage}: nothing was logged"
+    heads = [f"loader {number}" for number in range(len(values))] if len(values) > 1 else ["value"]
+    rows = [[name, *(f"{part[name]:.6g}" if name in part else "" for part in values)] for name in names]
+    head, *lines = map("  ".join, padded([[stage, *heads], *rows], right=range(1, len(heads) + 1)))
+    return "\n".join([head, "-" * len(head), *lines])

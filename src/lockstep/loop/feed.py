@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import mul, not_
+from operator import mul
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.loop.batch_counting import BatchCounting, ResumePoint
 from lockstep.loop.loader_checks import Limit, check_alike, check_batches, check_trainable, limited, longest, no_batches
 from lockstep.loop.weighing import Part, weigh, weigh_parts
-from lockstep.loop.window import Window, first_gap
+from lockstep.loop.window import Window, empty_ranks, first_gap
 
 CountingFor = Callable[[int, list[int], bool], BatchCounting]
 """How a run counts batches, given the number of replicas, the ``batch_size`` of its loaders and whether they can be cut
@@ -357,16 +357,10 @@ class Feed:
         of_rank = list(map(sum, zip(*weights, strict=True)))
         of_parts = [list(map(sum, zip(*of_rows, strict=True))) for of_rows in zip(*rows, strict=True)]
         among = partial(self._among, [max(row) for row in mine], mine, of_rank, of_parts)
-        absent = list(map(_empty, weights))
+        absent = list(map(empty_ranks, weights))
         drawn = self._batches if all(map(all, mine)) else self._with_gaps(mine[begun:])
-        gaps = (
-            (rank, loader)
-            for row, of_row in zip(rows, weights, strict=True)
-            for loader, part in enumerate(row if len(row) > 1 else ())
-            for rank in _empty(part)
-            if of_row[rank]
-        )
-        return Window(drawn, among(None), last, of_rank, begun, absent, among, next(gaps, None))
+        gap = next(filter(None, map(first_gap, rows, weights)), None)
+        return Window(drawn, among(None), last, of_rank, begun, absent, among, gap)
 
     def _among(
         self,
@@ -479,8 +473,8 @@ class Feed:
         mine = [len(weights), sum(weights), more, *there, *sums]
         ranks = self._gather(torch.tensor(mine, dtype=torch.float64))
         size = int(ranks[:, 0].max())
-        absent = [tuple(rank for rank, has in enumerate(each) if not has) for each in ranks[:, 3 : 3 + room].T.tolist()]
-        return absent[:size], ranks[:, 1].tolist(), not bool(ranks[:, 2].any()), ranks[:, 3 + room :].T.tolist()
+        absent = [*map(empty_ranks, ranks[:, 3 : 3 + size].T.tolist())]
+        return absent, ranks[:, 1].tolist(), not bool(ranks[:, 2].any()), ranks[:, 3 + room :].T.tolist()
 
     def _any_batch(self) -> Any:
         """Some batch of this rank, for a step in which it takes part for the others' sake only."""
@@ -491,11 +485,6 @@ class Feed:
                 "set is shorter than the number of ranks. Use fewer devices or more data."
             )
         return batch
-
-
-def _empty(weights: Sequence[float]) -> tuple[int, ...]:
-    """The ranks whose part weighs nothing."""
-    return tuple(itertools.compress(itertools.count(), map(not_, weights))) if 0 in weights else ()
 
 
 class EvaluationFeed:

@@ -104,7 +104,6 @@ class FitLoop:
         self.balance: Balance | None = None  # where somebody wants to know how long steps take
         self._reason: str | None = None
         self._stops = False
-        self._time_limit: float | None = None
         self._most_steps = math.inf
         self.nan_watch = NanWatch(session)
         self._epochs_by_default = epochs_by_default  # the user gave no `max_epochs`
@@ -191,14 +190,12 @@ class FitLoop:
 
     def _begin(self) -> Signals:
         """Let go of what belongs to the fit before."""
-        session, fit, config = self.session, self.session.fit, self.session.config
+        session, fit = self.session, self.session.fit
         fit.progress, fit.feed, fit.resumed, self._reason = fit.progress.go_on(), None, None, None
         fit.cut_epoch, fit.logged_elsewhere, fit.shares = None, False, None
         fit.window_start, fit.hook_changes = WindowStart(), HookChanges()
         self.validation.feed = fit.run_batches.saved = None
         session.should_stop = session.received_sigterm = self.nan_watch.told = self.begun = self.starts = False
-        self._time_limit = config.max_time
-        self._most_steps = math.inf if config.max_steps == -1 else config.max_steps
         fit.started = time.monotonic()
         return Signals(session)
 
@@ -224,10 +221,11 @@ class FitLoop:
     def _measure(self, measured: ExitStack) -> None:
         """Have steps measured where somebody has asked for it; else nothing is in their way."""
         session = self.session
-        if session.config.balance or any(callback._hears_step_times for callback in session.callbacks):
+        listeners = [callback for callback in session.callbacks if callback._hears_step_times]
+        if session.config.balance or listeners:
             from lockstep.loop.balance import measure
 
-            self.balance = measure(session, self.step.batches, self.validation)
+            self.balance = measure(session, self.step.batches, self.validation, listeners)
         if self.balance is not None:
             measured.enter_context(self.balance.attached())
 
@@ -236,8 +234,7 @@ class FitLoop:
 
         It ends, too, with an epoch that has no batch to step for.
         """
-        session, most = self.session, self.session.config.max_steps
-        self._most_steps = math.inf if most == -1 else most
+        session = self.session
         session.fit.results = session.results
         self.step.setup()
         session.state.stage = RunningStage.TRAINING
@@ -297,20 +294,23 @@ class FitLoop:
     def estimated_steps(self) -> int | float:
         """Optimizer steps of the whole fit, for schedulers; asks for the training loader where it has to."""
         config = self.session.config
+        most = math.inf if config.max_steps == -1 else config.max_steps
         if config.max_epochs == -1:
-            return math.inf if config.max_steps == -1 else config.max_steps
+            return most
         self.setup_data()
-        batches, steps = self.session.fit.loaded.rows, 0.0
-        for epoch in range(config.max_epochs) if isinstance(config.accumulate_grad_batches, dict) else [0]:
-            steps += batches if batches == math.inf else math.ceil(batches / config.accumulation(epoch))
-        if not isinstance(config.accumulate_grad_batches, dict):
-            steps *= config.max_epochs
-        total = steps if config.max_steps == -1 else min(steps, config.max_steps)
-        return total if total == math.inf else int(total)
+        batches = self.session.fit.loaded.rows
+        if batches == math.inf:
+            return most
+        if isinstance(config.accumulate_grad_batches, int):
+            steps = math.ceil(batches / config.accumulate_grad_batches) * config.max_epochs
+        else:
+            steps = sum(math.ceil(batches / config.accumulation(epoch)) for epoch in range(config.max_epochs))
+        return min(steps, most)
 
     def _reload_due(self, loaded: int | None) -> bool:
+        """Whether loaders are to be asked for anew, which were so last for this epoch; None: for none."""
         every = self.session.config.reload_dataloaders_every_n_epochs
-        return bool(self.session.loaders.reload_due(loaded, self.session.fit.progress.epoch, every))
+        return bool(every) and (loaded is None or self.session.fit.progress.epoch - loaded >= every)
 
     def _val_reload_due(self) -> bool:
         """Whether the validation loaders are to be asked for anew; notes that it is done where it will be.
@@ -345,7 +345,8 @@ class FitLoop:
             reshared=session.world_size > 1 and (config.balance or fit.shares is not None),
         )
         batches = feed.rows
-        self.timing.plan(batches, feed.rows_at if feed.counting.is_replanned else None)
+        fit.counted = feed.rows_at if feed.counting.is_replanned else int
+        self.timing.plan(batches)
         fit.run_batches.prepare(feed, config, fit.progress.epoch)
         if session.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
             rank_zero_warn(
@@ -370,7 +371,8 @@ class FitLoop:
         if self.balance is not None:
             self.balance.begin_epoch(feed, progress.epoch, accumulate)
         feed.begin(progress.epoch, progress.batch, accumulate)
-        self.step.update.counted = feed.rows_at if feed.counting.is_replanned else int
+        most = session.config.max_steps
+        self._most_steps = math.inf if most == -1 else most
         session.results.enter("training_step")
         whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
         self._act_on_signals()
@@ -381,11 +383,13 @@ class FitLoop:
     def _updated(self, log_every: int | None) -> None:
         """Behind a window's update: look at the clock, and log where that is due."""
         session = self.session
-        if self._time_limit is not None:
-            self._look_at_clock()
+        if session.config.max_time is not None:
+            self._look_at_clock(session.config.max_time)
+        if not log_every:
+            return
         # the step at which a fit stops is logged, whichever it is; on all ranks alike
         stops = session.stop_flag in session.agreement.up if self.step.shared else session.should_stop
-        if log_every and (stops or (session.fit.progress.windows + 1) % log_every == 0):
+        if stops or (session.fit.progress.windows + 1) % log_every == 0:
             self._log_step()
 
     def epoch(self) -> None:
@@ -433,9 +437,10 @@ class FitLoop:
 
     def _after_window(self) -> None:
         """At a boundary: schedulers that watch a metric, and whether the fit stops here."""
-        progress, session = self.session.fit.progress, self.session
-        if self.step.update.schedulers.plateau_by_step:
-            self.step.update.schedulers.watch_metric("step", self.step.update.counted(progress.batch))
+        session = self.session
+        progress = session.fit.progress
+        if self.step.update.schedulers.by_metric["step"]:
+            self.step.update.schedulers.watch_metric("step", session.fit.counted(progress.batch))
         progress.windows += 1
         progress.phase = WINDOW_END
         stop = session.should_stop or progress.global_step >= self._most_steps
@@ -444,7 +449,7 @@ class FitLoop:
             interrupted = session.interrupt_flag in up
             stop = stop or session.stop_flag in up
         else:
-            interrupted = self.signals is not None and self.signals.asked != 0
+            interrupted = False if self.signals is None else self.signals.asked != 0
         if interrupted:
             self._act_on_signals()
             stop = True
@@ -458,11 +463,10 @@ class FitLoop:
         if session.agreement.is_up(session.interrupt_flag) if session.world_size > 1 else signals.asked:
             signals.act()
 
-    def _look_at_clock(self) -> None:
-        assert self._time_limit is not None
-        if self.session.fit.seconds() >= self._time_limit and self.session.is_global_zero:
+    def _look_at_clock(self, most: float) -> None:
+        if self.session.fit.seconds() >= most and self.session.is_global_zero:
             self.session.should_stop = True  # rank 0's clock; the others learn of it at a boundary
-            self._reason = f"max_time={self._time_limit:g} s reached"
+            self._reason = f"max_time={most:g} s reached"
 
     def _call_end_hooks(self, whole: bool) -> dict[str, Tensor]:
         """Reduce what was logged, call the hooks of an epoch's end; gives what goes to the loggers."""

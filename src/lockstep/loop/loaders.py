@@ -40,16 +40,6 @@ class RunLoaders:
             hook = getattr(self.module, name)
         return hook
 
-    def reload_due(self, loaded: int | None, epoch: int, every: int) -> bool:
-        """Whether ``reload_dataloaders_every_n_epochs`` asks for new loaders in ``epoch``.
-
-        Args:
-            loaded: the epoch for which they were asked for last; None: for none.
-            epoch: counted from 0.
-            every: the flag; 0: never.
-        """
-        return bool(every) and (loaded is None or epoch - loaded >= every)
-
     def check_reload(self, every: int) -> None:
         """Warn where loaders are to be made anew and the call was given finished ones."""
         given = [f"{stage}_dataloaders" for stage, loaders in self.given.items() if loaders is not None]

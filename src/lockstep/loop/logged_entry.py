@@ -46,7 +46,6 @@ LOGGING: dict[str, tuple[bool, bool, bool]] = {
     "on_test_epoch_end": _EPOCH_ONLY,
     "on_train_epoch_end": _EPOCH_ONLY,
 }
-REDUCTIONS = ("mean", "sum", "min", "max")
 
 # prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: as given to `self.log`
 Options = tuple[Any, ...]
@@ -158,18 +157,14 @@ class Entry:
             self.epoch_fresh = True
             self.weight += weight
             op = self.op
-            if op in ("mean", "sum"):
-                if op == "mean":
-                    value = value * weight
-                if isinstance(value, Tensor) and value.dtype == torch.float32:  # the device has no float64
-                    self.total, self.lost = _plus(self.total, self.lost, value)
-                else:
-                    self.total = self.total + value
-            elif isinstance(value, Tensor):
-                pick = torch.minimum if op == "min" else torch.maximum
-                self.total = pick(torch.as_tensor(self.total, dtype=value.dtype, device=value.device), value)
-            else:
+            if op == "mean":
+                value = value * weight
+            if op in ("min", "max"):
                 self.total = extreme(op, self.total, value)
+            elif isinstance(value, Tensor) and value.dtype == torch.float32:  # the device has no float64
+                self.total, self.lost = _plus(self.total, self.lost, value)
+            else:
+                self.total = self.total + value
 
     def _on_device(self, value: Tensor) -> Tensor:
         """A copy (the caller may change its loss in place) in double precision, or the widest that the device has.
@@ -246,9 +241,9 @@ def _reduction(name: str, reduce_fx: object) -> str:
     found = reduce_fx.lower() if isinstance(reduce_fx, str) else op.get(reduce_fx)  # type: ignore[call-overload]
     if found == "avg":
         found = "mean"
-    if found not in REDUCTIONS:
+    if found not in NEUTRAL:
         raise MisconfigurationException(
-            f"self.log({name!r}, reduce_fx={reduce_fx!r}): choose one of {', '.join(REDUCTIONS)}, or log a "
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): choose one of {', '.join(NEUTRAL)}, or log a "
             "torchmetrics.Metric for a reduction of your own."
         )
     return found

@@ -35,7 +35,7 @@ class Rows:
     """How rows are read and combined, alike on all ranks that log the same names.
 
     Args:
-        ops: the reduction of each name, as `REDUCTIONS` has them.
+        ops: the reduction of each name, as `NEUTRAL` has them.
         capacity: names for which a row has room.
         steps: whether values are of single steps: those of the newest micro-batch count.
     """
@@ -113,10 +113,6 @@ class Rows:
         names, count, least_names, least_count, _ = row[:HEAD].tolist()
         return bool(names != -least_names or count != -least_count or count > self.capacity)
 
-    def values(self, row: Tensor) -> list[float]:
-        """What is shown of each name."""
-        return [shown_value(op, *total) for op, total in zip(self.ops, self.totals(row), strict=True)]
-
     def totals(self, row: Tensor) -> list[Total]:
         """The value and the weight of each name."""
         numbers = row.tolist()[HEAD:]
@@ -163,8 +159,14 @@ def joined(op: str, totals: Sequence[Total]) -> Total:
     return sum(values), sum(weights)
 
 
-def extreme(op: str, one: float, other: float) -> float:
-    """The smaller ("min") or larger ("max") number. NaN wins, as it does in torch; -0.0 is below 0.0."""
+def extreme(op: str, one: Any, other: Any) -> Any:
+    """The smaller ("min") or larger ("max") number. NaN wins, as it does in torch; -0.0 is below 0.0.
+
+    Where the second is a tensor, on a device, so is what comes out.
+    """
+    if isinstance(other, Tensor):
+        pick = torch.minimum if op == "min" else torch.maximum
+        return pick(torch.as_tensor(one, dtype=other.dtype, device=other.device), other)
     if one != one or other != other:
         return math.nan
     if one == other:

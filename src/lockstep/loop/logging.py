@@ -273,7 +273,7 @@ class LogCollector:
             if not entry.epoch_fresh or entry.key[1] != loader:
                 continue
             if entry.metric is None:
-                value = torch.tensor(shown_value(entry.op, *self._local(entry, _epochs)[:2]), dtype=entry.dtype)
+                value = torch.tensor(shown_value(entry.op, float(entry.total), entry.weight), dtype=entry.dtype)
             elif self._world_size > 1 or self._by_loader is not None:
                 continue
             else:
@@ -370,11 +370,8 @@ class LogCollector:
         shown = rows.shown(self._there(rows.make_on(self._device, parts), rows.combine))
         return [(entry, value.to(entry.dtype)) for entry, value in zip(fresh, shown, strict=True)]
 
-    def _local(self, entry: Entry, read: Reader) -> Part:
-        return part_of(entry.op, *read(entry))
-
     def _locals(self, fresh: list[Entry], read: Reader) -> list[Part]:
-        """:meth:`_local` of several, whose values come by one copy."""
+        """What this rank has of each, whose values come by one copy."""
         parts = [read(entry) for entry in fresh]
         numbers = floats([value if weight else 0.0 for value, weight, _ in parts])
         return [

@@ -23,13 +23,9 @@ from lockstep.loop.session import Session
 from lockstep.loop.step import Step
 from lockstep.memory.meter import Activations, MemoryUse, parts_of, readable
 
-ASKED = (
-    (re.compile(r"you tried to allocate (\d+) bytes"), 1),
-    (re.compile(r"[Tt]ried to allocate ([\d.]+) KiB"), 2**10),
-    (re.compile(r"[Tt]ried to allocate ([\d.]+) MiB"), 2**20),
-    (re.compile(r"[Tt]ried to allocate ([\d.]+) GiB"), 2**30),
-)
-"""How torch's allocators say what was asked of them, and the unit."""
+ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+"""How torch's allocators say what was asked of them."""
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class OutOfMemory(torch.OutOfMemoryError, MemoryError):
@@ -130,47 +126,56 @@ class Way:
 
 def ways_out(session: Session, used: MemoryUse) -> list[Way]:
     """What would need less memory on this rank, cheapest first, without what is in use."""
-    in_use, ranks = session.strategy.saves_memory_by, session.strategy.world.size
-    ways = [*_by_batch(session, used), *(_ways_in_training(session, used) if session.fitting else ())]
-    if "sharded parameters" not in in_use:
-        number = max(ranks, 2)
-        more = "" if ranks > 1 else f", devices={number}"
-        states = used.model_states * (number - 1) // number
-        ways.append(Way(f'Trainer(strategy="fsdp"{more}): each rank has 1/{number} of the model', states))
-    if "offload" not in in_use and used.device != "cpu":
-        ways.append(Way('Trainer(strategy="fsdp_cpu_offload"): the model is on the CPU', used.model_states))
-    return [way for way in ways if way.saves > 0]
-
-
-def _ways_in_training(session: Session, used: MemoryUse) -> list[Way]:
-    """What would need less memory for activations and optimizer states."""
-    strategy, ways = session.strategy, list[Way]()
-    in_use, ranks = strategy.saves_memory_by, strategy.world.size
-    if strategy.precision.name in ("32-true", "64-true") and used.activations:
-        ways.append(Way('Trainer(precision="bf16-mixed"): activations of half the size, about', used.activations // 2))
-    kept = _recomputable(session)
-    if "recomputation" not in in_use and kept > 0:
-        kind = type(strategy).__name__
-        ways.append(Way(f"{kind}(activation_checkpointing=True): repeated blocks are computed again", kept))
-    if ranks > 1 and not in_use & {"sharded optimizer", "sharded parameters"} and used.optimizer_states:
-        saves = used.optimizer_states * (ranks - 1) // ranks
-        ways.append(Way("DDPStrategy(shard_optimizer=True): each rank has its part of the optimizer states", saves))
-    stays = used.device == "cpu" or in_use & {"offloaded optimizer", "sharded optimizer", "sharded parameters"}
-    if not stays:
-        kind = "DDPStrategy" if ranks > 1 else "SingleDeviceStrategy"
-        text = f"{kind}(offload_optimizer=True): optimizer states are on the CPU"
-        ways.append(Way(text, used.optimizer_states))
-    return ways
-
-
-def _by_batch(session: Session, used: MemoryUse) -> Iterator[Way]:
-    samples = None if session.activations is None else session.activations.samples
-    half = used.activations // 2
-    if samples is not None and samples >= 2:
-        yield Way(f"half the batch, {samples / 2:g} samples on a rank in place of {samples:g}", half)
-        if session.module.automatic_optimization:
-            now = session.config.accumulation(session.fit.progress.epoch)
-            yield Way(f"half the batch and Trainer(accumulate_grad_batches={2 * now}): the same samples a step", half)
+    strategy, ranks, counted = session.strategy, session.strategy.world.size, session.activations
+    samples = 0.0 if counted is None else counted.samples or 0.0
+    window = session.config.accumulation(session.fit.progress.epoch)
+    trains, half, on_device = session.fitting, used.activations // 2, used.device != "cpu"
+    is_full = strategy.precision.name in ("32-true", "64-true")
+    sharded = {"sharded optimizer", "sharded parameters"}
+    engine, devices = ("DDPStrategy", "") if ranks > 1 else ("SingleDeviceStrategy", ", devices=2")
+    parts = max(ranks, 2)
+    rows: list[tuple[bool, set[str], str, int]] = [  # whether it may be, what it is no more beside, what to do, bytes
+        (samples >= 2, set(), f"half the batch, {samples / 2:g} samples on a rank in place of {samples:g}", half),
+        (
+            samples >= 2 and session.module.automatic_optimization,
+            set(),
+            f"half the batch and Trainer(accumulate_grad_batches={2 * window}): the same samples a step",
+            half,
+        ),
+        (trains and is_full, set(), 'Trainer(precision="bf16-mixed"): activations of half the size, about', half),
+        (
+            trains,
+            {"recomputation"},
+            f"{type(strategy).__name__}(activation_checkpointing=True): repeated blocks are computed again",
+            _recomputable(session),
+        ),
+        (
+            trains,
+            sharded,
+            "DDPStrategy(shard_optimizer=True): each rank has its part of the optimizer states",
+            used.optimizer_states * (ranks - 1) // ranks,
+        ),
+        (
+            trains and on_device,
+            {"offloaded optimizer", *sharded},
+            f"{engine}(offload_optimizer=True): optimizer states are on the CPU",
+            used.optimizer_states,
+        ),
+        (
+            True,
+            {"sharded parameters"},
+            f'Trainer(strategy="fsdp"{devices}): each rank has 1/{parts} of the model',
+            used.model_states * (parts - 1) // parts,
+        ),
+        (
+            on_device,
+            {"offload"},
+            'Trainer(strategy="fsdp_cpu_offload"): the model is on the CPU',
+            used.model_states,
+        ),
+    ]
+    in_use = strategy.saves_memory_by
+    return [Way(text, saves) for may_be, beside, text, saves in rows if may_be and not beside & in_use and saves > 0]
 
 
 def _recomputable(session: Session) -> int:
@@ -210,8 +215,8 @@ def _table(ways: list[Way]) -> list[str]:
 
 def _message(session: Session, error: BaseException) -> str:
     used, strategy = memory_of(session), session.strategy
-    asked = next((float(m[1]) * unit for form, unit in ASKED if (m := form.search(str(error)))), None)
-    wanted = "" if asked is None else f" {readable(asked)} more were asked for."
+    asked = ASKED.search(str(error))
+    wanted = "" if asked is None else f" {readable(float(asked[1]) * UNITS[asked[2]])} more were asked for."
     where = f"rank {strategy.world.rank} of {strategy.world.size}"
     lines = [f"{where} has no memory left on its device ({used.device}).{wanted}", str(used)]
     elsewhere = held_elsewhere(strategy.held(), used)

@@ -122,7 +122,7 @@ def parse(
     if returned is None:
         rank_zero_warn("`configure_optimizers` returned None: this run updates no parameters.")
         return [NoOptimizer()], []
-    optimizers, schedulers, monitor = _unpack(returned)
+    optimizers, schedulers = _unpack(returned)
     if automatic and len(optimizers) > 1:
         raise MisconfigurationException(
             f"`configure_optimizers` returned {len(optimizers)} optimizers, and automatic optimization steps one: "
@@ -130,7 +130,7 @@ def parse(
             "`self.automatic_optimization = False` in the module and step them in `training_step` "
             "(`a, b = self.optimizers()`)."
         )
-    configs = [_scheduler_config(scheduler, monitor, automatic) for scheduler in schedulers]
+    configs = [_scheduler_config(scheduler, automatic) for scheduler in schedulers]
     for config in configs:
         _check_scheduler(config, optimizers, automatic, custom_scheduler_step)
     return optimizers, configs
@@ -147,22 +147,17 @@ def _is_optimizer(obj: object) -> bool:
     )
 
 
-def _unpack(returned: object) -> tuple[list[Any], list[Any], str | None]:
+def _unpack(returned: object) -> tuple[list[Any], list[Any]]:
     if _is_optimizer(returned):
-        return [returned], [], None
+        return [returned], []
     if isinstance(returned, dict):
-        _check_keys(returned)
-        return (
-            [returned["optimizer"]],
-            [returned["lr_scheduler"]] if returned.get("lr_scheduler") else [],
-            returned.get("monitor"),
-        )
+        return _unpack_dicts([returned])
     found = _unpack_sequence(returned) if isinstance(returned, (list, tuple)) else None
     if found is None:
         raise MisconfigurationException(
             f"`configure_optimizers` returned {type(returned).__name__} ({returned!r:.200}); it must return {SHAPES}."
         )
-    return *found, None
+    return found
 
 
 def _unpack_dicts(returned: Sequence[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
@@ -213,14 +208,13 @@ def _warn_of_extra(what: str, given: dict[str, Any], known: set[str]) -> None:
         rank_zero_warn(f"{what} keys that nothing reads: {', '.join(extra)}; it may have {sorted(known)}.")
 
 
-def _scheduler_config(scheduler: object, monitor: str | None, automatic: bool) -> LRSchedulerConfig:
+def _scheduler_config(scheduler: object, automatic: bool) -> LRSchedulerConfig:
     given = _as_dict(scheduler)
     known = {field.name for field in fields(LRSchedulerConfig)}
     _warn_of_extra("The lr scheduler's dict has", given, known)
     if "scheduler" not in given:
         raise MisconfigurationException(f'The lr scheduler\'s dict has no key "scheduler" (it has {sorted(given)}).')
     config = LRSchedulerConfig(**{key: value for key, value in given.items() if key in known})
-    config.monitor = config.monitor or monitor
     if "reduce_on_plateau" not in given:
         config.reduce_on_plateau = isinstance(config.scheduler, ReduceLROnPlateau)
     if config.interval not in ("step", "epoch"):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lockstep.loop.logged_entry import Entry, Key
-from lockstep.loop.logged_rows import extreme
+from lockstep.loop.logged_rows import extreme, joined
 from lockstep.loop.logging import LogCollector
 
 
@@ -65,9 +62,7 @@ def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
             found[key] = dict(saved)
             continue
         first, op = found[key], Entry(key, tuple(saved["options"])).op
-        totals = first["total"], saved["total"]
-        first["total"] = extreme(op, *totals) if op in ("min", "max") else sum(totals)
-        first["weight"] += saved["weight"]
+        first["total"], first["weight"] = joined(op, [(each["total"], each["weight"]) for each in (first, saved)])
         first["fresh"] = first.get("fresh", True) or saved.get("fresh", True)
         first.update(_newest_step(op, first, saved))
     return list(found.values())
@@ -90,6 +85,4 @@ def joined_values(op: str, one: Any, its_weight: float, other: Any, others_weigh
         return (one * its_weight + other * others_weight) / (its_weight + others_weight)
     if op == "sum":
         return one + other
-    if isinstance(one, Tensor):
-        return (torch.minimum if op == "min" else torch.maximum)(one, other)
     return extreme(op, one, other)

@@ -8,14 +8,16 @@ there is a profiler. An action that is under way is not opened a second time by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
+from lockstep.ground.replaced import replace_until
 from lockstep.ground.types import TrainerStatus
 from lockstep.loop.feed import EvaluationFeed, Feed
-from lockstep.loop.hooks import NAMES, Hooks, Transfer, is_overridden, owner_of
+from lockstep.loop.hooks import NAMES, CallbackMethod, Hooks, Transfer, is_overridden
 from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
@@ -30,15 +32,15 @@ OF_MODULE = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clippi
 _END = object()
 
 
-def instrument(session: Session) -> None:
-    """Have the run's profiler told of this call's actions, until ``session.instruments.conclude()``."""
+def instrument(session: Session) -> Instruments:
+    """Have the run's profiler told of this call's actions, until ``conclude()`` of what this gives."""
     profiler, module = session.profiler, session.module
     rank = session.strategy.world.rank if session.world_size > 1 else None
     profiler.setup(stage=str(session.state.fn), local_rank=rank, log_dir=session.trainer.log_dir)
     observe = getattr(profiler, "observe", None)
     if observe is not None:
         observe(module)
-    session.instruments = Instruments(session)
+    return Instruments(session)
 
 
 class Loop(Protocol):
@@ -59,7 +61,7 @@ class Instruments:
         self._session = session
         self._profiler = session.profiler
         self._open: set[str] = set()
-        self._undo: list[Callable[[], object]] = []
+        self._end = ExitStack()
         self._timed_sources: set[int] = set()
         self._module = f"[LightningModule]{type(session.module).__name__}."
         self._strategy = f"[Strategy]{type(session.strategy).__name__}."
@@ -112,22 +114,14 @@ class Instruments:
 
     def _replace(self, owner: object, name: str, value: object) -> None:
         """Set an attribute of an object, until :meth:`conclude`."""
-        own = vars(owner)
-        if name in own:
-            before = own[name]
-            self._undo.append(lambda: setattr(owner, name, before))
-        else:
-            self._undo.append(lambda: vars(owner).pop(name, None))
-        setattr(owner, name, value)
+        replace_until(self._end, owner, name, value)
 
     def conclude(self) -> None:
         """Take the timed methods away, and have the profiler report if the call came to its end."""
         session = self._session
-        session.instruments = None
         for action in list(self._open):  # an error has left them open
             self.stop(action)
-        while self._undo:
-            self._undo.pop()()
+        self._end.close()
         if session.state.status is TrainerStatus.FINISHED:
             self._profiler.describe()
         else:
@@ -136,9 +130,8 @@ class Instruments:
     # -- where they are ------------------------------------------------------------------------------------
 
     def _time_hooks(self, hooks: Hooks) -> None:
-        def of_callback(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-            callback = owner_of(call)
-            return self.timed(f"[Callback]{getattr(callback, 'state_key', type(callback).__name__)}.{name}", call)
+        def of_callback(call: CallbackMethod, name: str) -> Callable[..., Any]:
+            return self.timed(f"[Callback]{call.owner.state_key}.{name}", call)
 
         for name in NAMES:
             pair = getattr(hooks, name)

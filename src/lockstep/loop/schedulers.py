@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -18,10 +19,10 @@ class Schedulers:
     """Steps the schedulers of a fit; under manual optimization the user does.
 
     Attributes:
-        by_step: whether any is stepped after updates.
+        by_step: those that are stepped after updates.
         own_step: whether the module says how.
         module: of the fit.
-        plateau_by_step: whether any is that watches a metric.
+        by_metric: those that watch a metric, by the interval at which they are stepped.
     """
 
     def __init__(self, session: Session) -> None:
@@ -32,21 +33,20 @@ class Schedulers:
 
     def use(self, configs: list[LRSchedulerConfig]) -> None:
         """Step these from here on."""
-        automatic = self._session.module.automatic_optimization
-        self._by_step = [c for c in configs if c.interval == "step" and not c.reduce_on_plateau and automatic]
-        self._by_epoch = [c for c in configs if c.interval == "epoch" and not c.reduce_on_plateau and automatic]
-        self._plateau = [c for c in configs if c.reduce_on_plateau and automatic]
-        self.by_step = bool(self._by_step)
-        self.plateau_by_step = any(config.interval == "step" for config in self._plateau)
+        of: dict[tuple[str, bool], list[LRSchedulerConfig]] = defaultdict(list)
+        if self._session.module.automatic_optimization:
+            for config in configs:
+                of[config.interval, bool(config.reduce_on_plateau)].append(config)
+        self.by_step, self._by_epoch = of["step", False], of["epoch", False]
+        self.by_metric = {interval: of[interval, True] for interval in ("step", "epoch")}
 
     def after_update(self, count: int) -> None:
         """An update was made, by this count of micro-batches."""
-        self._step_all(self._by_step, count)
+        self._step_all(self.by_step, count)
 
     def after_epoch(self) -> None:
         """The epoch has had its last update."""
-        if self._by_epoch:
-            self._step_all(self._by_epoch, self._session.fit.progress.epoch + 1)
+        self._step_all(self._by_epoch, self._session.fit.progress.epoch + 1)
 
     def _step_all(self, configs: Iterable[LRSchedulerConfig], count: int) -> None:
         for config in configs:
@@ -62,7 +62,7 @@ class Schedulers:
     def watch_metric(self, interval: str, count: int) -> None:
         """Step those that watch a metric; after the validation that may have logged it."""
         session = self._session
-        due = [config for config in self._plateau if config.interval == interval and count % config.frequency == 0]
+        due = [config for config in self.by_metric[interval] if count % config.frequency == 0]
         if due and session.world_size > 1 and interval == "step":
             session.share_step_values()
         for config in due:

@@ -60,20 +60,6 @@ class FitSignals(Protocol):
         """Tell the other ranks."""
 
 
-class Compiled(Protocol):
-    """What a call has compiled: see `lockstep.loop.compile_layers`."""
-
-    def end(self) -> None:
-        """Put back what was there before, and say what has been compiled."""
-
-
-class TimedMethods(Protocol):
-    """The timed methods of a run with a profiler: see `lockstep.loop.profiled`."""
-
-    def conclude(self) -> None:
-        """Take them away."""
-
-
 @dataclass
 class FitState:
     """How far a fit has come, and what it has to go on with: what a checkpoint of it is made from.
@@ -88,6 +74,7 @@ class FitState:
         logged_elsewhere: the resume goes on within an epoch whose logged values Lightning's checkpoint does not hold.
         cut_epoch: what an epoch that ended early had logged, for a checkpoint.
         run_batches: by what a run counts that goes on with other ranks.
+        counted: micro-batches of this rank's epoch as that plan counts them.
         shares: what the checkpoint tells of the ranks' shares; None: they were equal.
         window_start: what the micro-batches of the window under way change, as it was before them.
         hook_changes: what hooks have frozen, thawed or switched to eval mode since training began.
@@ -103,13 +90,14 @@ class FitState:
     logged_elsewhere: bool = False
     cut_epoch: dict[str, Any] | None = None
     run_batches: RunBatches = field(default_factory=RunBatches)
+    counted: Callable[[int], int] = int
     shares: dict[str, Any] | None = None
     window_start: WindowStart = field(default_factory=WindowStart)
     hook_changes: HookChanges = field(default_factory=HookChanges)
     started: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return kept(self, "feed", "results", "resumed")
+        return kept(self, "feed", "results", "resumed", "counted")
 
     def seconds(self) -> float:
         """Time spent in this fit, its earlier attempts included."""
@@ -141,13 +129,11 @@ class Session:
         signals: those of the fit that runs; None in an evaluation and in a trial, which nobody goes on from.
         stop_flag, interrupt_flag: bits of ``agreement``.
         base: what the module began with frozen.
-        instruments: where a profiler measures.
         activations: what a forward of this fit keeps, once the first one has been counted.
         used: what memory was used for when the last fit ended.
         built: the parameters that there were when a set-up ran out of memory.
         chooses: a plan may put another strategy in the place of this one, when a fit begins.
         inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
-        compiled: the layers that ``Trainer(compile=...)`` has compiled for this call.
     """
 
     trainer: Trainer
@@ -173,13 +159,11 @@ class Session:
     interruption: str | None = None
     is_padding: bool = False
     signals: FitSignals | None = None
-    instruments: TimedMethods | None = None
     activations: Activations | None = None
     used: MemoryUse | None = None
     built: list[Tensor] | None = None
     chooses: bool = False
     inner: Session | None = None
-    compiled: Compiled | None = None
 
     module: LightningModule = field(init=False)
     hooks: Hooks = field(init=False)
@@ -216,7 +200,7 @@ class Session:
 
     def begin(self, fn: TrainerFn) -> None:
         """Let go of what belongs to the call before."""
-        self.state.fn, self.interruption, self.instruments = fn, None, None
+        self.state.fn, self.interruption = fn, None
         self.state.stage = STAGE_OF[fn]  # as in Lightning, where ``setup`` already knows whether it is for training
         for name in ("hooks", "results", "agreement"):
             vars(self).pop(name, None)
@@ -240,7 +224,7 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has, here or in another process; the rest is bound to this one, or to the call that runs."""
-        bound = ("hooks", "results", "agreement", "activations", "built", "signals", "instruments", "inner", "compiled")
+        bound = ("hooks", "results", "agreement", "activations", "built", "signals", "inner")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     # -- callbacks and loggers -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.engine import EngineState
 from lockstep.ground.combined import class_of
-from lockstep.ground.errors import MisconfigurationException, RankFailed
+from lockstep.ground.errors import MisconfigurationException, raise_on_all
 from lockstep.ground.hyperparameters import plain_hyperparameters
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states_of, set_random_states_of
@@ -31,9 +31,6 @@ from lockstep.loop.session import Session
 from lockstep.loop.state_checks import check_types, load_optimizer, load_weights, taking
 from lockstep.loop.window_start import metric_state, put_buffers
 from lockstep.module import check_weights
-
-if TYPE_CHECKING:
-    pass
 
 OWN = "lockstep"  # our own part of a checkpoint; everything else is under Lightning's names
 # Lightning asks for this key to know which migrations a file needs; ours have the layout of this version.
@@ -92,7 +89,7 @@ def collect(
     if not weights_only:
         checkpoint[OWN]["optimizers"] = [class_of(optimizer) for optimizer in strategy.optimizers]
         checkpoint.update(_training(session, engine))
-        checkpoint[OWN].update(_resume_alone(session, engine) if alone else _resume(session, engine))
+        checkpoint[OWN].update(_resume(session, engine, alone))
     checkpoint.update(_of_users(session, weights_only))
     session.hooks.call("on_save_checkpoint", checkpoint)
     return checkpoint
@@ -114,34 +111,68 @@ def _of_users(session: Session, weights_only: bool) -> dict[str, Any]:
     return found
 
 
-def _resume(session: Session, engine: EngineState) -> dict[str, Any]:
+def _resume(session: Session, engine: EngineState, alone: bool) -> dict[str, Any]:
     """What lockstep adds: seed, bucket plan, published metrics, and a part for each rank."""
-    progress = session.fit.progress
-    progress_state = {**progress.state_dict(), "seconds": session.fit.seconds()}
-    feed = session.fit.feed
-    module = session.module
-    cut = session.fit.cut_epoch or logged(session)
-    # batches of a window under way; in manual optimization only the user knows where a window ends
-    begun = _begun(session, progress.batch, progress.epoch, progress.last)
-    holds = bool(begun) or not module.automatic_optimization
+    fit = session.fit
+    progress, begun = {**fit.progress.state_dict(), "seconds": fit.seconds()}, _begun(session)
+    # in manual optimization only the user knows where a window ends
+    holds = not alone and (bool(begun) or not session.module.automatic_optimization)
+    ranks = _parts_alone(session, engine, progress, begun) if alone else _parts(session, begun, holds)
+    published = session.published.callback if fit.cut_epoch is None else fit.cut_epoch["published"]
+    if_any = {
+        "strategy of ranks": engine.by_rank,
+        "changed by hooks": fit.hook_changes.state_dict(session.module),
+        "shares": None if fit.feed is None else fit.feed.shares_state(),
+    }
+    return {
+        **{key: value for key, value in if_any.items() if value},
+        "progress": progress,
+        "seed": session.seed,
+        "plan": fit.run_batches.state_dict(fit.feed, fit.progress, begun),
+        "strategy": engine.own or {},
+        "replicas": list(session.strategy.replicas.of_rank),
+        "metrics": {name: value.cpu() for name, value in published.items()},
+        "measured": dict(session.published.measured),
+        "ranks": ranks,
+        "held": holds,
+    }
+
+
+def _begun(session: Session) -> int:
+    """Batches of a window that is under way."""
+    progress, feed = session.fit.progress, session.fit.feed
+    if progress.last or not progress.batch or feed is None:
+        return 0
+    return int(feed.begun(progress.batch, session.config.accumulation(progress.epoch)))
+
+
+def _parts(session: Session, begun: int, holds: bool) -> list[Any]:
+    """What each rank has to itself; on rank 0 that of all, on others of themselves. Collective.
+
+    Args:
+        session: of this rank.
+        begun: batches of a window that is under way.
+        holds: gradients may be held in it.
+    """
+    fit, strategy = session.fit, session.strategy
+    cut = fit.cut_epoch or logged(session)
     part: dict[str, Any] = {
-        "random": random_states_of(session.strategy.own_devices),
+        "random": random_states_of(strategy.own_devices),
         "results": cut["results"],
         "metrics": cut["metrics"],
-        "data": feed.state_dict() if feed is not None else {},
+        "data": fit.feed.state_dict() if fit.feed is not None else {},
     }
     if begun:
-        part["window_start"] = session.fit.window_start.state(progress.batch - begun, session.is_global_zero)
+        part["window_start"] = fit.window_start.state(fit.progress.batch - begun, session.is_global_zero)
     if holds:
-        part["weights"] = session.fit.weights
-        part.update(session.strategy.held_in_window())
-    if session.strategy.saves_shards:  # each rank writes its own
+        part["weights"] = fit.weights
+        part.update(strategy.held_in_window())
+    if strategy.saves_shards:  # each rank writes its own
         ranks: list[Any] = [{} for _ in range(session.world_size)]
-        ranks[session.strategy.world.rank] = part
-    else:
-        # gradients that were reduced are the same on all ranks: they are sent by none, and once in the file
-        ranks = session.strategy.collectives.gather_on_zero(part, alike=True)
-    return {**_common(session, progress_state, begun, ranks, engine), "held": holds}
+        ranks[strategy.world.rank] = part
+        return ranks
+    # gradients that were reduced are the same on all ranks: they are sent by none, and once in the file
+    return strategy.collectives.gather_on_zero(part, alike=True)
 
 
 def logged(session: Session) -> dict[str, Any]:
@@ -154,51 +185,20 @@ def logged(session: Session) -> dict[str, Any]:
     }
 
 
-def _resume_alone(session: Session, engine: EngineState) -> dict[str, Any]:
-    """The same without the other ranks' parts, and so without gradients: the window under way begins again."""
-    saved = {**session.fit.progress.state_dict(), "seconds": session.fit.seconds()}
-    begun = _begun(session, saved["batch"], saved["epoch"], saved["last"])
+def _parts_alone(session: Session, engine: EngineState, progress: dict[str, Any], begun: int) -> list[Any]:
+    """The same, asking no other rank and without gradients: in ``progress`` the window under way begins again."""
+    fit = session.fit
     if begun:
-        saved["batch"] -= begun
-        saved["total_batches"] -= begun
-        saved["phase"] = WINDOW_END if saved["batch"] else EPOCH_START
-    feed = session.fit.feed
-    data = {} if feed is None else of_all_ranks(feed.state_dict())
-    part = {"data": data}
-    start = session.fit.window_start.state(saved["batch"])  # a window of one batch has none
+        progress["batch"] -= begun
+        progress["total_batches"] -= begun
+        progress["phase"] = WINDOW_END if progress["batch"] else EPOCH_START
+    part = {"data": {} if fit.feed is None else of_all_ranks(fit.feed.state_dict())}
+    start = fit.window_start.state(progress["batch"])  # a window of one batch has none
     if start is not None and engine.module is not None:
         engine.module.update(start["buffers"])
     if session.world_size == 1:
-        part.update(at_window_start({"window_start": start}, not saved["batch"]) if start else logged(session))
-    return _common(session, saved, begun, [part] * session.world_size, engine)
-
-
-def _begun(session: Session, batch: int, epoch: int, last: bool) -> int:
-    """Batches of a window that is under way after so many of an epoch."""
-    feed = session.fit.feed
-    return 0 if last or not batch or feed is None else int(feed.begun(batch, session.config.accumulation(epoch)))
-
-
-def _common(
-    session: Session, progress_state: dict[str, Any], begun: int, ranks: list[Any], engine: EngineState
-) -> dict[str, Any]:
-    cut = session.fit.cut_epoch
-    published = session.published.callback if cut is None else cut["published"]
-    shares = None if session.fit.feed is None else session.fit.feed.shares_state()
-    changed = session.fit.hook_changes.state_dict(session.module)
-    return {
-        **({"strategy of ranks": engine.by_rank} if engine.by_rank else {}),
-        **({"changed by hooks": changed} if changed else {}),
-        **({} if shares is None else {"shares": shares}),
-        "progress": progress_state,
-        "seed": session.seed,
-        "plan": session.fit.run_batches.state_dict(session.fit.feed, session.fit.progress, begun),
-        "strategy": engine.own or {},
-        "replicas": list(session.strategy.replicas.of_rank),
-        "metrics": {name: value.cpu() for name, value in published.items()},
-        "measured": dict(session.published.measured),
-        "ranks": ranks,
-    }
+        part.update(at_window_start({"window_start": start}, not progress["batch"]) if start else logged(session))
+    return [part] * session.world_size
 
 
 @does("saving a checkpoint")
@@ -224,16 +224,12 @@ def save(
     checkpoint = collect(session, weights_only, trainable_only=trainable_only)
     if also is not None:
         also(checkpoint)
-    error: BaseException | None = None
+    error: Exception | None = None
     try:
         session.strategy.save_checkpoint(checkpoint, path, storage_options, sharded=session.strategy.saves_shards)
     except Exception as failed:
         error = failed
-    said = session.strategy.broadcast(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    if said is not None:
-        raise RankFailed(f"rank 0 could not write the checkpoint {os.fspath(path)!r}: {said}", 0)
+    raise_on_all(error, session.strategy.gather_objects, f"the checkpoint {os.fspath(path)!r}")
     if session.state.status is not TrainerStatus.RUNNING:  # there is no end of a call that would wait for it
         finish(session)
 
@@ -249,17 +245,12 @@ def finish(session: Session) -> None:
     strategy = session.strategy
     if type(strategy.checkpoint_io).teardown is CheckpointIO.teardown:
         return
-    error: BaseException | None = None
+    error: Exception | None = None
     try:
         strategy.checkpoints.close()
     except Exception as failed:
         error = failed
-    said = strategy.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, text in enumerate(said):
-        if text is not None:
-            raise RankFailed(f"rank {rank} could not write a checkpoint: {text}", rank)
+    raise_on_all(error, strategy.gather_objects, "a checkpoint")
 
 
 def finish_alone(session: Session) -> None:
@@ -315,7 +306,7 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
                 key="the best of several",
             )
         return str(path)
-    if asked == "last" and fn is not None and fn.value == "fit":
+    if asked == "last" and session.fitting:
         warn_once('trainer.fit(ckpt_path="last"): there is no checkpoint yet; the fit starts from the beginning.')
         return None
     raise MisconfigurationException(

@@ -122,30 +122,36 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None
     Raises:
         MisconfigurationException: with what is different.
     """
-    difference = _other_class(optimizer, saved, kind)
+    difference, cause = _other_class(optimizer, saved, kind), None
     if difference is None:
-        try:
-            malformed = _malformed_optimizer(optimizer, saved) if _other_groups(optimizer, saved) is None else None
-            if malformed is None:
-                expected = list(optimizer.defaults)  # torch adds "differentiable" to them when it loads
-                load()
-                gone = [key for key in expected for group in optimizer.param_groups if key not in group]
-                malformed = f"a parameter group has no {gone[0]!r}" if gone else None
-            if malformed is not None:
-                raise TypeError(malformed)
-            return
-        except ValueError as error:  # torch's, for parameter groups that do not match
-            difference = _other_groups(optimizer, saved)
-            if difference is None:
-                raise
-            cause: ValueError | None = error
-    else:
-        cause = None
-    raise MisconfigurationException(
-        f"trainer.fit(ckpt_path=...): the optimizer in the checkpoint is not this {class_of(optimizer)}: "
-        f"{difference}. Resume with the optimizer that wrote it; to go on with another one, load the weights by "
-        "`load_from_checkpoint` and fit without `ckpt_path`."
-    ) from cause
+        difference, cause = _loaded(optimizer, saved, load)
+    if difference is not None:
+        raise MisconfigurationException(
+            f"trainer.fit(ckpt_path=...): the optimizer in the checkpoint is not this {class_of(optimizer)}: "
+            f"{difference}. Resume with the optimizer that wrote it; to go on with another one, load the weights by "
+            "`load_from_checkpoint` and fit without `ckpt_path`."
+        ) from cause
+
+
+def _loaded(
+    optimizer: Optimizer, saved: dict[str, Any], load: Callable[[], object]
+) -> tuple[str | None, ValueError | None]:
+    """Load a state; gives in which groups it differs, if the optimizer refuses it for that, and the error."""
+    other_groups = _other_groups(optimizer, saved)
+    if other_groups is None:
+        _check_optimizer(optimizer, saved)
+    expected = list(optimizer.defaults)  # torch adds "differentiable" to them when it loads
+    try:
+        load()
+    except ValueError as error:  # torch's, for parameter groups that do not match
+        if other_groups is None:
+            raise
+        return other_groups, error
+    for group in optimizer.param_groups:
+        for key in expected:
+            if key not in group:
+                raise TypeError(f"a parameter group has no {key!r}")
+    return None, None
 
 
 def _other_class(optimizer: Optimizer, saved: dict[str, Any], kind: str | None) -> str | None:
@@ -200,23 +206,21 @@ def check_types(saved: object, own: dict[str, Any], owner: type) -> None:
 def _alike(own: object, saved: object) -> bool:
     if own is None:  # what is not chosen yet; of tensors, one number
         return not isinstance(saved, torch.Tensor) or saved.numel() == 1
-    if saved is None and not isinstance(own, (int, float)):
-        return True
     if isinstance(own, bool):
-        return saved in (True, False) if isinstance(saved, int) else False
-    if isinstance(own, (int, float)) and isinstance(saved, torch.Tensor):
-        return saved.numel() == 1
-    return _is_of_its_kind(own, saved)
-
-
-def _is_of_its_kind(own: object, saved: object) -> bool:
+        return isinstance(saved, int) and saved in (True, False)
+    if isinstance(own, (int, float)):
+        return _is_number(saved)
     if isinstance(own, tuple) and isinstance(saved, (list, tuple)):
         return len(own) == len(saved) and all(map(_alike, own, saved))
     kinds = next((kinds for kinds in _KINDS if isinstance(own, kinds)), object)
-    return isinstance(saved, kinds)
+    return saved is None or isinstance(saved, kinds)
 
 
-_KINDS: tuple[tuple[type, ...], ...] = ((bool, int, float, torch.Tensor), (list, tuple), (dict,), (str,))
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+_KINDS: tuple[tuple[type, ...], ...] = ((int, float, torch.Tensor), (list, tuple), (dict,), (str,))
 """Types of which one may stand for another."""
 
 
@@ -224,39 +228,37 @@ def _may_be(name: str, value: Any, parameter: torch.Tensor) -> bool:
     """Whether this can be what an optimizer keeps of a parameter: a count, or a tensor of its shape."""
     if name not in _NUMBERS:
         return value is None or (isinstance(value, torch.Tensor) and value.shape == whole_shape(parameter))
-    is_number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    return is_number and float(value) >= 0
+    return _is_number(value) and float(value) >= 0
 
 
-def _malformed_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
-    """What is wrong with the state of one of torch's optimizers; others keep what they like."""
+def _check_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Refuse a malformed state of one of torch's optimizers; others keep what they like.
+
+    Raises:
+        TypeError: with what is wrong.
+    """
     if not type(optimizer).__module__.startswith("torch.optim.") or type(optimizer).__name__ in NOT_ELEMENTWISE:
-        return None
+        return
     for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         chosen = {key: value for key, value in group.items() if value is not None or key not in _TORCH_CHOOSES}
         check_types(chosen, own, type(None))
-        states = {number: saved["state"].get(number, {}) for number in group["params"]}
-        malformed = _malformed_states(states, own["params"])
-        if malformed is not None:
-            return malformed
-    return None
+        _check_states({number: saved["state"].get(number, {}) for number in group["params"]}, own["params"])
 
 
-def _malformed_states(states: dict[int, Any], parameters: list[torch.Tensor]) -> str | None:
-    """What is wrong with what an optimizer keeps of the parameters of a group, by their numbers."""
+def _check_states(states: dict[int, Any], parameters: list[torch.Tensor]) -> None:
+    """Refuse what an optimizer cannot keep of the parameters of a group, by their numbers."""
     for number, state in states.items():
         if not isinstance(state, dict):
-            return f"the state of parameter {number} is a {type(state).__name__}, not a dict"
+            raise TypeError(f"the state of parameter {number} is a {type(state).__name__}, not a dict")
     names = set().union(*states.values())
     for (number, state), parameter in zip(states.items(), parameters, strict=True):
         missing = names - state.keys() if state else ()
         if missing:
-            return f"parameter {number} has no {min(missing)!r}"
+            raise TypeError(f"parameter {number} has no {min(missing)!r}")
         for name, value in state.items():
             if not _may_be(name, value, parameter):
                 what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-                return f"{name!r} of parameter {number} is of another kind ({what})"
-    return None
+                raise TypeError(f"{name!r} of parameter {number} is of another kind ({what})")
 
 
 _TORCH_CHOOSES = ("foreach", "fused")

@@ -6,7 +6,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from lockstep.data.source import LoaderSource
 from lockstep.engines.strategy import Strategy
+from lockstep.ground.replaced import replace_until
 from lockstep.ground.streams import TimedEvent, current_stream, has_streams, timed_event
 from lockstep.ground.window_times import WindowTimes
 from lockstep.loop.evaluate import EvaluationLoop
@@ -47,7 +48,7 @@ class StepTimes:
         self._seconds = [0.0] * 5
         self._inner = [0.0]  # seconds of the timed calls inside the one that runs
         self._since = clock()
-        self._undo: list[Callable[[], object]] = []
+        self._end = ExitStack()
         self._source: object = None
 
     # -- what is measured
@@ -66,12 +67,8 @@ class StepTimes:
         self._replace(validation, "evaluate", PAUSE)
         for owner, name in strategy.waits_in:
             self._replace(owner, name, WAITING)
-        try:
-            with wrapped(lambda name, fn: self.timed(WAITING, fn), WAITS):
-                yield
-        finally:
-            while self._undo:
-                self._undo.pop()()
+        with self._end, wrapped(lambda name, fn: self.timed(WAITING, fn), WAITS):
+            yield
 
     def attach_source(self, source: LoaderSource) -> None:
         """Measure how long batches of these loaders are waited for; once for each."""
@@ -102,9 +99,7 @@ class StepTimes:
         return timed
 
     def _replace(self, owner: object, name: str, part: int) -> None:
-        own, before = name in vars(owner), getattr(owner, name)
-        self._undo.append(lambda: setattr(owner, name, before) if own else vars(owner).pop(name, None))
-        setattr(owner, name, self.timed(part, before))
+        replace_until(self._end, owner, name, self.timed(part, getattr(owner, name)))
 
     def _timed_opening(self, opening: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def opened(*args: Any, **kwargs: Any) -> Iterator[Any]:

@@ -33,7 +33,6 @@ class Update:
         by_closure: whether ``optimizer.step`` plays the last micro-batch: an optimizer or an ``optimizer_step`` wants
             it so.
         schedulers: of the fit.
-        counted: micro-batches of an epoch as the run's plan counts them.
         had_batch: set where a window has ended in which there was a batch.
     """
 
@@ -51,7 +50,6 @@ class Update:
         self.own_clipping = is_replaced("configure_gradient_clipping", self.module, LightningModule)
         self._clips = self.own_clipping or self._config.gradient_clip_val is not None
         self.schedulers = Schedulers(session)
-        self.counted: Callable[[int], int] = int
         self.had_batch = False
         self._use_optimizers()
         self.by_closure = self._steps_by_closure()
@@ -140,7 +138,7 @@ class Update:
         if self._shared:
             self._session.agreement.settle(True)
         if updated and self.schedulers.by_step:
-            self.schedulers.after_update(self.counted(batch_idx + 1))
+            self.schedulers.after_update(self._fit.counted(batch_idx + 1))
         if self._progress.last:
             self.schedulers.after_epoch()
 

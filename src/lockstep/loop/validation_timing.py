@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 from lockstep.config.run import RunConfig
@@ -23,7 +22,6 @@ class ValidationTiming:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.every: int | float | None = None
-        self._counted: Callable[[int], int] | None = None
         self._seconds = math.inf
         self._since = 0.0
         self._flag = 0
@@ -35,18 +33,13 @@ class ValidationTiming:
         self._since = time.monotonic()
         self._flag = self._session.agreement.register("validate")
 
-    def plan(self, batches: int | float, counted: Callable[[int], int] | None = None) -> None:
-        """Take in how many training batches an epoch has.
-
-        Args:
-            batches: by the count of the run's plan.
-            counted: tells that count from this rank's; None: they are the same.
+    def plan(self, batches: int | float) -> None:
+        """Take in how many training batches an epoch has, by the count of the run's plan.
 
         Raises:
             MisconfigurationException: an interval that does not go with this number.
         """
         self.every = _interval(self._session.config, batches)
-        self._counted = counted
 
     def in_epoch(self, epoch: int) -> bool:
         """Whether this epoch is validated at all."""
@@ -61,7 +54,7 @@ class ValidationTiming:
         if every == math.inf:
             return progress.last
         earlier = progress.earlier if self._session.config.check_val_every_n_epoch is None else 0
-        counted = self._counted or int
+        counted = self._session.fit.counted
         before, after = (earlier + counted(number) for number in (progress.batch - batches, progress.batch))
         return before // every < after // every  # a batch of ours may step over the one at which it is due
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from operator import not_
 from typing import Any
 
 from lockstep.loop.weighing import Part
@@ -63,10 +65,12 @@ class Window:
             yield batch, weight, share
 
 
+def empty_ranks(weights: Sequence[float]) -> tuple[int, ...]:
+    """The ranks whose part weighs nothing. What goes over all ranks does so inside of Python's own functions."""
+    return tuple(itertools.compress(itertools.count(), map(not_, weights))) if 0 in weights else ()
+
+
 def first_gap(of_parts: Sequence[Sequence[float]], of_rank: Sequence[float]) -> tuple[int, int] | None:
     """The first rank, and its loader, that has samples of a micro-batch and none of this loader's."""
-    for loader, part in enumerate(of_parts):
-        for rank, weight in enumerate(part):
-            if of_rank[rank] and not weight:
-                return rank, loader
-    return None
+    gaps = ((rank, loader) for loader, part in enumerate(of_parts) for rank in empty_ranks(part) if of_rank[rank])
+    return next(gaps, None)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lockstep.ground.columns import padded
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
 
@@ -211,14 +212,14 @@ class SimpleProfiler(Profiler):
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    line = "-" * (sum(widths) + 3 * len(widths) + 1)
-    text = [line]
-    for number, row in enumerate(rows):
-        text.append("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
-        if number == 0 or row[0] == "Total":
-            text.append(line)
-    return "\n".join([*text, line, ""])
+    lines = [f"| {' | '.join(row)} |" for row in padded(rows)]
+    rule = "-" * len(lines[0])
+    text = [rule]
+    for number, line in enumerate(lines):
+        text.append(line)
+        if number == 0 or rows[number][0] == "Total":
+            text.append(rule)
+    return "\n".join([*text, rule, ""])
 
 
 # -- by cProfile --------------------------------------------------------------------------------------------
