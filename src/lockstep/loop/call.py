@@ -24,6 +24,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import merged_hyperparameters
 from lockstep.ground.parameters import whole_shapes
 from lockstep.ground.rank import does, rank_zero_warn
+from lockstep.ground.replaced import replace_until
 from lockstep.ground.seed import current_seed
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerFn, TrainerStatus
 from lockstep.hooks import ModuleHooks
@@ -203,7 +204,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
     module, strategy, signals, fn = session.module, session.strategy, asked.signals, asked.fn
     session.results = LogCollector.of(strategy, module)
     session.callbacks = _with_model_callbacks(session)
-    watched.enter_context(_callbacks_log(session.callbacks, module))
+    _give_logs(session.callbacks, module, watched)
     check_module(session, fn)
     strategy.setup_environment()
     _be_watched(session)
@@ -340,17 +341,12 @@ def _with_model_callbacks(session: Session) -> list[Callback]:
     return in_order(merged)
 
 
-@contextmanager
-def _callbacks_log(callbacks: list[Callback], module: LightningModule) -> Iterator[None]:
-    """Inside, a callback has ``self.log`` and ``self.log_dict``, as in Lightning: the module's."""
-    given = [(vars(callback), name) for callback in callbacks for name in LOGS if not hasattr(callback, name)]
-    for attributes, name in given:
-        attributes[name] = getattr(module, name)
-    try:
-        yield
-    finally:
-        for attributes, name in given:
-            attributes.pop(name, None)
+def _give_logs(callbacks: list[Callback], module: LightningModule, end: ExitStack) -> None:
+    """Until the end a callback has ``self.log`` and ``self.log_dict``, as in Lightning: the module's."""
+    for callback in callbacks:
+        for name in LOGS:
+            if not hasattr(callback, name):
+                replace_until(end, callback, name, getattr(module, name))
 
 
 def _configure_model(session: Session) -> None:

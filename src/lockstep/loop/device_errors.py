@@ -5,8 +5,8 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Iterator
+from itertools import chain
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,6 @@ def _tensors(frame: FrameType) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, nn.Module):
-            held: dict[str, Any] = vars(value)
-            yield from ((f"{name}.{key}", each) for key, each in held.items() if isinstance(each, Tensor))
-            yield from ((f"{name}.{key}", each) for key, each in value.named_parameters())
-            yield from ((f"{name}.{key}", each) for key, each in value.named_buffers())
+            for key, each in chain(vars(value).items(), value.named_parameters(), value.named_buffers()):
+                if isinstance(each, Tensor):
+                    yield f"{name}.{key}", each

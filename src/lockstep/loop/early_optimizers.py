@@ -41,9 +41,8 @@ def check_early(session: Session) -> None:
         MisconfigurationException: of the strategy, which cannot do an optimizer's update.
     """
     module = session.module
-    if not session.fitting or not is_planned(module):
-        return
-    if not is_overridden("configure_optimizers", module, LightningModule):
+    defined = is_overridden("configure_optimizers", module, LightningModule)
+    if not (session.fitting and defined and is_planned(module)):
         return
     try:
         with _unnoticed():

@@ -15,24 +15,21 @@ from lockstep.ground.columns import padded
 from lockstep.ground.copies import kept
 from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.rank import warn_once
-from lockstep.ground.types import RunningStage, TrainerFn
+from lockstep.ground.types import RunningStage
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.call import Asked, call
 from lockstep.loop.feed import EvaluationFeed
+from lockstep.loop.hook_changes import modes_of
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logged_entry import Entry
 from lockstep.loop.logged_metrics import NOT_FOR_CALLBACKS
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.padding import in_step, padding
 from lockstep.loop.progress import VALIDATED
-from lockstep.loop.session import Session
+from lockstep.loop.session import STAGE_OF, Session
 from lockstep.loop.signatures import arguments_of, refuse_more
 
-FN_OF = {
-    RunningStage.VALIDATING: TrainerFn.VALIDATING,
-    RunningStage.TESTING: TrainerFn.TESTING,
-    RunningStage.PREDICTING: TrainerFn.PREDICTING,
-}
+FN_OF = {stage: fn for fn, stage in STAGE_OF.items()}
 
 
 class EvaluationLoop:
@@ -323,18 +320,16 @@ class EvaluationLoop:
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         """The module in eval mode; afterwards every submodule is in the mode that it had."""
-        session, module = self.session, self.session.module
-        modes = [(part, part.training) for part in module.modules()]
-        changes = session.fit.hook_changes
-        changes.outside = {name: part.training for name, part in module.named_modules()}
+        session, module, changes = self.session, self.session.module, self.session.fit.hook_changes
+        modes = changes.outside = modes_of(module)
         session.hooks.own(f"on_{self.name}_model_eval")
         yield
         back = f"on_{self.name}_model_train"
         if hasattr(module, back) and is_overridden(back, module, ModuleHooks):
             session.hooks.own(back)
         else:
-            for part, training in modes:
-                part.training = training
+            for name, part in module.named_modules():
+                part.training = modes.get(name, part.training)
         changes.outside = None
 
 

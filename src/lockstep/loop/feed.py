@@ -63,10 +63,8 @@ class Feed:
         if spec.gather is not None and not ahead:  # the ranks' lengths may differ: all go on to the longest
             num_batches = longest(num_batches, spec.gather)
         self._source = source
-        self._rank = spec.rank
+        self._spec = spec
         self._size = spec.size
-        self._gather = spec.gather
-        self._compared = spec.compared
         #: whether the order is drawn by the generators of this process
         self.by_process = spec.by_process
         self._ahead = ahead
@@ -88,7 +86,6 @@ class Feed:
         self._even: int | float = -1  # end of the windows at hand that weigh the same; -1: not known
         self._shares: list[Reshare] = [(0, spec.shares)]  # of the epoch `_shared_epoch`
         self._latest, self._shared_epoch = spec.shares, -1
-        self._reshared = spec.reshared
         self._batches: Iterator[Any] = iter(())
         self._state: dict[str, Any] | None = None
 
@@ -163,12 +160,12 @@ class Feed:
         self.prepare(epoch, accumulate)
         self._start = start_batch
         self._state = None
-        if self._reshared:
+        if self._spec.reshared:
             if epoch != self._shared_epoch:
                 self._shares, self._shared_epoch = [(0, self._latest)], epoch
             self._source.use_shares(self._shares)
         if self._ahead:
-            self._batches = self._compared(self._source.open(epoch, 0, start_batch, self._stop))
+            self._batches = self._spec.compared(self._source.open(epoch, 0, start_batch, self._stop))
 
     def prepare(self, epoch: int, accumulate: int) -> None:
         """Cut an epoch as other ranks have planned or begun it; does nothing where there are none."""
@@ -239,7 +236,7 @@ class Feed:
 
     def shares_state(self) -> dict[str, Any] | None:
         """The shares of the epoch and of those to come, for :meth:`load_shares`, where they change; of all ranks."""
-        if not self._reshared:
+        if not self._spec.reshared:
             return None
         by_number = [[number, list(shares)] for number, shares in self._shares]
         return {"size": self._size, "epoch": self._shared_epoch, "shares": by_number, "latest": list(self._latest)}
@@ -333,7 +330,7 @@ class Feed:
                 self._even = even = min(source.even_until(number), stop)
                 if after <= even:  # all windows up to there weigh the same
                     sizes = source.weights(number)
-                    mine = [sizes[self._rank]] * accumulate
+                    mine = [sizes[self._spec.rank]] * accumulate
                     of_rank = list(map(mul, sizes, itertools.repeat(accumulate)))
                     same = weigh(mine, sum(of_rank), self._size)
                     if source.uneven:
@@ -351,7 +348,7 @@ class Feed:
 
     def _weighed_window(self, rows: list[list[Sequence[float]]], last: bool, begun: int) -> Window:
         """The window of some micro-batches, given all ranks' weights of their parts."""
-        mine = [[part[self._rank] for part in row] for row in rows]
+        mine = [[part[self._spec.rank] for part in row] for row in rows]
         # what goes over all ranks does so inside of Python's own functions
         weights = [row[0] if len(row) == 1 else list(map(max, *row)) for row in rows]
         of_rank = list(map(sum, zip(*weights, strict=True)))
@@ -410,7 +407,7 @@ class Feed:
     def _fetched(self, accumulate: int) -> Iterator[Window]:
         begun, stop = (self._start - self._first) % accumulate, self._stop
         number = self._start - begun
-        batches = self._compared(self._source.weighed(self._epoch, 0, number, stop))
+        batches = self._spec.compared(self._source.weighed(self._epoch, 0, number, stop))
         self._state = self._source.state_dict()
         held: list[tuple[Any, float]] = []
         padding: Any = _END if self._padded else None
@@ -467,11 +464,11 @@ class Feed:
         """
         by_row = [weight.parts for weight in weights if isinstance(weight, RowWeight)]
         sums = [sum(of_rows) for of_rows in zip(*by_row, strict=True)] or [0.0] * self._mixes
-        if self._gather is None:
+        if self._spec.gather is None:
             return [()] * len(weights), [sum(weights)], not more, [[each] for each in sums]
         there = [float(weight > 0) for weight in weights] + [0.0] * (room - len(weights))
         mine = [len(weights), sum(weights), more, *there, *sums]
-        ranks = self._gather(torch.tensor(mine, dtype=torch.float64))
+        ranks = self._spec.gather(torch.tensor(mine, dtype=torch.float64))
         size = int(ranks[:, 0].max())
         absent = [*map(empty_ranks, ranks[:, 3 : 3 + size].T.tolist())]
         return absent, ranks[:, 1].tolist(), not bool(ranks[:, 2].any()), ranks[:, 3 + room :].T.tolist()
@@ -481,7 +478,7 @@ class Feed:
         batch = next(self._source.open(self._epoch, 0, 0, 1), _END)
         if batch is _END:
             raise MisconfigurationException(
-                f"train_dataloader has no samples for rank {self._rank} of {self._size}: the iterable data "
+                f"train_dataloader has no samples for rank {self._spec.rank} of {self._size}: the iterable data "
                 "set is shorter than the number of ranks. Use fewer devices or more data."
             )
         return batch

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from lockstep.ground.parameters import plain_name
 
@@ -13,14 +14,8 @@ if TYPE_CHECKING:
     from lockstep.module import LightningModule
 
 Flags = Mapping[str, bool]
-
-
-@dataclass(frozen=True)
-class _PartFlags:
-    """Which parameters are trained, and which parts are in training mode, by name."""
-
-    trained: Flags
-    training: Flags
+Noted = dict[str, Flags]
+"""Which parameters are "trained", and which parts are in "training" mode, by name."""
 
 
 class HookChanges:
@@ -35,11 +30,11 @@ class HookChanges:
 
     def __init__(self) -> None:
         self.outside: Flags | None = None
-        self._begun: _PartFlags | None = None
-        self._ended: _PartFlags | None = None
-        self._saved: dict[str, Flags] = {}
+        self._begun: Noted | None = None
+        self._ended: Noted | None = None
+        self._saved: Noted = {}
 
-    def load(self, saved: dict[str, Flags]) -> None:
+    def load(self, saved: Noted) -> None:
         """Take changes out of a checkpoint, for `begin`.
 
         Raises:
@@ -65,19 +60,24 @@ class HookChanges:
         """The last epoch has ended."""
         self._ended = self._noted(module)
 
-    def state_dict(self, module: LightningModule) -> dict[str, Flags]:
+    def state_dict(self, module: LightningModule) -> Noted:
         """The changes, by name; nothing where there are none."""
         if self._begun is None:
             return self._saved
         now = self._ended or self._noted(module)
-        trained, training = _changed(self._begun.trained, now.trained), _changed(self._begun.training, now.training)
-        return {"trained": trained, "training": training} if trained or training else {}
+        changes = {what: _changed(before, now[what]) for what, before in self._begun.items()}
+        return dict(changes) if any(changes.values()) else {}
 
-    def _noted(self, module: LightningModule) -> _PartFlags:
+    def _noted(self, module: LightningModule) -> Noted:
         """What is trained now, but for what the steps of manual optimization toggle."""
         toggled = module._toggled
         trained = {plain_name(n): toggled.get(p, p.requires_grad) for n, p in module.named_parameters()}
-        return _PartFlags(trained, self.outside or {n: part.training for n, part in module.named_modules()})
+        return {"trained": trained, "training": self.outside or modes_of(module)}
+
+
+def modes_of(module: nn.Module) -> dict[str, bool]:
+    """Whether each part of a module is in training mode, by name."""
+    return {name: part.training for name, part in module.named_modules()}
 
 
 def _changed(before: Flags, now: Flags) -> dict[str, bool]:

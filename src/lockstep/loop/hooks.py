@@ -109,11 +109,11 @@ def _by_position(owner: object, name: str) -> Method:
 
 def _takes_stage(method: Method) -> bool:
     """Whether a hook of set-up has its argument by Lightning's name, as it has to there."""
-    parameters = inspect.signature(method).parameters
-    named = parameters.get("stage")
-    if named is not None:
-        return named.kind is not named.POSITIONAL_ONLY
-    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    try:
+        inspect.signature(method).bind_partial(stage=None)
+    except TypeError:
+        return False
+    return True
 
 
 class Hooks:

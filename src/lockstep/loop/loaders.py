@@ -32,8 +32,11 @@ class RunLoaders:
     def __getstate__(self) -> dict[str, Any]:
         return kept(self)
 
-    def _hook(self, stage: str) -> Callable[[], Any] | None:
+    def hook(self, stage: str) -> Callable[[], Any] | None:
+        """The hook that gives a stage's loaders; None where they were passed, or there are none."""
         name, hook = f"{stage}_dataloader", None
+        if self.given.get(stage) is not None:
+            return None
         if self.datamodule is not None and is_overridden(name, self.datamodule, LightningDataModule):
             hook = getattr(self.datamodule, name)
         elif is_overridden(name, self.module, ModuleHooks):
@@ -51,15 +54,13 @@ class RunLoaders:
 
     def defined(self, stage: str) -> bool:
         """Whether there is a loader for this stage."""
-        return self.given.get(stage) is not None or self._hook(stage) is not None
+        return self.given.get(stage) is not None or self.hook(stage) is not None
 
     def request(self, stage: str) -> Any:
         """The loader or loaders of this stage; None where there are none."""
-        if self.given.get(stage) is not None:
-            return self.given[stage]
-        hook = self._hook(stage)
+        hook = self.hook(stage)
         if hook is None:
-            return None
+            return self.given.get(stage)
         try:
             return hook()
         except Exception as error:

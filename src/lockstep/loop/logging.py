@@ -223,8 +223,11 @@ class LogCollector:
             since: only those of later micro-batches.
             for_bar: only those that the progress bar shows.
         """
-        entries = [entry for entry in self._entries() if entry.step_fresh > since and entry.last_weight]
-        entries = [entry for entry in entries if entry.prog_bar] if for_bar else entries
+        entries = [
+            entry
+            for entry in self._entries()
+            if entry.step_fresh > since and entry.last_weight and (entry.prog_bar or not for_bar)
+        ]
         numbers = floats([entry.last for entry in entries])
         return [
             (entry, entry.step_name, torch.tensor(number, dtype=entry.dtype))

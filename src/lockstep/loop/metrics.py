@@ -57,14 +57,12 @@ class StatesByLoader:
     """
 
     def __init__(self) -> None:
-        self._saved: dict[tuple[int, int], Snapshot] = {}
-        self._metrics: dict[int, Metric] = {}
+        self._saved: dict[tuple[int, int], Snapshot] = {}  # by the metric's id: a snapshot holds the metric
 
     def keep(self, metric: Metric, loader: int) -> None:
         """A loader is done: keep what the metric has collected, and let it begin anew."""
         if (id(metric), loader) not in self._saved:
             self._saved[id(metric), loader] = snapshot(metric)
-            self._metrics[id(metric)] = metric
             metric.reset()
 
     def show(self, metric: Metric, loaders: Iterable[int], name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -14,7 +14,7 @@ from lockstep.loop.session import Session
 OF_TRAINING = ("training_step", "on_train_batch_end", "on_before_backward")
 
 
-def _norms_by_kind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _norms_by_kind(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """One number for each device, class and mesh of tensors, NaN where one of them holds one."""
     by_kind: dict[tuple[torch.device, type, object], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -52,12 +52,10 @@ class NanWatch:
         """At an epoch's end, where no loss was logged: NaN gradients have left NaN weights."""
         if self.told:
             return
-        module = self._session.module
-        weights = [parameter for parameter in module.parameters() if _has_norm(parameter)]
-        if weights and any(norm.isnan() for norm in _norms_by_kind(weights)):
-            named = module.named_parameters()
-            found = [name for name, p in named if any(p is weight for weight in weights) and p.isnan().any()]
-            self._tell(f"parameter {found[0]!r} holds NaN" if found else "a parameter holds NaN")
+        weights = {name: p for name, p in self._session.module.named_parameters() if _has_norm(p)}
+        if any(norm.isnan() for norm in _norms_by_kind(weights.values())):
+            found = next((repr(name) for name, p in weights.items() if p.isnan().any()), None)
+            self._tell("a parameter holds NaN" if found is None else f"parameter {found} holds NaN")
 
     def _tell(self, what: str) -> None:
         self.told = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import refuse_lazy
+from lockstep.ground.replaced import replace_until
 from lockstep.ground.tree import tensors_in
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.hooks import is_overridden
@@ -45,17 +46,10 @@ def _silent(*args: object, **kwargs: object) -> None:
 @contextmanager
 def _unlogged(module: LightningModule, trainer: Trainer | None) -> Iterator[None]:
     """Within, the module is attached to a Trainer and logs nothing."""
-    attached, module._trainer = module._trainer, trainer
-    before = {name: vars(module).pop(name, None) for name in ("log", "log_dict")}
-    vars(module).update(dict.fromkeys(before, _silent))
-    try:
+    with ExitStack() as end:
+        for name, value in (("_trainer", trainer), ("log", _silent), ("log_dict", _silent)):
+            replace_until(end, module, name, value)
         yield
-    finally:
-        module._trainer = attached
-        for name, value in before.items():
-            del vars(module)[name]
-            if value is not None:
-                vars(module)[name] = value
 
 
 def built(module: LightningModule, trainer: Trainer | None, device: torch.device | None = None) -> LightningModule:
@@ -69,11 +63,9 @@ def built(module: LightningModule, trainer: Trainer | None, device: torch.device
     if not is_overridden("configure_model", module, ModuleHooks):
         return module
     refuse_lazy(module, "A plan, which copies the module,")
-    attached, module._trainer = module._trainer, None
-    try:
+    with ExitStack() as end:
+        replace_until(end, module, "_trainer", None)
         made = copy.deepcopy(module)
-    finally:
-        module._trainer = attached
     with torch.device("meta") if device is None else device, _unlogged(made, trainer):
         made.configure_model()
     return made if device is None else made.to(device)

@@ -213,12 +213,9 @@ class Instruments:
         loaders, datamodule, request = session.loaders, session.datamodule, session.loaders.request
 
         def timed_request(stage: str) -> Any:
-            name = f"{stage}_dataloader"
-            if loaders.given.get(stage) is not None:
-                return request(stage)
-            of_datamodule = datamodule is not None and is_overridden(name, datamodule, LightningDataModule)
-            owner = f"[LightningDataModule]{type(datamodule).__name__}." if of_datamodule else self._module
-            return self.timed(owner + name, request)(stage)
+            hook = loaders.hook(stage)
+            timed = request if hook is None else self.timed(f"{self._owner(hook)}{stage}_dataloader", request)
+            return timed(stage)
 
         self._replace(loaders, "request", timed_request)
         for name in OF_DATAMODULE if datamodule is not None else ():

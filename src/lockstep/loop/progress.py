@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from types import NoneType
 from typing import Any
 
 # Where in an epoch a checkpoint was taken, and so where a resumed run goes on.
@@ -71,14 +72,11 @@ class Progress:
             ValueError: one is none.
         """
         for each in fields(self):
-            value = state.get(each.name, each.default)
+            value: Any = state.get(each.name, each.default)
             if each.name == "phase":
                 known = value in (EPOCH_START, BATCH_END, VALIDATED, WINDOW_END, EPOCH_END)
-            elif value is None:
-                known = each.default is None
             else:
-                kinds = (int, float) if each.name == "seconds" else bool if each.name == "last" else int
-                known = isinstance(value, kinds) and value >= 0
+                known = isinstance(value, _KINDS[str(each.type)]) and (value is None or value >= 0)
             if not known:
                 raise ValueError(f"{each.name} is {value!r:.50}")
             setattr(self, each.name, value)
@@ -138,6 +136,15 @@ class Progress:
                 "epoch_progress": {"total": dict(epochs), "current": epochs},
             }
         }
+
+
+_KINDS: dict[str, tuple[type[float] | type[None], ...]] = {
+    "int": (int,),
+    "bool": (bool,),
+    "float": (int, float),
+    "int | None": (int, NoneType),
+}
+"""What a checkpoint may hold of a counter, by the type that the counter has."""
 
 
 def _validation_is_due(batches: dict[str, Any], validation: dict[str, Any] | None) -> bool:

@@ -100,8 +100,7 @@ class SavedRanks:
             part["window_start"] = self._window_start(mine)
         part["data"] = of_all_ranks(self.parts[0].get("data"))
         if self.count == replicas.count:
-            kept = ("data", "random", "buffers")
-            part.update({key: mine[0][key] for key in kept if key in mine[0]})
+            part.update(_those(mine[0], "data", "random", "buffers"))
         if self.holds_gradients:
             part["of others"] = self
             weighs = not first_logs or rank in replicas.first_ranks
@@ -149,9 +148,11 @@ def at_window_start(part: Part, anew: bool) -> Part:
         anew: it is the epoch's first, and the epoch begins anew, with all that its hooks log.
     """
     start = part.get("window_start") or {}
-    found: Part = {key: part[key] for key in ("data", "random") if key in part}
-    found.update({key: start[key] for key in ("metrics", "published") if key in start})
+    found = {**_those(part, "data", "random"), **_those(start, "metrics", "published")}
     found["buffers_at_start"] = start.get("buffers", {})
-    if "results" in start and not anew:
-        found["results"] = start["results"]
-    return found
+    return found if anew else {**found, **_those(start, "results")}
+
+
+def _those(part: Part, *keys: str) -> Part:
+    """What a part holds under some keys, as far as it does."""
+    return {key: part[key] for key in keys if key in part}

@@ -26,14 +26,14 @@ def takes_idx(training_step: Callable[..., Any]) -> bool:
     Raises:
         MisconfigurationException: it wants more than that.
     """
-    arguments = _parameters(training_step)
-    more = _required(training_step)[2:]
+    positional, takes_any = _taken(training_step)
+    more = _required(positional)[2:]
     if more:
         way_out = GONE.get(more[0], "give it a default, or take it from `self`")
         raise MisconfigurationException(
             f"`training_step` wants {more[0]!r}, and is called with (batch, batch_idx): {way_out}."
         )
-    return len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments)
+    return takes_any or len(positional) > 1
 
 
 def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
@@ -47,12 +47,10 @@ def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
     Raises:
         MisconfigurationException: it wants what it is not given, or lacks what tells loaders apart.
     """
-    parameters = _parameters(step)
+    positional, takes_any = _taken(step)
     wanted = 3 if several else 2
     refuse_more(step, wanted, name)
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return wanted
-    takes = min(wanted, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters))
+    takes = wanted if takes_any else min(wanted, len(positional))
     if several and takes < 3:
         raise MisconfigurationException(
             f"There are several loaders, and `{name}` takes no `dataloader_idx`: define it as "
@@ -67,7 +65,7 @@ def refuse_more(method: Callable[..., Any], given: int, name: str) -> None:
     Raises:
         MisconfigurationException: with the argument.
     """
-    more = _required(method)[given:]
+    more = _required(_taken(method)[0])[given:]
     if not more:
         return
     if more[0] == "dataloader_idx":
@@ -81,14 +79,19 @@ def refuse_more(method: Callable[..., Any], given: int, name: str) -> None:
     )
 
 
-def _required(method: Callable[..., Any]) -> list[str]:
+def _required(positional: list[inspect.Parameter]) -> list[str]:
     """Names of the parameters without a default, in the order in which arguments fill them."""
-    positional = [p for p in _parameters(method) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [p.name for p in positional if p.default is p.empty]
 
 
-def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters that a caller fills; a wrapper on the instance may show those of the class' function."""
+def _taken(method: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
+    """The parameters that arguments fill by their place, and whether a method takes any number of them.
+
+    A wrapper on the instance may show those of the class' function.
+    """
     found = list(inspect.signature(method).parameters.values())
     wraps = not inspect.ismethod(method) and (hasattr(method, "__wrapped__") or hasattr(method, "__signature__"))
-    return found[1:] if wraps and found and found[0].name == "self" else found
+    if wraps and found and found[0].name == "self":
+        del found[0]
+    positional = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return positional, any(p.kind is p.VAR_POSITIONAL for p in found)

@@ -65,10 +65,6 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.numel() <= SMALL or tensor.is_inference() else tensor._version
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
 class WindowStart:
     """The beginning of the window under way, of a fit whose windows have several micro-batches.
 
@@ -134,7 +130,9 @@ class WindowStart:
                 yield kept.value, buffer  # the usual one, as cheap as can be
             elif buffer is not None and key not in part._non_persistent_buffers_set and not is_lazy(buffer):
                 if kept is None or not kept.fits(buffer):
-                    self._buffers[prefix, key] = _Buffer(part._buffers, key, buffer, _version(buffer), _copy(buffer))
+                    self._buffers[prefix, key] = _Buffer(
+                        part._buffers, key, buffer, _version(buffer), buffer.detach().clone()
+                    )
                 elif not kept.unchanged():
                     kept.source, kept.version = buffer, _version(buffer)
                     yield kept.value, buffer
