@@ -28,9 +28,10 @@ def test_a_batch_is_cast_on_its_device(kind: str, made: list[str], monkeypatch: 
     precision = SimpleNamespace(convert_input=told("cast"))
     strategy: Any = SimpleNamespace(root_device=torch.device(kind), precision=precision)
     monkeypatch.setattr(LightningModule, "transfer_batch_to_device", told("moved"))
+    moves = {} if kind == "cpu" else {"transfer_batch_to_device": told("moved")}
     transfer = Transfer(LightningModule(), None, strategy)
-    transfer._move = None if kind == "cpu" else told("moved")
+    transfer.use(moves)
     assert transfer([]) == made
     with_hook = Transfer(Before(), None, strategy)
-    with_hook._move = None if kind == "cpu" else told("moved")
+    with_hook.use({**moves, "on_before_batch_transfer": with_hook.hooks["on_before_batch_transfer"]})
     assert with_hook([]) == ["cast", "before", *(["moved"] if kind == "cuda" else [])]  # the hook sees the cast

@@ -80,7 +80,7 @@ class MadeUpDevices:
 
         def moves(transfer: Any, module: Any, *args: Any) -> None:
             own(transfer, module, *args)
-            transfer._move, transfer.idle = transfer._move or module.transfer_batch_to_device, False
+            transfer.use({"transfer_batch_to_device": module.transfer_batch_to_device, **transfer.hooks})
 
         # on the CPU alone a batch is not moved
         transfers = patch.object(Transfer, "__init__", moves)

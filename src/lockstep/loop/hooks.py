@@ -6,9 +6,11 @@ Beside them the hooks on a batch's way to the device.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lockstep.callbacks.base import Callback
 from lockstep.datamodule import LightningDataModule
@@ -223,37 +225,44 @@ class Transfer:
     """Moves batches to the strategy's device through the hooks that the data module or the module overrides.
 
     Attributes:
+        hooks: those that are called, by name.
         idle: whether a call would give back the batch as it is; the loops then do not call.
     """
 
     def __init__(self, module: LightningModule, datamodule: LightningDataModule | None, strategy: Strategy) -> None:
-        chosen = {}
+        self.hooks: dict[str, Method] = {}
         for name in OF_TRANSFER:
             if datamodule is not None and is_overridden(name, datamodule, LightningDataModule):
-                chosen[name] = getattr(datamodule, name)
+                self.hooks[name] = getattr(datamodule, name)
             elif is_replaced(name, module, ModuleHooks):
-                chosen[name] = getattr(module, name)
-        self._before = chosen.get(OF_TRANSFER[0])
-        self._after = chosen.get(OF_TRANSFER[2])
+                self.hooks[name] = getattr(module, name)
         self._device = strategy.root_device
-        self._move = chosen.get(OF_TRANSFER[1])
-        if self._move is None and self._device.type != "cpu":
-            self._move = module.transfer_batch_to_device
+        if self._device.type != "cpu":
+            self.hooks.setdefault("transfer_batch_to_device", module.transfer_batch_to_device)
         self._convert = strategy.precision.convert_input
+        self.use(self.hooks)
+
+    def use(self, hooks: Mapping[str, Method]) -> None:
+        """Call these from here on."""
+        before, move, after = map(hooks.get, OF_TRANSFER)
+        moved = None if move is None else _with_device(move, self._device)
+        converted = None if self._convert is None else _of_batch(self._convert)
         # a cast makes memory that is not pinned, which the copy would wait for; a hook of the user's sees the cast
-        self._converts_there = self._device.type != "cpu" and self._before is None
-        self.idle = not chosen and self._move is None and self._convert is None
+        there = self._device.type != "cpu" and before is None
+        order = (moved, converted, after) if there else (converted, before, moved, after)
+        self._steps = [step for step in order if step is not None]
+        self.idle = not self._steps
 
     def __call__(self, batch: object, dataloader_idx: int = 0) -> Any:
         """The batch on the device, in the run's precision."""
-        if self._convert is not None and not self._converts_there:
-            batch = self._convert(batch)
-        if self._before is not None:
-            batch = self._before(batch, dataloader_idx)
-        if self._move is not None:
-            batch = self._move(batch, self._device, dataloader_idx)
-        if self._convert is not None and self._converts_there:
-            batch = self._convert(batch)
-        if self._after is not None:
-            batch = self._after(batch, dataloader_idx)
+        for step in self._steps:
+            batch = step(batch, dataloader_idx)
         return batch
+
+
+def _with_device(move: Method, device: torch.device) -> Method:
+    return lambda batch, dataloader_idx: move(batch, device, dataloader_idx)
+
+
+def _of_batch(convert: Method) -> Method:
+    return lambda batch, dataloader_idx: convert(batch)

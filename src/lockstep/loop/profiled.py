@@ -29,6 +29,7 @@ BATCH = "run_training_batch"
 EPOCH = "run_training_epoch"
 OF_DATAMODULE = ("setup", "teardown", "state_dict", "load_state_dict", "on_exception")
 OF_MODULE = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
+MOVE = "transfer_batch_to_device"
 _END = object()
 
 
@@ -197,13 +198,10 @@ class Instruments:
 
     def _time_transfer(self, transfer: Transfer) -> None:
         """The transfer hooks of training; an evaluation makes its own way to the device, which is not timed."""
-        for name, hook in (("_before", "on_before"), ("_after", "on_after")):
-            own = getattr(transfer, name)
-            if own is not None:
-                setattr(transfer, name, self.timed(f"{self._owner(own)}{hook}_batch_transfer", own))
-        if transfer._move is not None:
-            move = self.timed(f"{self._owner(transfer._move)}transfer_batch_to_device", transfer._move)
-            transfer._move = self.timed(f"{self._strategy}batch_to_device", move)
+        timed = {name: self.timed(f"{self._owner(own)}{name}", own) for name, own in transfer.hooks.items()}
+        if MOVE in timed:
+            timed[MOVE] = self.timed(f"{self._strategy}batch_to_device", timed[MOVE])
+        transfer.use(timed)
 
     def _owner(self, method: Callable[..., Any]) -> str:
         owner = getattr(method, "__self__", None)
