@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from lockstep.loop.planning import profile_module
 from lockstep.planner.cost import Prediction, predict
 from lockstep.planner.hardware import hardware_of
 from lockstep.planner.partition import Device, partition
 from lockstep.planner.profile import ModelProfile
+from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import RankPool

@@ -56,17 +56,18 @@ from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher
 from lockstep.loggers.base import Logger
-from lockstep.loop import choice, spawn_results, state
+from lockstep.loop import spawn_results, state
 from lockstep.loop.compiled import unwrapped
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop, Result
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.loaders import RunLoaders
-from lockstep.loop.prediction import PredictionCheck
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 from lockstep.names.old_flags import old_flags_of, translate
 from lockstep.planner.plan import Plan
+from lockstep.plans import choice
+from lockstep.plans.prediction import PredictionCheck
 from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 

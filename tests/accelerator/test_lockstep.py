@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule, Trainer, seed_everything
 from lockstep.ground.accelerators import TorchAccelerator
-from lockstep.loop.planning import profile_module
+from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import check_equivalence

@@ -30,9 +30,11 @@ FLOORS = {
     "hooks": 2,
     "datamodule": 2,
     # on the third: STRATEGIES
+    "balance": 4,
     "config": 4,
     "loop": 4,
     "names": 4,
+    "plans": 4,
     "attributes": 5,
     "trainer": 5,
     "tuner": 6,
@@ -81,9 +83,9 @@ FACES = {
 # Users' overrides of hooks name the Trainer (`def on_fit_start(self, trainer: Trainer, ...)`), so the signatures that
 # they override name it, too. These parts may import exactly this one from above, for type checkers only.
 TRAINER = "lockstep.trainer"
-NAME_THE_TRAINER = {"callbacks", "loggers", "module", "datamodule", "loop"}
+NAME_THE_TRAINER = {"callbacks", "loggers", "module", "datamodule", "loop", "plans"}
 ENGINES = ("engines", "memory", "planner", "precision", "data", "hpc")
-ABOVE_ENGINES = ("trainer", "loop", "callbacks")
+ABOVE_ENGINES = ("trainer", "loop", "balance", "plans", "callbacks")
 READS_ENVIRONMENT = ("cluster", "launch", "supervise", "testing", "verify")
 FORBIDDEN_NAMES = {
     "utils",
@@ -308,7 +310,7 @@ def strategies_are_not_told_apart(sources: Sources) -> Iterator[str]:
 def trainer_is_the_users(sources: Sources) -> Iterator[str]:
     """The loops hand the Trainer to hooks, and read the session; a profiler alone times the loops of the Trainer."""
     for source in sources.values():
-        if source.part != "loop" or source.path.name == "profiled.py":
+        if source.part not in ("loop", "balance") or source.path.name == "profiled.py":
             continue
         for node in source.nodes:
             if (

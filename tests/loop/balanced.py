@@ -28,7 +28,7 @@ def made_up_clock() -> Iterator[Clock]:
     """Inside, fits that begin measure their steps, and the stages of a pipeline, by this clock."""
     clock = Clock()
     with (
-        patch("lockstep.loop.balance.perf_counter", clock),
+        patch("lockstep.balance.balance.perf_counter", clock),
         patch("lockstep.engines.pipeline.times.perf_counter", clock),
     ):
         yield clock

@@ -125,7 +125,7 @@ def with_memory(free: int) -> tuple[float, ...]:
     bytes_of_activations = 8  # a sample's
     with (
         made_up_clock() as clock,
-        patch("lockstep.loop.balance.free_memory", lambda device, ranks: free if rank == 0 else 2**40),
+        patch("lockstep.balance.balance.free_memory", lambda device, ranks: free if rank == 0 else 2**40),
         patch("lockstep.memory.meter.Activations.total", property(lambda self: 8 * bytes_of_activations)),
     ):
         trainer = on_ranks(max_epochs=1, balance=True, callbacks=[Takes(clock, slow_rank(1))])
@@ -209,7 +209,7 @@ def normed(**flags: Any) -> tuple[list[str], str]:
     """What is warned of, and told."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with patch("lockstep.loop.balance.rank_zero_info") as told:
+        with patch("lockstep.balance.balance.rank_zero_info") as told:
             on_ranks(max_epochs=1, balance=True, **flags).fit(Normed(), numbers(16, flags.pop("batch_size", 4)))
     said = " ".join(str(call.args[0]) for call in told.call_args_list)
     return [str(each.message) for each in warned if "balance" in str(each.message)], said
@@ -229,7 +229,7 @@ def test_batch_norm_without_synchronization_is_warned_of_once(ranks: RankPool) -
 
 
 def single() -> str:
-    with patch("lockstep.loop.balance.rank_zero_info") as told:
+    with patch("lockstep.balance.balance.rank_zero_info") as told:
         on_ranks(max_epochs=1, balance=True).fit(Slope(), numbers(16, 1))
     return " ".join(str(call.args[0]) for call in told.call_args_list)
 
@@ -258,7 +258,7 @@ def balanced_calls() -> list[str]:
 def test_a_step_that_is_measured_has_one_frame_and_few_calls_more(ranks: RankPool) -> None:
     """A frame of the file that measures; four timed calls and two of the window's end, and two that draw one by one."""
     for path in ranks(2).run(balanced_path):
-        assert over_budget([file for file in path if file != "loop/step_times.py"]) == [], path
-        assert path.count("loop/step_times.py") == 1
+        assert over_budget([file for file in path if file != "balance/step_times.py"]) == [], path
+        assert path.count("balance/step_times.py") == 1
     for called in ranks(2).run(balanced_calls):
         assert 4 * CALLS < len(called) <= 4 * (CALLS + 8), "\n".join(called)

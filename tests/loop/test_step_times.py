@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.balance.step_times import BACKWARD, DATA, FORWARD, PAUSE, WAITING, DeviceTimes, StepTimes
 from lockstep.ground.streams import TimedEvent
-from lockstep.loop.step_times import BACKWARD, DATA, FORWARD, PAUSE, WAITING, DeviceTimes, StepTimes
 from lockstep.supervise.collective_trace import WAITS, wrapped
 from lockstep.testing.pool import RankPool
 from tests.loop.balanced import Clock

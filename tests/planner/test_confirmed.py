@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.engines.planned import strategy_of
-from lockstep.loop.planning import profile_module
 from lockstep.planner.cost import Candidate
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.plan import make_plan
+from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
 from lockstep.testing import RankPool
 from tests.loop.pieces import quiet

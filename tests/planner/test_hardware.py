@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.planning import profile_module
 from lockstep.planner import hardware
 from lockstep.planner.cost import Candidate, predict
 from lockstep.planner.engines import NETS, EngineCost, _solved
 from lockstep.planner.hardware import Hardware, bytes_said, described, hardware_of, measure_links, usable_memory
+from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
 from tests.loop.pieces import quiet
 from tests.planner.models import made

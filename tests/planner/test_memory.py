@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.loop.planning import profile_module
 from lockstep.planner.cost import Candidate, Prediction, predict
 from lockstep.planner.hardware import described
 from lockstep.planner.profile import ModelProfile
 from lockstep.planner.trace import workspace_of_lstm
+from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from lockstep.testing import RankPool

@@ -18,11 +18,11 @@ from lockstep.cli import plan as plan_command
 from lockstep.cli.run import main
 from lockstep.engines.planned import strategy_of
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop import choice
 from lockstep.planner import hardware
 from lockstep.planner.cost import Candidate, predict
 from lockstep.planner.hardware import Hardware, described
 from lockstep.planner.plan import Plan, SavedPlan, candidates, make_plan
+from lockstep.plans import choice
 from lockstep.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from lockstep.testing import BoringModel, RankPool
 from tests.loop.pieces import quiet

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.planning import profile_module
 from lockstep.planner import profile
 from lockstep.planner.profile import find_units, measure_step, profile_step
 from lockstep.planner.trace import BACKWARD, FORWARD, UPDATE, TracedStep
+from lockstep.plans.planning import profile_module
 from lockstep.precision.base import Precision
 from lockstep.precision.formats import make_precision
 from tests.loop.pieces import quiet

@@ -21,10 +21,10 @@ from lockstep.cli.run import CommandParser, check_script, number_from, split
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import PLANNED_PARAMETERS
 from lockstep.ground.types import TrainerFn
-from lockstep.loop import choice
 from lockstep.module import LightningModule
 from lockstep.planner.hardware import Hardware, bytes_said, described
 from lockstep.planner.plan import Plan, SavedPlan
+from lockstep.plans import choice
 from lockstep.trainer import Trainer
 
 USAGE = "lockstep plan [options] script.py [options] [arguments of the script]"

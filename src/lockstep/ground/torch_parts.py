@@ -61,13 +61,13 @@ PARTS: tuple[Part, ...] = (
     # imported with the package
     Part(
         "torch.utils._pytree",
-        "data/combined.py data/stream.py loop/choice.py loop/weighing.py engines/sharded/sharded_init.py",
+        "data/combined.py data/stream.py plans/choice.py loop/weighing.py engines/sharded/sharded_init.py",
         "the tensors of a nested batch, and the batch again",
         EVERYTHING,
     ),
     Part(
         "torch.nn.modules.batchnorm._BatchNorm",
-        "callbacks/finetuning.py callbacks/stochastic_weight_avg.py loop/balance.py engines/ddp/sync_batchnorm.py "
+        "callbacks/finetuning.py callbacks/stochastic_weight_avg.py balance/balance.py engines/ddp/sync_batchnorm.py "
         "engines/pipeline/strategy.py",
         "which layers have statistics of batches",
         EVERYTHING,
@@ -330,11 +330,11 @@ PARTS: tuple[Part, ...] = (
     Part("torch._subclasses.fake_tensor.FakeTensorMode", "planner/profile.py", "tensors without memory", PLAN),
     Part(
         "torch._subclasses.fake_tensor.DataDependentOutputException",
-        "loop/planning.py",
+        "plans/planning.py",
         "models that look at values",
         PLAN,
     ),
-    Part("torch._subclasses.fake_tensor.DynamicOutputShapeException", "loop/planning.py", "as above", PLAN),
+    Part("torch._subclasses.fake_tensor.DynamicOutputShapeException", "plans/planning.py", "as above", PLAN),
     Part("torch.autograd._get_sequence_nr", "planner/trace.py", "the forward that a backward belongs to", PLAN),
     Part("torch._C._current_autograd_node", "planner/trace.py", "as above", PLAN),
     Part("torch.autograd.graph.Node._sequence_nr", "planner/trace.py", "as above", PLAN),

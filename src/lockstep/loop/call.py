@@ -30,7 +30,6 @@ from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerFn, Tr
 from lockstep.hooks import ModuleHooks
 from lockstep.loggers.base import FolderLogger
 from lockstep.loop import state
-from lockstep.loop.choice import reconsider
 from lockstep.loop.contradictions import check_contradictions
 from lockstep.loop.device_left import leave_device
 from lockstep.loop.early_optimizers import check_early
@@ -47,6 +46,7 @@ from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals, undisturbed
 from lockstep.loop.uncalled import check_removed_hooks, check_uncalled
 from lockstep.module import LightningModule
+from lockstep.plans.choice import reconsider
 from lockstep.profilers.base import PassThroughProfiler
 from lockstep.supervise import status
 from lockstep.supervise.call_comparison import compared

@@ -39,7 +39,7 @@ from lockstep.loop.window_start import WindowStart
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.loop.balance import Balance
+    from lockstep.balance.balance import Balance
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class FitLoop:
         session = self.session
         listeners = [callback for callback in session.callbacks if callback._hears_step_times]
         if session.config.balance or listeners:
-            from lockstep.loop.balance import measure
+            from lockstep.balance.balance import measure
 
             self.balance = measure(session, self.step.batches, self.validation, listeners)
         if self.balance is not None:

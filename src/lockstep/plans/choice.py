@@ -110,8 +110,8 @@ def plan_for(
         measure: seconds on this device, where the model fits it; None: unless ``hardware`` is given.
         folder: where measurements are kept.
     """
-    from lockstep.loop.planning import profile_module
     from lockstep.planner.hardware import hardware_of
+    from lockstep.plans.planning import profile_module
 
     strategy, module = trainer.strategy, trainer.lightning_module
     precision = strategy.precision

@@ -10,6 +10,7 @@ from time import perf_counter
 
 from torch import nn
 
+from lockstep.balance.step_times import DeviceTimes, StepTimes
 from lockstep.callbacks.base import Callback
 from lockstep.data.cut import apportion
 from lockstep.data.shares import Move, ShareControl
@@ -25,7 +26,6 @@ from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed
 from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.session import Session
-from lockstep.loop.step_times import DeviceTimes, StepTimes
 from lockstep.loop.window import Window
 
 PERIOD = 8
