@@ -117,3 +117,14 @@ def test_a_checkpoint_with_code_in_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match="weights_only=False"):
         Digits.load_from_checkpoint(tmp_path / "a.ckpt")
     assert Digits.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=False).hparams.folder == tmp_path
+
+
+def test_it_is_shown_with_the_lengths_of_its_data_sets() -> None:
+    assert str(LightningDataModule()) == "\n".join(
+        f"{{{kind} dataloader: None}}" for kind in ("Train", "Validation", "Test", "Predict")
+    )
+    module = LightningDataModule.from_datasets(numbers(5), [numbers(3), Stream(2)], batch_size=2)
+    assert str(module).splitlines()[:2] == [
+        "{Train dataloader: size=5}",
+        "{Validation dataloader: 1. size=3 ; 2. size=NA}",
+    ]

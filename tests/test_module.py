@@ -174,3 +174,32 @@ def test_of_fabric_and_a_mesh_there_is_none() -> None:
     assert module.fabric is None
     quiet(max_epochs=1).fit(module, numbers(1))
     assert module.device_mesh is None
+
+
+class Inner(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: Any) -> Any:
+        self.log("inner", 3.0)
+        return self.layer(x)
+
+
+class Outer(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.inner(torch.ones(2)).sum()
+
+
+def test_a_module_in_another_has_its_trainer_and_logs() -> None:
+    module, trainer = Outer(), quiet(max_steps=1)
+    trainer.fit(module, numbers(2))
+    assert module.inner.trainer is trainer
+    assert trainer.callback_metrics["inner"] == 3.0
+    module.trainer = None
+    with pytest.raises(RuntimeError, match="Inner is not attached"):
+        _ = module.inner.trainer

@@ -36,7 +36,6 @@ from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.memory import memory_of
 from lockstep.loop.optimizers import LightningOptimizer
-from lockstep.loop.progress import EPOCH_END
 from lockstep.loop.session import Session
 from lockstep.loop.state import collect
 from lockstep.memory.meter import MemoryUse
@@ -264,8 +263,7 @@ class Attributes:
 
         Where a fit goes on behind an epoch's end, it is the next one already in ``on_train_start``.
         """
-        progress = self.session.fit.progress
-        return progress.epoch + (self.fit_loop.starts and progress.phase == EPOCH_END)
+        return self.fit_loop.current_epoch
 
     @property
     def global_step(self) -> int:

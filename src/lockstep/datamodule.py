@@ -12,6 +12,8 @@ from typing_extensions import Self
 
 from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
 from lockstep.checkpoint.sharded import load as load_checkpoint
+from lockstep.data.combined import flatten
+from lockstep.data.source import length_of
 from lockstep.ground.device import is_there
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import HyperparametersMixin
@@ -106,6 +108,13 @@ class LightningDataModule(HyperparametersMixin):
 
     def teardown(self, stage: str) -> None:
         """Clean up after a stage. Runs in every process."""
+
+    def __str__(self) -> str:
+        """The length of each data set that there is by now; asks the loader hooks for them."""
+        hooks = [("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")]
+        return "\n".join(
+            f"{{{kind} dataloader: {_sizes(getattr(self, f'{name}_dataloader'))}}}" for kind, name in hooks
+        )
 
     # -- checkpoints
 
@@ -202,3 +211,14 @@ class LightningDataModule(HyperparametersMixin):
             f"{type(self).__name__} has no {hook}(): define it to return a DataLoader, or hand loaders to "
             f"trainer.{stage}() directly."
         )
+
+
+def _sizes(hook: Callable[[], object]) -> str:
+    """What `str` of a data module says of a loader hook: the lengths of the data sets of its loaders."""
+    try:
+        loaders, _ = flatten(hook())
+    except Exception:  # the hook of another stage: its data is not set up, or there is none
+        return "None"
+    lengths = [length_of(getattr(loader, "dataset", loader)) for loader in loaders]
+    sizes = [f"size={'NA' if length is None else length}" for length in lengths]
+    return sizes[0] if len(sizes) == 1 else " ; ".join(f"{number}. {size}" for number, size in enumerate(sizes, 1))

@@ -99,7 +99,9 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        self._trainer = trainer
+        for module in self.modules():
+            if isinstance(module, LightningModule):  # of one in another, too: it may log
+                module._trainer = trainer
 
     @property
     def device(self) -> torch.device:

@@ -49,7 +49,7 @@ from lockstep.engines.table import check_balances, drives_all_devices, make_stra
 from lockstep.ground.accelerators import Accelerator, find_accelerator
 from lockstep.ground.copies import kept
 from lockstep.ground.creating import creating
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, NotThere
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.tried import warn_of_untried_torch
 from lockstep.ground.types import RunningStage, TrainerFn
@@ -494,7 +494,7 @@ class Trainer(Attributes):
                 refuses others.
         """
         if not self.session.has("hooks") or self.strategy.module is None:
-            raise MisconfigurationException(
+            raise NotThere(
                 f"trainer.save_checkpoint({os.fspath(filepath)!r}): there is nothing to save before the first fit has "
                 "set up its module (a copy of a Trainer has set up nothing)."
             )

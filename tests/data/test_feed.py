@@ -15,6 +15,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -322,6 +323,20 @@ def test_a_distributed_sampler_of_the_users_keeps_its_share() -> None:
     assert drawn(steps[1]) == list(sampler)
     with pytest.raises(MisconfigurationException, match=r"num_replicas=2, rank=1.*rank 0 of 3.*use_distributed"):
         feed_of(made[1], 0, 3)
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, SequentialSampler])
+def test_a_set_epoch_that_a_sampler_of_torchs_was_given_is_called(kind: Any) -> None:
+    sampler: Any = kind(numbers(6))
+    told: list[int] = []
+    sampler.set_epoch = told.append
+    for made in (DataLoader(numbers(6), 2, sampler=sampler), DataLoader(numbers(6), 2)):
+        feed = feed_of(made, 0, 1)
+        assert [sorted(drawn(epoch(feed, number))) for number in (0, 3)] == [list(range(6))] * 2
+    assert told == [0, 3]
+    batches = DataLoader(numbers(6), batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+    epoch(feed_of(batches, 0, 1), 5)
+    assert told == [0, 3, 5]
 
 
 # -- loaders as they are

@@ -74,6 +74,8 @@ TOPICS = {
     "loaders that stay": r"reload_dataloaders_every_n_epochs=\d+\): fit\(\) got",
     "NaN": r"the loss was NaN there or before",
     "summary's precision": r"Precision .* is not supported by the model summary",
+    "lost states": r"callbacks used to create the checkpoint|the states of callbacks that this Trainer",
+    "one cycle by epochs": r"OneCycleLR.*(Are you sure|is stepped once an epoch)",
     "few rates": r"too few to suggest a learning rate",
 }
 """What a warning is about, and the words by which either says it; others are compared by their first words."""

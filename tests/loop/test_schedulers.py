@@ -217,7 +217,7 @@ def test_other_shapes_are_refused_with_what_is_wrong(returned: Any, said: str) -
     ],
 )
 def test_a_misspelt_key_is_told_its_nearest(returned: Any, said: str) -> None:
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(RuntimeWarning, match=said):
         parse(returned, automatic=True, custom_scheduler_step=False)
 
 

@@ -130,6 +130,7 @@ def test_private_attributes_that_do_no_harm_can_be_read(ranks: RankPool, tmp_pat
         "trainer._logger_connector.log_metrics({'a': 1.0}, 2)": None,
         "len(trainer._callback_connector._reorder_callbacks(trainer.callbacks))": 1,
         "trainer.fit_loop.epoch_loop._batches_that_stepped": 3,
+        "trainer.fit_loop.batch_idx, trainer.fit_loop.total_batch_idx": (2, 2),
         "hasattr(trainer, '_results')": False,
         "hasattr(trainer._data_connector, 'prepare_data')": False,
     }

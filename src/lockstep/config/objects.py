@@ -20,7 +20,7 @@ from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.environments import DescribesRanks, LightningEnvironment, describes_ranks, environment_named
 from lockstep.config.run import RunConfig, switch
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.loggers.base import DummyLogger, Logger
 from lockstep.loggers.tensorboard import default_logger
 from lockstep.loop.hooks import is_overridden
@@ -51,15 +51,16 @@ def check_kind(where: str, thing: object, kind: type, name: str) -> None:
         name: how users import it from lockstep.
 
     Raises:
-        MisconfigurationException: a class in place of an instance, an object of Lightning's, or something else.
+        WrongType: a class in place of an instance, or something else.
+        MisconfigurationException: an object of Lightning's.
     """
     if isinstance(thing, type) and issubclass(thing, kind):
-        raise MisconfigurationException(f"{where}: {thing.__name__} is a class; give an instance, {thing.__name__}().")
+        raise WrongType(f"{where}: {thing.__name__} is a class; give an instance, {thing.__name__}().")
     if isinstance(thing, kind):
         return
     check_not_lightnings(where, thing)
     shown = type(thing).__name__ if not isinstance(thing, type) else f"the class {thing.__name__}"
-    raise MisconfigurationException(f"{where}: give a lockstep.{name}, not {shown} ({thing!r:.100}).")
+    raise WrongType(f"{where}: give a lockstep.{name}, not {shown} ({thing!r:.100}).")
 
 
 def check_not_lightnings(where: str, thing: object) -> None:

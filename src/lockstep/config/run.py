@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal, TypeGuard
 
 from lockstep.config.compile import CompileOptions, compile_options
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
 Accumulation = int | dict[int, int]
@@ -158,8 +158,11 @@ def clip_bound(flag: str, value: object) -> float | None:
     """A bound of gradients; 0 is no clipping, as in Lightning."""
     if value is None:
         return None
-    if not is_number(value, int, float) or not value >= 0:
-        raise MisconfigurationException(f"Trainer({flag}={value!r}): give a number above 0, or None for no clipping.")
+    message = f"Trainer({flag}={value!r}): give a number above 0, or None for no clipping."
+    if not is_number(value, int, float):
+        raise WrongType(message)
+    if not value >= 0:
+        raise MisconfigurationException(message)
     return float(value) or None
 
 

@@ -34,7 +34,7 @@ from lockstep.data.source import (
 )
 from lockstep.data.stream import Stream
 from lockstep.data.workers import end_workers
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.ground.rank import warn_once
 from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
@@ -257,7 +257,13 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
     Raises:
         MisconfigurationException: it has a `DistributedSampler` made for other ranks, or cannot be shared out by
             weight.
+        WrongType: it cannot be iterated.
     """
+    if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+        raise WrongType(
+            f"{name} is {loader!r:.100}, a {type(loader).__name__}, which gives no batches: return or pass a "
+            "DataLoader, or what can be iterated."
+        )
     measure = Measure(name, spec.stage)
     key = make_key(spec.seed, spec.stage, number)
     if not isinstance(loader, DataLoader) or not spec.distribute:

@@ -41,6 +41,8 @@ _WAY_OUT = (
 def order_of(sampler: object, n: int, *, seed: int, key: int, torch_order: bool) -> Callable[[int, int], Order] | None:
     """The order, given (epoch, turn), that stands for one of torch's plain samplers; None for any other.
 
+    One that was given a ``set_epoch`` of its own, as an attribute, is told its epochs, and is another.
+
     Args:
         sampler: a loader's.
         n: length of the data set.
@@ -48,6 +50,8 @@ def order_of(sampler: object, n: int, *, seed: int, key: int, torch_order: bool)
         key: stands for (seed, loader).
         torch_order: shuffle by `torch.randperm` with a generator seeded by ``seed + epoch``.
     """
+    if hasattr(sampler, "set_epoch"):
+        return None
     if type(sampler) is SequentialSampler:
         return lambda epoch, turn: sequential
     if type(sampler) is not RandomSampler:

@@ -17,6 +17,20 @@ class MisconfigurationException(ValueError, RuntimeError):
     """
 
 
+class WrongType(MisconfigurationException, TypeError):
+    """What was given is of a type that cannot be taken: a ``TypeError``, too."""
+
+
+class NotThere(MisconfigurationException, AttributeError):
+    """What was asked for has nothing to act on: an ``AttributeError``, too."""
+
+
+class KeyNotThere(MisconfigurationException, KeyError):
+    """A part of a checkpoint that is needed and not in it: a ``KeyError``, too."""
+
+    __str__ = Exception.__str__  # that of KeyError shows the message in quotes
+
+
 class RankFailed(RuntimeError):
     """Another rank has failed, so that this one cannot go on: the message says which, where and why.
 
@@ -124,6 +138,11 @@ class Inner:
     def __init__(self, name: str, offers: Mapping[str, Callable[[], Any]]) -> None:
         self._name, self._offers = name, offers
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in ("_name", "_offers"):
+            raise no_inner_part(f"{self._name}.{name}", "sets")
+        object.__setattr__(self, name, value)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_name", "_offers"):
             raise AttributeError(name)
@@ -132,14 +151,15 @@ class Inner:
         raise no_inner_part(f"{self._name}.{name}")
 
 
-def no_inner_part(path: str) -> AttributeError:
+def no_inner_part(path: str, does: str = "reads") -> AttributeError:
     """The error for an inner part of Lightning's Trainer that is not here; it names who reads it.
 
     Args:
         path: as it is reached.
+        does: what is tried with it.
     """
     return AttributeError(
-        f"{path}, which {asked_by()} reads, is an inner part of Lightning's Trainer, and lockstep has another inside: "
+        f"{path}, which {asked_by()} {does}, is an inner part of Lightning's Trainer, and lockstep has another inside: "
         "read a public attribute there, leave that callback or option out, or run this with Lightning itself"
     )
 

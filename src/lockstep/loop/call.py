@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -44,6 +43,7 @@ from lockstep.loop.optimizers import parse
 from lockstep.loop.raw_errors import in_words
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals, undisturbed
+from lockstep.loop.signatures import refuse_iterator
 from lockstep.loop.uncalled import check_removed_hooks, check_uncalled
 from lockstep.module import LightningModule
 from lockstep.plans.choice import reconsider
@@ -287,11 +287,7 @@ def _check_fitted(session: Session) -> None:
     for name in ("training_step", "configure_optimizers"):
         if not _has(module, name):
             raise MisconfigurationException(f"trainer.fit({kind}): the module has no `{name}`; define it.")
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise MisconfigurationException(
-            f"trainer.fit({kind}): `training_step(dataloader_iter)` is not supported: the order of data and which "
-            "ranks have samples are planned batch by batch. Define `training_step(batch, batch_idx)`."
-        )
+    refuse_iterator(module.training_step, "training_step")
     if not loaders.defined("train"):
         raise MisconfigurationException(
             f"trainer.fit({kind}): no training data: pass `train_dataloaders=` or `datamodule=`, or define "

@@ -27,7 +27,7 @@ from lockstep.loop.logging import LogCollector
 from lockstep.loop.padding import in_step, padding
 from lockstep.loop.progress import VALIDATED
 from lockstep.loop.session import STAGE_OF, Session
-from lockstep.loop.signatures import arguments_of, refuse_more
+from lockstep.loop.signatures import arguments_of, refuse_fewer, refuse_more
 
 FN_OF = {stage: fn for fn, stage in STAGE_OF.items()}
 
@@ -186,11 +186,15 @@ class EvaluationLoop:
         return _by_loader(values, len(self.feed.num_batches))
 
     def _check_batch_hooks(self, several: bool) -> None:
-        """Refuse hooks of batches that want arguments which there are not; ``several`` loaders have numbers."""
+        """Refuse hooks of batches that want other arguments than there are; ``several`` loaders have numbers."""
         module = self.session.module
-        for hook in (f"on_{self.name}_batch_start", f"on_{self.name}_batch_end"):
-            if is_overridden(hook, module, ModuleHooks):
-                refuse_more(getattr(module, hook), (3 if several else 2) + hook.endswith("end"), hook)
+        for hook, first in ((f"on_{self.name}_batch_start", "batch"), (f"on_{self.name}_batch_end", "outputs, batch")):
+            if not is_overridden(hook, module, ModuleHooks):
+                continue
+            method, given = getattr(module, hook), (3 if several else 2) + hook.endswith("end")
+            refuse_more(method, given, hook)
+            if several:
+                refuse_fewer(method, given, hook, f"{hook}(self, {first}, batch_idx, dataloader_idx=0)")
 
     def _pad(self, step: Callable[..., Any], position: tuple[Any, int, int], takes: int, transfer: Transfer) -> None:
         """Run a step that counts nowhere, beside other ranks that still have batches."""

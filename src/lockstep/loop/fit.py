@@ -121,13 +121,37 @@ class FitLoop:
         return self.session.fit.feed
 
     @property
+    def current_epoch(self) -> int:
+        """The epoch that runs; where a fit goes on behind an epoch's end, the next one already as it starts."""
+        return self.progress.epoch + (self.starts and self.progress.phase == EPOCH_END)
+
+    @property
+    def batch_idx(self) -> int:
+        """The number in its epoch of the training batch that was begun last; -1 before the first."""
+        return self.step.batches.newest if "batches" in vars(self.step) else -1
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The same, counted over all epochs."""
+        return self.progress.total_batches - self.progress.batch + self.batch_idx
+
+    @property
     def epoch_loop(self) -> Inner:
         """What third parties read of the inner loop that Lightning has."""
         offers = {
             "_batches_that_stepped": lambda: self.progress.windows,
+            "batch_idx": lambda: self.batch_idx,
             "global_step": lambda: self.progress.global_step,
+            "total_batch_idx": lambda: self.total_batch_idx,
         }
         return Inner("trainer.fit_loop.epoch_loop", offers)
+
+    @property
+    def epoch_progress(self) -> Inner:
+        """What third parties read of the counters of epochs that Lightning has."""
+        name = "trainer.fit_loop.epoch_progress"
+        counts = {"completed": lambda: self.current_epoch}
+        return Inner(name, {"current": lambda: Inner(f"{name}.current", counts)})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**kept(self, "step", "signals", "balance"), "begun": False}

@@ -177,6 +177,11 @@ class LogCollector:
                 f"self.log({name!r}, ...) {where}: nothing can be logged there; use `self.logger.log_metrics`, or log "
                 "in a step or epoch hook."
             )
+        if "/dataloader_idx_" in name:
+            raise MisconfigurationException(
+                f"self.log({name!r}): this ending is what values of several loaders get by themselves, with their "
+                "loader's number: leave it out, or take another name."
+            )
         entry = Entry((*self.hook, name), options)
         if options[1] is True and not self._has_loggers:
             warn_once(f"self.log({name!r}, ..., logger=True), and there is no logger: give Trainer(logger=...) one.")

@@ -59,7 +59,10 @@ class MicroBatches:
         moves: whether there is anything to do for it.
         absent: ranks without samples of the micro-batch at hand.
         ended_by_user: ``on_train_batch_start`` has returned -1.
+        newest: the number in its epoch of the micro-batch that was begun last; -1 before the first.
     """
+
+    newest = -1
 
     def __init__(self, session: Session, update: Update) -> None:
         self._session = session
@@ -104,6 +107,7 @@ class MicroBatches:
     def begin(self, batch: object, batch_idx: int, weight: float) -> Any:
         """Bring a batch to the device and call the hooks of its begin; gives it as it is there."""
         results = self._results
+        self.newest = batch_idx
         results.micro_batch += 1
         results.weight = weight
         results.muted = weight == 0.0

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
@@ -205,7 +205,9 @@ def _warn_of_extra(what: str, given: dict[str, Any], known: set[str]) -> None:
         near = get_close_matches(key, known, 1)
         extra.append(f"{key!r} (did you mean {near[0]!r}?)" if near else repr(key))
     if extra:
-        rank_zero_warn(f"{what} keys that nothing reads: {', '.join(extra)}; it may have {sorted(known)}.")
+        rank_zero_warn(
+            f"{what} keys that nothing reads: {', '.join(extra)}; it may have {sorted(known)}.", category=RuntimeWarning
+        )
 
 
 def _scheduler_config(scheduler: object, automatic: bool) -> LRSchedulerConfig:
@@ -233,15 +235,27 @@ def _scheduler_config(scheduler: object, automatic: bool) -> LRSchedulerConfig:
     return config
 
 
+def _warn_of_epochs(config: LRSchedulerConfig) -> None:
+    """Say so where a schedule that counts steps is stepped once an epoch."""
+    if config.interval == "epoch" and isinstance(config.scheduler, OneCycleLR):
+        rank_zero_warn(
+            "OneCycleLR counts steps, and is stepped once an epoch: return "
+            '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}.',
+            category=RuntimeWarning,
+        )
+
+
 def _check_scheduler(
     config: LRSchedulerConfig, optimizers: list[Any], automatic: bool, custom_scheduler_step: bool
 ) -> None:
     scheduler = config.scheduler
     kind = type(scheduler).__name__
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise MisconfigurationException(
+        raise WrongType(
             f"The lr scheduler {kind} has no `state_dict`/`load_state_dict`, so a resumed run would lose its place."
         )
+    if automatic:
+        _warn_of_epochs(config)
     ordinary = isinstance(scheduler, (LRScheduler, ReduceLROnPlateau))
     if automatic and not ordinary and not custom_scheduler_step:
         raise MisconfigurationException(

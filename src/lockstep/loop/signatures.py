@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, WrongType
 
 GONE = {
     "optimizer_idx": (
@@ -47,23 +47,50 @@ def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
     Raises:
         MisconfigurationException: it wants what it is not given, or lacks what tells loaders apart.
     """
-    positional, takes_any = _taken(step)
     wanted = 3 if several else 2
+    refuse_iterator(step, name)
     refuse_more(step, wanted, name)
-    takes = wanted if takes_any else min(wanted, len(positional))
-    if several and takes < 3:
+    if several:
+        refuse_fewer(step, wanted, name, f"{name}(self, batch, batch_idx, dataloader_idx=0)")
+    return _most(step, wanted)
+
+
+def refuse_iterator(step: Callable[..., Any], name: str) -> None:
+    """Refuse a step that draws its batches itself.
+
+    Raises:
+        MisconfigurationException: with what it may take.
+    """
+    if any(parameter.name == "dataloader_iter" for parameter in _taken(step)[0]):
         raise MisconfigurationException(
-            f"There are several loaders, and `{name}` takes no `dataloader_idx`: define it as "
-            f"`{name}(self, batch, batch_idx, dataloader_idx=0)`."
+            f"`{name}(dataloader_iter)` is not supported: the order of data and which ranks have samples are planned "
+            f"batch by batch. Define `{name}(batch, batch_idx)`."
         )
-    return takes
+
+
+def refuse_fewer(method: Callable[..., Any], given: int, name: str, define: str) -> None:
+    """Refuse a method that cannot take the number of the loader, of several.
+
+    Args:
+        method: of the module.
+        given: how many arguments it is called with.
+        name: of the method.
+        define: its definition, for the error.
+
+    Raises:
+        MisconfigurationException: with the definition.
+    """
+    if _most(method, given) < given:
+        raise MisconfigurationException(
+            f"There are several loaders, and `{name}` takes no `dataloader_idx`: define it as `{define}`."
+        )
 
 
 def refuse_more(method: Callable[..., Any], given: int, name: str) -> None:
     """Refuse a method that has to be called with more arguments than the loop has.
 
     Raises:
-        MisconfigurationException: with the argument.
+        WrongType: with the argument; for ``dataloader_idx`` of one loader a MisconfigurationException.
     """
     more = _required(_taken(method)[0])[given:]
     if not more:
@@ -73,7 +100,7 @@ def refuse_more(method: Callable[..., Any], given: int, name: str) -> None:
             f"`{name}` wants `dataloader_idx`, and there is one loader: leave it out, or give it a default, "
             "`dataloader_idx=0`."
         )
-    raise MisconfigurationException(
+    raise WrongType(
         f"`{name}` wants {more[0]!r}, which the loop does not have: it gives the batch, its number, and of several "
         "loaders `dataloader_idx`. Give it a default, or take it from `self`."
     )
@@ -82,6 +109,12 @@ def refuse_more(method: Callable[..., Any], given: int, name: str) -> None:
 def _required(positional: list[inspect.Parameter]) -> list[str]:
     """Names of the parameters without a default, in the order in which arguments fill them."""
     return [p.name for p in positional if p.default is p.empty]
+
+
+def _most(method: Callable[..., Any], given: int) -> int:
+    """How many of ``given`` arguments a method takes by their places."""
+    positional, takes_any = _taken(method)
+    return given if takes_any else min(given, len(positional))
 
 
 def _taken(method: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:

@@ -19,7 +19,7 @@ from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.engine import EngineState
 from lockstep.ground.combined import class_of
-from lockstep.ground.errors import MisconfigurationException, raise_on_all
+from lockstep.ground.errors import KeyNotThere, MisconfigurationException, raise_on_all
 from lockstep.ground.hyperparameters import plain_hyperparameters
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states_of, set_random_states_of
@@ -370,6 +370,12 @@ def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
         hook(checkpoint)
     with taking(session.ckpt_path, "'callbacks'"):
         states = dict(checkpoint.get("callbacks", {}))
+    unclaimed = sorted(set(map(str, states)) - {callback.state_key for callback in session.callbacks})
+    if unclaimed and session.fitting:
+        rank_zero_warn(
+            f"trainer.fit(ckpt_path=...): the checkpoint has the states of callbacks that this Trainer does not have: "
+            f"{', '.join(unclaimed)}. They are not kept: give the Trainer the same callbacks to go on with them."
+        )
     for callback in session.callbacks:
         saved = states.get(callback.state_key)
         if saved is None:
@@ -386,7 +392,7 @@ def restore_training(session: Session, checkpoint: dict[str, Any]) -> None:
     """Optimizers, schedulers, counters, bucket plan; random states wait until the loop goes on."""
     for key, what in (("optimizer_states", "optimizers"), ("lr_schedulers", "schedulers")):
         if key not in checkpoint:
-            raise MisconfigurationException(
+            raise KeyNotThere(
                 f"trainer.fit(ckpt_path=...): the checkpoint holds weights only (no {what}), so a fit cannot go on "
                 "from it: load it by `load_from_checkpoint` and fit without `ckpt_path`."
             )

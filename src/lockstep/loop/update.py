@@ -9,7 +9,7 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 
 from lockstep.ground.closures import demands_closure, takes_closure
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.loop.hooks import is_overridden, is_replaced
 from lockstep.loop.optimizers import LightningOptimizer
 from lockstep.loop.schedulers import Schedulers
@@ -146,14 +146,22 @@ class Update:
 
     def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
         """Clip the gradients of one optimizer, with the Trainer's settings where none are given."""
-        value = self._config.gradient_clip_val if value is None else value
-        if value is None:
-            return
+        own = self._config.gradient_clip_val
+        if value is not None and own is not None and value != own:
+            raise MisconfigurationException(
+                f"clip_gradients(gradient_clip_val={value!r}) beside Trainer(gradient_clip_val={own!r}): give one of "
+                "the two."
+            )
+        value = own if value is None else value
         algorithm = self._config.gradient_clip_algorithm if algorithm is None else str(algorithm).lower()
         if algorithm not in ("norm", "value"):
             raise MisconfigurationException(
                 f'clip_gradients(gradient_clip_algorithm={algorithm!r}): choose "norm" or "value".'
             )
+        if value is None:
+            return
+        if not isinstance(value, (int, float)):
+            raise WrongType(f"clip_gradients(gradient_clip_val={value!r}): give a number, or None for the Trainer's.")
         self._strategy.clip(optimizer, value, algorithm)
 
     def _stepped_by_user(self, optimizer: Optimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
