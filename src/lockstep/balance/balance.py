@@ -155,7 +155,7 @@ class Balance:
     def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
         """An epoch is about to be opened, or what is left of one."""
         feed.prepare(epoch, accumulate)
-        self._times.attach_source(feed.source)
+        self._times.attach_source(*feed.sources)
         self._times.begin()
         if self._rows is not None:  # what they say of micro-batches that were drawn is of the epoch before
             self._hear(self._rows, feed, between_epochs=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lockstep.config.run import Accumulation, RunConfig, batches_of_window
 from lockstep.data.cut import Position, WindowPlan
@@ -188,10 +188,11 @@ def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting
         return BatchCounting(ranks, attempt.size, saved.resumed_at)
     if planned and not attempt.flexible:
         _check_divides(saved, attempt)
-    made = BatchCounting(ranks, attempt.size)
-    before, now = _samples(saved.ranks, saved.accumulate, saved), _samples(ranks, attempt.accumulate, saved, attempt)
-    differs = before != now
-    said = _plan_holds(saved, attempt, made) if planned else _users_hold(saved, attempt, as_planned, before, now)
+    made, epoch = BatchCounting(ranks, attempt.size), saved.at.epoch
+    before = StepSize(saved.ranks, batches_of_window(saved.accumulate, epoch), saved.batches)
+    now = StepSize(ranks, batches_of_window(attempt.accumulate, epoch), attempt.batches)
+    said = _plan_holds(before, made) if planned else _users_hold(before, now, attempt, as_planned)
+    differs = before.samples != now.samples
     return BatchCounting(ranks, attempt.size, _resume_point(saved, attempt, made), True, said, differs)
 
 
@@ -244,10 +245,26 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
 # -- what is said ----------------------------------------------------------------------------------------
 
 
-def _samples(ranks: int, flag: Accumulation, saved: BatchPlan, attempt: RunAttempt | None = None) -> int:
-    """Samples of a step in the epoch of the checkpoint, by the loader that has most."""
-    batches = saved.batches if attempt is None else attempt.batches
-    return ranks * batches_of_window(flag, saved.at.epoch) * max(batches, default=1)
+class StepSize(NamedTuple):
+    """What a step is made of; of several loaders the one counts that has most samples."""
+
+    ranks: int
+    accumulate: int
+    batches: list[int]
+
+    @property
+    def samples(self) -> int:
+        """Of all ranks."""
+        return self.ranks * self.accumulate * max(self.batches, default=1)
+
+    def __str__(self) -> str:
+        ranks = _counted(self.ranks, "rank")
+        if set(self.batches) == {1}:  # loaders that are taken as they are, perhaps
+            return f"{ranks} x accumulate_grad_batches={self.accumulate} = {self.samples} a step"
+        return (
+            f"{ranks} x batch_size={max(self.batches, default=1)} x accumulate_grad_batches={self.accumulate} = "
+            f"{self.samples} samples a step"
+        )
 
 
 def _counted(number: int, what: str) -> str:
@@ -255,38 +272,21 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _step(ranks: int, flag: Accumulation, batches: list[int], epoch: int) -> str:
-    """What a step is made of."""
-    accumulate, size = batches_of_window(flag, epoch), max(batches, default=1)
-    total = ranks * accumulate * size
-    if set(batches) == {1}:  # loaders that are taken as they are, perhaps
-        return f"{_counted(ranks, 'rank')} x accumulate_grad_batches={accumulate} = {total} a step"
-    return (
-        f"{_counted(ranks, 'rank')} x batch_size={size} x accumulate_grad_batches={accumulate} = {total} samples a step"
-    )
-
-
-def _plan_holds(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) -> str:
-    epoch, size = saved.at.epoch, attempt.size
-    accumulate, batch = batches_of_window(saved.accumulate, epoch), max(saved.batches, default=1)
-    was = _step(saved.ranks, saved.accumulate, saved.batches, epoch)
+def _plan_holds(before: StepSize, made: BatchCounting) -> str:
     if not made.is_replanned:
-        return f"trainer.fit: the run goes on with the ranks that it was planned for: {was}."
-    micro, window = made.micro(accumulate), accumulate * saved.ranks * batch
-    each, more = divmod(window, micro * size)
+        return f"trainer.fit: the run goes on with the ranks that it was planned for: {before}."
+    micro = made.micro(before.accumulate)
+    each, more = divmod(before.samples, micro * made.size)
     parts = f"{each} to {each + 1}" if more else str(each)
     return (
-        f"trainer.fit: the run was planned as {was}. On {_counted(size, 'rank')} each step is the same, "
+        f"trainer.fit: the run was planned as {before}. On {_counted(made.size, 'rank')} each step is the same, "
         f"as {micro} micro-batch{'' if micro == 1 else 'es'} of {parts} on each rank; flags that count batches go on "
-        f"counting those of {_counted(saved.ranks, 'rank')}."
+        f"counting those of {_counted(before.ranks, 'rank')}."
     )
 
 
-def _users_hold(saved: BatchPlan, attempt: RunAttempt, as_planned: bool, before: int, now: int) -> str:
-    epoch = saved.at.epoch
-    was = _step(saved.ranks, saved.accumulate, saved.batches, epoch)
-    new = _step(attempt.size, attempt.accumulate, attempt.batches, epoch)
-    same = "the same" if before == now else "another"
+def _users_hold(before: StepSize, now: StepSize, attempt: RunAttempt, as_planned: bool) -> str:
+    same = "the same" if before.samples == now.samples else "another"
     if not as_planned:
         why = "batch_size or accumulate_grad_batches is not that of the checkpoint, and holds from here on"
     elif not attempt.keep:
@@ -296,7 +296,7 @@ def _users_hold(saved: BatchPlan, attempt: RunAttempt, as_planned: bool, before:
             "in manual optimization a step is what `training_step` makes it, and lockstep cannot accumulate for it; "
             "give another batch_size or step less often to have the same"
         )
-    return f"trainer.fit: the checkpoint has {was}; now it is {new}, {same} global batch ({why})."
+    return f"trainer.fit: the checkpoint has {before}; now it is {now}, {same} global batch ({why})."
 
 
 # -- how a fit goes on with another number of ranks -----------------------------------------------------------

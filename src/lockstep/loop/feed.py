@@ -196,9 +196,9 @@ class Feed:
         return self._source.drawn
 
     @property
-    def source(self) -> LoaderSource:
-        """What it draws from."""
-        return self._source
+    def sources(self) -> list[LoaderSource]:
+        """What it draws from: one source, which may be made of several."""
+        return [self._source]
 
     @property
     def micro(self) -> int:
@@ -495,6 +495,7 @@ class EvaluationFeed:
         by_loader: batches of each, after the limit, on the rank that draws most; infinite where not known.
         num_batches: the same, but one number for all where a batch holds one of each.
         sequential: whether loaders are taken one after the other; else a batch holds one of each.
+        sources: what it draws from, one source after the other.
         batch_indices: samples of the batch given last, where the sources were told to note them and could.
     """
 
@@ -506,7 +507,7 @@ class EvaluationFeed:
         sequential: bool,
         by_loader: list[int | float] | None = None,
     ) -> None:
-        self._sources = sources
+        self.sources = sources
         self._compared = spec.compared
         self.num_batches, self.by_loader = num_batches, by_loader or num_batches
         self.sequential = sequential
@@ -564,7 +565,7 @@ class EvaluationFeed:
         self._limit = limit
 
     def __iter__(self) -> Iterator[tuple[Any, int, int, float]]:
-        for number, (source, count) in enumerate(zip(self._sources, self.num_batches, strict=True)):
+        for number, (source, count) in enumerate(zip(self.sources, self.num_batches, strict=True)):
             stop = count if self._limit is None else min(count, self._limit)
             batches = self._compared(source.weighed(self._epoch, 0, 0, stop))
             wanted = itertools.islice(batches, None if math.isinf(stop) else int(stop))
@@ -574,10 +575,10 @@ class EvaluationFeed:
 
     def note_indices(self) -> None:
         """From the next pass on, know the samples of each batch."""
-        for source in self._sources:
+        for source in self.sources:
             source.note_indices()
 
     def close(self) -> None:
         """Ends loader workers."""
-        for source in self._sources:
+        for source in self.sources:
             source.close()

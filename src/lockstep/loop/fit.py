@@ -23,18 +23,16 @@ from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed
 from lockstep.loop.fit_messages import say
-from lockstep.loop.hook_changes import HookChanges
 from lockstep.loop.logged_entry import Entry
 from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.nan_watch import NanWatch
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
-from lockstep.loop.session import Session
+from lockstep.loop.session import FitState, Session
 from lockstep.loop.signals import TERMINATED, Signals
 from lockstep.loop.state_checks import taking
 from lockstep.loop.step import Step
 from lockstep.loop.validation_timing import ValidationTiming
 from lockstep.loop.window import Window
-from lockstep.loop.window_start import WindowStart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,8 +171,9 @@ class FitLoop:
 
     def run(self, ckpt_path: str | None = None, weights_only: bool | None = None) -> Result:
         """Fit the session's module; returns how it ended."""
-        session, fit = self.session, self.session.fit
+        session = self.session
         self.signals = signals = self._begin()
+        fit = session.fit
         asked = Asked(TrainerFn.FITTING, ckpt_path, weights_only, self.release, signals)
         try:
             with call(session, asked), self._anomalies(), ExitStack() as measured:
@@ -214,13 +213,11 @@ class FitLoop:
 
     def _begin(self) -> Signals:
         """Let go of what belongs to the fit before."""
-        session, fit = self.session, self.session.fit
-        fit.progress, fit.feed, fit.resumed, self._reason = fit.progress.go_on(), None, None, None
-        fit.cut_epoch, fit.logged_elsewhere, fit.shares = None, False, None
-        fit.window_start, fit.hook_changes = WindowStart(), HookChanges()
-        self.validation.feed = fit.run_batches.saved = None
+        session, before = self.session, self.session.fit
+        session.fit = FitState(before.progress.go_on(), given=before.given, run_batches=before.run_batches)
+        self._reason = self.validation.feed = before.run_batches.saved = None
         session.should_stop = session.received_sigterm = self.nan_watch.told = self.begun = self.starts = False
-        fit.started = time.monotonic()
+        session.fit.started = time.monotonic()
         return Signals(session)
 
     def _set_up(self, ckpt_path: str | None, measured: ExitStack) -> None:

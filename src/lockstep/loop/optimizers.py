@@ -170,12 +170,14 @@ def _unpack_dicts(returned: Sequence[dict[str, Any]]) -> tuple[list[Any], list[A
 
 def _unpack_sequence(returned: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
     """The optimizers and schedulers of a sequence of a known shape; None for another one."""
+    if not returned:
+        return None
     if len(returned) == 2 and isinstance(returned[0], (list, tuple)) and all(map(_is_optimizer, returned[0])):
         schedulers = returned[1] if isinstance(returned[1], (list, tuple)) else [returned[1]]
         return list(returned[0]), list(schedulers)
-    if returned and all(isinstance(entry, dict) for entry in returned):
+    if all(isinstance(entry, dict) for entry in returned):
         return _unpack_dicts(returned)
-    if returned and all(map(_is_optimizer, returned)):
+    if all(map(_is_optimizer, returned)):
         return list(returned), []
     if len(returned) == 2 and _is_optimizer(returned[0]):
         raise MisconfigurationException(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.datamodule import LightningDataModule
@@ -47,6 +47,9 @@ def instrument(session: Session) -> Instruments:
 class Loop(Protocol):
     """A loop that asks for its loaders."""
 
+    @property
+    def feed(self) -> Feed | EvaluationFeed | None: ...
+
     def setup_data(self) -> None: ...
 
 
@@ -70,11 +73,10 @@ class Instruments:
         self._time_strategy(session.strategy)
         self._time_fit(trainer)
         self._time_data(session)
-        self._time_feed(trainer.fit_loop, lambda: session.fit.feed, "[_TrainingEpochLoop].train_dataloader_next")
+        self._time_feed(trainer.fit_loop, "[_TrainingEpochLoop].train_dataloader_next")
         for loop in (trainer.fit_loop.validation, trainer.validate_loop, trainer.test_loop):
-            self._time_feed(loop, partial(getattr, loop, "feed"), f"[_EvaluationLoop].{loop.prefix}_next")
-        predicts = trainer.predict_loop
-        self._time_feed(predicts, lambda: predicts.feed, "[_PredictionLoop].predict_next")
+            self._time_feed(loop, f"[_EvaluationLoop].{loop.prefix}_next")
+        self._time_feed(trainer.predict_loop, "[_PredictionLoop].predict_next")
         self._replace(trainer, "save_checkpoint", self.timed("save_checkpoint", trainer.save_checkpoint))
 
     # -- actions -------------------------------------------------------------------------------------------
@@ -221,14 +223,13 @@ class Instruments:
                 action = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
                 self._replace(datamodule, name, self.timed(action, getattr(datamodule, name)))
 
-    def _time_feed(self, loop: Loop, feed_of: Callable[[], Feed | EvaluationFeed | None], action: str) -> None:
+    def _time_feed(self, loop: Loop, action: str) -> None:
         """Time each batch that the loop's loaders give, from when the loop has them."""
         setup_data = loop.setup_data
 
         def timed_setup_data() -> None:
             setup_data()
-            feed = feed_of()
-            for source in () if feed is None else getattr(feed, "_sources", None) or [getattr(feed, "_source", None)]:
+            for source in () if loop.feed is None else loop.feed.sources:
                 if id(source) not in self._timed_sources:
                     self._timed_sources.add(id(source))
                     for name in ("open", "weighed"):
