@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
+from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
-from lockstep.loop.feed import Feed
 
 
 def alike(size: int) -> Any:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lockstep.data.combined import CombinedLoader
+from lockstep.data.feed import EvaluationFeed
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.feed import EvaluationFeed
 from tests.data.loaders import Augmented, Stream, alike, indices, loader
 
 

@@ -20,9 +20,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lockstep.data.window import Window
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.loaders import explain_loader_error
-from lockstep.loop.window import Window
 from tests.data.loaders import EveryThird, by_sampler, drawn, epoch, feed_of, indices, loader, numbers
 
 SIZES = {"n": st.integers(1, 60), "batch": st.integers(1, 7), "size": st.integers(1, 4)}

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from lockstep.config.run import Accumulation, batches_of_window
+from lockstep.data.counting import Accumulation, BatchCounting, BatchPlan, RunAttempt, batches_of_window, count_batches
+from lockstep.data.feed import Feed
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.batch_counting import BatchCounting, BatchPlan, RunAttempt, count_batches
-from lockstep.loop.feed import Feed
 from tests.data.loaders import SizedStream, Stream, by_sampler, feed_of, indices, loader, numbers
 
 Make = Callable[[], Any]

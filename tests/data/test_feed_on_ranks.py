@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
-from lockstep.loop.feed import Feed
 from tests.data.loaders import Stream, drawn, epoch, loader
 
 pytestmark = pytest.mark.timeout(60)

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.data.combined import CombinedLoader
+from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
-from lockstep.loop.feed import Feed
 from tests.data.loaders import numbers
 from tests.data.test_stream import Quiet, Stateful, StatefulLoader
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.loop.batch_counting import BatchCounting
+from lockstep.data.counting import BatchCounting
 from tests.data.loaders import feed_of, numbers
 from tests.tools.scale import InOrder
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.data.feed import Feed
 from lockstep.data.order import SMALL, Feistel, Shuffled, WithReplacement, make_key, mix, table
 from lockstep.data.source import Replicas
-from lockstep.loop.feed import Feed
 
 
 def cells(values: Tensor, count: int, bins: int) -> Tensor:

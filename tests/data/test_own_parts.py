@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lockstep.data.feed import EvaluationFeed, Feed
 from lockstep.data.own_parts import shards_itself
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.feed import EvaluationFeed, Feed
 from lockstep.testing import RankPool
 from tests.data.loaders import drawn, epoch, indices, loader
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lockstep.data.feed import EvaluationFeed, Feed
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.feed import EvaluationFeed, Feed
 from tests.data.loaders import Meeting, Stream, as_threads, drawn, epoch, feed_of, indices, loader, numbers
 
 MAKES = {

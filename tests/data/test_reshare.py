@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from lockstep.data.counting import BatchCounting, BatchPlan, RunAttempt, count_batches
 from lockstep.data.cut import Cut
+from lockstep.data.feed import Feed
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.batch_counting import BatchCounting, BatchPlan, RunAttempt, count_batches
-from lockstep.loop.feed import Feed
 from tests.data.loaders import Stream, by_sampler, feed_of, indices, loader, numbers
 from tests.data.test_shares import batch_sampler
 

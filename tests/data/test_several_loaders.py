@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lockstep.data.combined import CombinedLoader
+from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.feed import Feed
 from tests.data.loaders import by_sampler, epoch, feed_of, indices, loader
 
 

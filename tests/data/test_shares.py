@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
+from lockstep.data.counting import BatchCounting, BatchPlan, RunAttempt, count_batches
 from lockstep.data.cut import apportion
+from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.batch_counting import BatchCounting, BatchPlan, RunAttempt, count_batches
-from lockstep.loop.feed import Feed
 from tests.data.loaders import Augmented, Stream, by_sampler, drawn, epoch, feed_of, indices, loader, numbers
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 5), st.floats(0.5, 5.0)), min_size=2, max_size=4)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, get_worker_info
 
+from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
 from lockstep.data.stream import fingerprint
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.feed import Feed
 from tests.data.loaders import Meeting, SizedStream, Stream, as_threads, drawn, epoch, feed_of, indices
 
 

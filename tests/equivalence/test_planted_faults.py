@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.data import feed
+from lockstep.data.window import Window
 from lockstep.engines import buffers
 from lockstep.engines.ddp import strategy as ddp
 from lockstep.engines.ddp.bucket import Bucket
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.shared_memory import SharedReduction
 from lockstep.engines.dp import strategy as dp
-from lockstep.loop import feed
-from lockstep.loop.window import Window
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, Running, Sometimes, Weighted, rows

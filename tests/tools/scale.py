@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 from lockstep.cluster import meeting
 from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.world import World
+from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
-from lockstep.loop.feed import Feed
 from lockstep.supervise import elsewhere, hang_monitor, hub
 from lockstep.supervise.causes import Cause, Divergence, Stand
 from lockstep.supervise.hang_monitor import HangMonitor

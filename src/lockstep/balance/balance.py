@@ -13,7 +13,9 @@ from torch import nn
 from lockstep.balance.step_times import DeviceTimes, StepTimes
 from lockstep.callbacks.base import Callback
 from lockstep.data.cut import apportion
+from lockstep.data.feed import Feed
 from lockstep.data.shares import Move, ShareControl
+from lockstep.data.window import Window
 from lockstep.engines.table import check_balances
 from lockstep.ground.comm import RowsToCome
 from lockstep.ground.device_memory import memory_held, memory_peak
@@ -23,10 +25,8 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.streams import has_timed_events
 from lockstep.ground.window_times import WindowTimes, typical
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.feed import Feed
 from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.session import Session
-from lockstep.loop.window import Window
 
 PERIOD = 8
 """Windows from one look at the ranks' times to the next."""

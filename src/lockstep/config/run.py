@@ -14,11 +14,9 @@ from functools import partial
 from typing import Any, Literal, TypeGuard
 
 from lockstep.config.compile import CompileOptions, compile_options
+from lockstep.data.counting import batches_of_window
 from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-
-Accumulation = int | dict[int, int]
-"""As of ``accumulate_grad_batches``: a number, or the epochs from which on each holds."""
 
 # -- names of flags ------------------------------------------------------------------------------------------
 
@@ -346,14 +344,6 @@ class RunConfig:
     def accumulation(self, epoch: int) -> int:
         """Micro-batches of one window in ``epoch`` (counted from 0)."""
         return batches_of_window(self.accumulate_grad_batches, epoch)
-
-
-def batches_of_window(accumulate: Accumulation, epoch: int) -> int:
-    """Batches of a window in an epoch, counted from 0."""
-    if isinstance(accumulate, int):
-        return accumulate
-    due = [first for first in accumulate if first <= epoch]
-    return accumulate[max(due)] if due else 1
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {each.name: each.metadata["check"] for each in fields(RunConfig)}

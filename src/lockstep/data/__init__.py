@@ -1,1 +1,1 @@
-"""The order of data, samplers and data modules."""
+"""Which sample goes to which rank: the order of data, its cut among the ranks, and feeds of weighed windows."""

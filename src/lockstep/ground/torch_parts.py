@@ -61,7 +61,7 @@ PARTS: tuple[Part, ...] = (
     # imported with the package
     Part(
         "torch.utils._pytree",
-        "data/combined.py data/stream.py plans/choice.py loop/weighing.py engines/sharded/sharded_init.py",
+        "data/combined.py data/stream.py plans/choice.py data/weighing.py engines/sharded/sharded_init.py",
         "the tensors of a nested batch, and the batch again",
         EVERYTHING,
     ),

@@ -7,6 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
+from lockstep.data.weighing import share_of
+from lockstep.data.window import Window
 from lockstep.engines.engine import MicroBatch, WindowPlayer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.micro_batches import Begun, MicroBatches
@@ -14,8 +16,6 @@ from lockstep.loop.parts import StepParts
 from lockstep.loop.session import Session
 from lockstep.loop.step_output import StepOutputs, detached
 from lockstep.loop.update import Update
-from lockstep.loop.weighing import share_of
-from lockstep.loop.window import Window
 
 
 class Ahead:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data.window import Window
 from lockstep.loop.backward import Backward
 from lockstep.loop.micro_batches import Begun, MicroBatches
 from lockstep.loop.padding import padding
 from lockstep.loop.session import Session
 from lockstep.loop.step_output import StepOutputs, with_loss
 from lockstep.loop.update import Update
-from lockstep.loop.window import Window
 
 
 class Automatic:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data.window import Window
 from lockstep.ground.device_numbers import widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.automatic import Automatic
@@ -16,7 +17,6 @@ from lockstep.loop.micro_batches import Begun, MicroBatches
 from lockstep.loop.session import Session
 from lockstep.loop.step_output import StepOutputs
 from lockstep.loop.update import Update
-from lockstep.loop.window import Window
 
 
 class ByClosure(Automatic):

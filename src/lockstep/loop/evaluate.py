@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
+from lockstep.data.feed import EvaluationFeed
 from lockstep.ground.columns import padded
 from lockstep.ground.copies import kept
 from lockstep.ground.moving import move_data_to_device
@@ -18,7 +19,6 @@ from lockstep.ground.rank import warn_once
 from lockstep.ground.types import RunningStage
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.call import Asked, call
-from lockstep.loop.feed import EvaluationFeed
 from lockstep.loop.hook_changes import modes_of
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logged_entry import Entry

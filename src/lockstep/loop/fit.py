@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.config.run import set_flag
+from lockstep.data.feed import Feed
+from lockstep.data.window import Window
 from lockstep.ground.copies import kept
 from lockstep.ground.errors import Inner, MisconfigurationException, no_inner_part
 from lockstep.ground.rank import does, rank_zero_warn
@@ -21,7 +23,6 @@ from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.feed import Feed
 from lockstep.loop.fit_messages import say
 from lockstep.loop.logged_entry import Entry
 from lockstep.loop.memory import memory_of, watch_first_window
@@ -32,7 +33,6 @@ from lockstep.loop.signals import TERMINATED, Signals
 from lockstep.loop.state_checks import taking
 from lockstep.loop.step import Step
 from lockstep.loop.validation_timing import ValidationTiming
-from lockstep.loop.window import Window
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+from lockstep.data.weighing import Share
+from lockstep.data.window import Window
 from lockstep.loop.backward import Backward
 from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.padding import padding
 from lockstep.loop.session import Session
 from lockstep.loop.step_output import shown_by_hand, tell_of_uneven
 from lockstep.loop.update import Update
-from lockstep.loop.weighing import Share
-from lockstep.loop.window import Window
 
 
 class Manual:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from lockstep.data.window import Window
 from lockstep.ground.rank import warn_once
 from lockstep.loop.hooks import Transfer
 from lockstep.loop.padding import padding
@@ -13,7 +14,6 @@ from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
 from lockstep.loop.signatures import takes_idx
 from lockstep.loop.update import Update
-from lockstep.loop.window import Window
 
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
 SKIPPED = (

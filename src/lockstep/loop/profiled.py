@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lockstep.data.feed import EvaluationFeed, Feed
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.replaced import replace_until
 from lockstep.ground.types import TrainerStatus
-from lockstep.loop.feed import EvaluationFeed, Feed
 from lockstep.loop.hooks import NAMES, CallbackMethod, Hooks, Transfer, is_overridden
 from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.session import Session

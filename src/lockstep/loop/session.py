@@ -16,6 +16,7 @@ from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.checkpoint.frozen import FrozenBase
 from lockstep.config.devices import apply_to_process
 from lockstep.config.run import RunConfig
+from lockstep.data.feed import Feed
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.agreement import ConsensusFlags
@@ -26,14 +27,13 @@ from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.hpc.trials import TrialFolder
 from lockstep.launch.attempts import trial_folder
 from lockstep.loggers.base import Logger
-from lockstep.loop.batch_counting import RunBatches
-from lockstep.loop.feed import Feed
 from lockstep.loop.hook_changes import HookChanges
 from lockstep.loop.hooks import Hooks
 from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.progress import Progress
+from lockstep.loop.run_batches import RunBatches
 from lockstep.loop.window_start import WindowStart
 from lockstep.memory.meter import Activations, MemoryUse
 from lockstep.module import LightningModule

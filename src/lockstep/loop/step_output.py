@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data.weighing import Share, weighed_by_part
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.loop.session import Session
-from lockstep.loop.weighing import Share, weighed_by_part
 
 UNEVEN = (
     "The loaders side by side are cut unevenly in this step: of one there are more samples than of another in a "

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
+from lockstep.data.weighing import Share, share_of
 from lockstep.engines.pipeline.micro_batches import cut
 from lockstep.engines.pipeline.stages import IN_ROUNDS, SCHEDULES, goes_in_rounds
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.weighing import Share, share_of
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure

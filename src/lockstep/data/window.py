@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import not_
 from typing import Any
 
-from lockstep.loop.weighing import Part
+from lockstep.data.weighing import Part
 
 _END = object()
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec
 from lockstep.ground.errors import MisconfigurationException
 
 Part = tuple[float, float]
-"""(weight, share) of a micro-batch; see `lockstep.loop.window.Window`."""
+"""(weight, share) of a micro-batch; see `lockstep.data.window.Window`."""
 
 
 def weigh(mine: Sequence[float], total: float, size: int) -> list[Part]:

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 
 from lockstep.data.combined import LENGTHS, Mixed, RowWeight, checked_shares, make_sources, unpack
+from lockstep.data.counting import BatchCounting, ResumePoint
 from lockstep.data.cut import WindowPlan
+from lockstep.data.loader_checks import Limit, check_alike, check_batches, check_trainable, limited, longest, no_batches
 from lockstep.data.source import LoaderSource, Replicas, Reshare, SourceSpec
+from lockstep.data.weighing import Part, weigh, weigh_parts
+from lockstep.data.window import Window, empty_ranks, first_gap
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, rank_zero_warn
-from lockstep.loop.batch_counting import BatchCounting, ResumePoint
-from lockstep.loop.loader_checks import Limit, check_alike, check_batches, check_trainable, limited, longest, no_batches
-from lockstep.loop.weighing import Part, weigh, weigh_parts
-from lockstep.loop.window import Window, empty_ranks, first_gap
 
 CountingFor = Callable[[int, list[int], bool], BatchCounting]
 """How a run counts batches, given the number of replicas, the ``batch_size`` of its loaders and whether they can be cut
