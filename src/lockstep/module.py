@@ -503,6 +503,15 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             self.train(training)
 
     @torch.no_grad()
+    @contextmanager
+    def _seen_by_torchscript(self) -> Iterator[None]:
+        """Inside, torch may look at every property: what needs a Trainer is missing then, and does not raise."""
+        trainer, self._trainer = self._trainer, object()  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self._trainer = trainer
+
     def to_torchscript(
         self,
         file_path: str | PathLike[str] | None = None,
@@ -530,17 +539,15 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         if method not in ("script", "trace"):
             raise MisconfigurationException(f'to_torchscript(method={method!r}): choose "script" or "trace".')
         training = self.training
-        # torch looks at every property; what needs a Trainer has to be missing then, not to raise
-        trainer, self._trainer = self._trainer, object()  # type: ignore[assignment]
         self.eval()
         try:
-            if method == "script":
-                found: Any = torch.jit.script(self, **kwargs)
-            else:
-                sample = self._sample(example_inputs, "to_torchscript(method='trace', example_inputs=...)")
-                found = torch.jit.trace(self, sample, **kwargs)
+            with self._seen_by_torchscript():
+                if method == "script":
+                    found: Any = torch.jit.script(self, **kwargs)
+                else:
+                    sample = self._sample(example_inputs, "to_torchscript(method='trace', example_inputs=...)")
+                    found = torch.jit.trace(self, sample, **kwargs)
         finally:
-            self._trainer = trainer
             self.train(training)
         if file_path is not None:
             torch.jit.save(found, fspath(file_path))

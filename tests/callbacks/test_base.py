@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import lockstep.callbacks
+from lockstep import Trainer
 from lockstep.callbacks.base import Callback
+from lockstep.testing.models import BoringModel
 
 PLAIN = """
     on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end on_train_start on_train_end
@@ -80,3 +84,18 @@ def test_face_exports_every_name_that_it_lists() -> None:
 def test_callbacks_travel_to_other_processes(make: object) -> None:
     callback = make(lockstep.callbacks)  # type: ignore[operator]
     assert type(pickle.loads(pickle.dumps(callback))) is type(callback)
+
+
+def test_a_stand_in_keeps_its_place_among_callbacks() -> None:
+    """`Mock(spec=Callback)` has a true value for every name of the class, such as those that order callbacks."""
+    first, second = Mock(spec=Callback), Mock(spec=Callback)
+    trainer = Trainer(callbacks=[first, lockstep.callbacks.ModelSummary(), second], accelerator="cpu", logger=False)
+    assert [trainer.callbacks.index(first), trainer.callbacks.index(second)] == [0, 2]
+
+    class Configured(BoringModel):
+        def configure_callbacks(self) -> Any:
+            return [second]
+
+    trainer = Trainer(callbacks=first, accelerator="cpu", logger=False, fast_dev_run=True, enable_progress_bar=False)
+    trainer.fit(Configured())
+    assert trainer.callbacks[-1] is second

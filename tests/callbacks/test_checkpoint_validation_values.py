@@ -31,6 +31,19 @@ def pairs(folder: Path) -> dict[int, int]:
     return dict(tuple(map(int, path.stem.split("-"))) for path in folder.iterdir())  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("when", [{}, {"every_n_train_steps": 2}, {"train_time_interval": timedelta(0)}])
+def test_a_value_of_a_validation_that_is_turned_off_is_not_missed(when: Any, tmp_path: Path) -> None:
+    """It ended the fit with an error behind its first epoch, or its second step."""
+    keep = ModelCheckpoint(tmp_path, monitor="v", save_last=True, **when)
+    with pytest.warns(UserWarning, match="limit_val_batches=0 turns the validation off"):
+        result = quiet(max_epochs=2, limit_val_batches=0, enable_checkpointing=True, callbacks=[keep]).fit(
+            Measured(), numbers(8, 2), numbers(2)
+        )
+    assert result.stopped == "max_epochs=2 reached"
+    assert (keep.best_model_path, keep.best_k_models) == ("", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
 def fit(folder: Path, steps: int, start: Any = quiet, **flags: Any) -> ModelCheckpoint:
     name = "{step}-{v:.0f}"
     keep = ModelCheckpoint(

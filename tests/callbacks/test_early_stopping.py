@@ -194,3 +194,9 @@ def test_verbose_tells_of_improvements(
     assert len(caplog.messages) == messages
     if messages:
         assert caplog.messages[1] == f"[rank: {rank}] loss = 2 is the best so far, from 3."
+
+
+def test_what_compares_values_is_there_by_lightnings_names() -> None:
+    for mode, op, sign in (("min", torch.lt, "<"), ("max", torch.gt, ">")):
+        stopper = EarlyStopping("loss", mode=mode)
+        assert (stopper.monitor_op, stopper.order_dict[mode]) == (op, sign)

@@ -35,8 +35,9 @@ def test_every_hook_may_be_given() -> None:
 
 
 def test_a_hook_that_does_not_exist_or_cannot_be_called() -> None:
-    with pytest.raises(MisconfigurationException, match="did you mean `on_train_batch_end`"):
+    with pytest.raises(MisconfigurationException, match="did you mean `on_train_batch_end`") as raised:
         LambdaCallback(on_train_batch_ends=print)
+    assert isinstance(raised.value, TypeError)
     with pytest.raises(MisconfigurationException, match="on_train_end=3"):
         LambdaCallback(on_train_end=3)  # type: ignore[arg-type]
 

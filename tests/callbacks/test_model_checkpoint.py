@@ -66,6 +66,7 @@ class FakeTrainer:
     accumulate: int = 1
     check_val_every_n_epoch: int | None = 1
     val_check_interval: float = 1.0
+    limit_val_batches: float = 1.0
     values: Callable[[int], dict[str, float]] = lambda epoch: {}  # what validation of an epoch logs
     loggers: list[Any] = field(default_factory=list)
     fast_dev_run: int = 0

@@ -401,3 +401,32 @@ def test_it_tells_how_much_is_pruned(caplog: pytest.LogCaptureFixture) -> None:
         "L1Unstructured pruned: 16/32 (50.00%) -> 24/32 (75.00%)",
     ]
     assert sum(" by 0.5: " in message for message in caplog.messages) == 4
+
+
+def test_several_of_the_same_parameters_by_other_methods(tmp_path: Path) -> None:
+    """They were refused, since their one `state_key` would keep one state: that of the masks, which are the model's."""
+
+    def callbacks(net: Any) -> list[ModelPruning]:
+        pairs, keep = [(net.body[0], "weight")], {"use_lottery_ticket_hypothesis": False}
+        smallest_first = ModelPruning("l1_unstructured", pairs, apply_pruning=lambda e: e % 2 == 0, amount=0.5, **keep)
+        at_random = ModelPruning("random_unstructured", pairs, apply_pruning=lambda e: e % 2 == 1, amount=0.25, **keep)
+        return [smallest_first, at_random]
+
+    torch.manual_seed(3)
+    whole = module_of(lockstep)
+    quiet(max_epochs=3, callbacks=callbacks(whole)).fit(whole, data())
+    assert int((whole.body[0].weight != 0).sum()) == 5  # 24, 12, 9, 5
+    begun, resumed = module_of(lockstep), module_of(lockstep)
+    quiet(max_steps=5, max_epochs=3, callbacks=[*callbacks(begun), Saver(str(tmp_path))]).fit(begun, data())
+    for parameter in resumed.parameters():
+        parameter.data.fill_(0.5)
+    quiet(max_epochs=3, callbacks=callbacks(resumed)).fit(resumed, data(), ckpt_path=tmp_path / "saved.ckpt")
+    assert torch.equal(resumed.body[0].weight != 0, whole.body[0].weight != 0)
+    assert torch.equal(resumed.head.weight, whole.head.weight)
+
+
+def test_several_that_rewind_are_told_apart_or_refused() -> None:
+    """The initial values that one of them has kept are not the other's."""
+    net = module_of(lockstep)
+    with pytest.raises(MisconfigurationException, match="share the state_key"):
+        quiet(callbacks=[ModelPruning("l1_unstructured", [(net.head, "weight")]) for _ in range(2)])

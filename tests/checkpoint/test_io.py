@@ -6,6 +6,7 @@ import os
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -246,3 +247,13 @@ def test_rank_0_writes_and_every_rank_reads(ranks: RankPool, tmp_path: Path) -> 
     name = "epoch=0-step=2.ckpt"
     assert first == [("save", name), "teardown", ("load", name), "teardown"]
     assert second == [("load", name), "teardown"]
+
+
+def test_a_stand_in_for_a_checkpoint_io(tmp_path: Path) -> None:
+    """Tests of users wrap theirs by a Mock, whose class has none of its methods."""
+    inner = TorchCheckpointIO()
+    io = MagicMock(spec=TorchCheckpointIO, wraps=inner)
+    keep = ModelCheckpoint(tmp_path)
+    quiet(max_epochs=2, plugins=[io], callbacks=[keep]).fit(Slope(), numbers(4, 2))
+    assert (io.save_checkpoint.call_count, io.remove_checkpoint.call_count) == (2, 1)
+    assert torch.load(keep.best_model_path, weights_only=True)["global_step"] == 4

@@ -114,6 +114,13 @@ def test_combinations_and_names_that_cannot_work(flags: dict[str, Any], said: st
         quiet(**flags)
 
 
+@pytest.mark.parametrize("flags", [{"zzz": 1}, {"stochastic_weight_avg": True}])
+def test_a_flag_that_is_not_there_is_a_type_error(flags: dict[str, Any]) -> None:
+    """Programs for several versions of Lightning catch that, as Python raises it for a name that is no argument."""
+    with pytest.raises(TypeError):
+        quiet(**flags)
+
+
 def test_flags_and_their_callbacks_must_not_contradict() -> None:
     from lockstep.callbacks import ModelCheckpoint, ModelSummary
 

@@ -448,8 +448,9 @@ ROWS = [
         then="all",
     ),
     Row(
-        "A monitored name that no fit has logged is an error, where there is no validation either, or where a save by "
-        "steps or time waits for it; Lightning warns, and saves nothing.",
+        "A monitored name that no fit has logged is an error, where there are no validation's batches either (with "
+        "limit_val_batches=0 a warning), or where a save by steps or time waits for it; Lightning warns, and saves "
+        "nothing.",
         PAGE,
         replace(PLAIN, val_loaders=(), callbacks=(("ModelCheckpoint", {"monitor": "val"}),)),
         lambda program, d, theirs, ours: (

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import json
 import pickle
 import struct
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -309,3 +312,15 @@ def test_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r'WandbLogger.*pip install "torch-lockstep\[wandb\]"'):
         WandbLogger()
+
+
+def test_a_stand_in_for_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of users put a Mock in the place of wandb; what is below it (`wandb.env`) cannot be imported then."""
+    stand_in = MagicMock(run=None)
+    stand_in.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    monkeypatch.delitem(sys.modules, "wandb.env", raising=False)
+    logger = WandbLogger(name="first", version="id")
+    logger.log_metrics({"loss": 1.0}, 3)
+    assert stand_in.init.call_args.kwargs["project"] == "lightning_logs"
+    stand_in.init.return_value.log.assert_called_once_with({"loss": 1.0, STEP: 3})

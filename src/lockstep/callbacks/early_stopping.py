@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +66,8 @@ class EarlyStopping(Callback):
         trainer = Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
     """
 
+    mode_dict: ClassVar = {"min": torch.lt, "max": torch.gt}
+    order_dict: ClassVar = {"min": "<", "max": ">"}
     _decides = True
 
     def __init__(
@@ -104,6 +107,12 @@ class EarlyStopping(Callback):
         self.stopping_reason_message: str | None = None
         self._asked_for_train_epoch_end = check_on_train_epoch_end
         self._check_on_train_epoch_end = bool(check_on_train_epoch_end)
+
+    @property
+    def monitor_op(self) -> Callable[..., Tensor]:
+        """``torch.lt`` or ``torch.gt``: what compares a value with the best one, by ``mode``."""
+        compare: Callable[..., Tensor] = self.mode_dict[self.mode]
+        return compare
 
     @property
     def state_key(self) -> str:

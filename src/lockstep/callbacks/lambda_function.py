@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.callbacks.base import Callback
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, WrongType
 
 HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
 """The names of all hooks of a callback."""
@@ -21,7 +21,8 @@ class LambdaCallback(Callback):
             arguments, ``(trainer, pl_module, ...)``; None leaves a hook alone.
 
     Raises:
-        MisconfigurationException: there is no hook of that name, or what was given cannot be called.
+        WrongType: there is no hook of that name.
+        MisconfigurationException: what was given cannot be called.
 
     Example::
 
@@ -33,7 +34,7 @@ class LambdaCallback(Callback):
             if name not in HOOKS:
                 near = difflib.get_close_matches(name, HOOKS, n=1)
                 hint = f"did you mean `{near[0]}`?" if near else f"the hooks are {', '.join(sorted(HOOKS))}."
-                raise MisconfigurationException(f"LambdaCallback({name}=...): there is no such hook; {hint}")
+                raise WrongType(f"LambdaCallback({name}=...): there is no such hook; {hint}")
             if function is None:
                 continue
             if not callable(function):

@@ -571,6 +571,8 @@ class ModelCheckpoint(Checkpoint):
             why = f"{lacks}: it is not ranked, and so not saved."
         elif self._awaits_validation(trainer):
             why = "No validation has run yet; until then the best are not known."
+        elif trainer.limit_val_batches == 0:
+            why = "limit_val_batches=0 turns the validation off that may log it: nothing is ranked, nor saved."
         else:
             raise MisconfigurationException(message)
         rank_zero_warn(f"{message} {why}")

@@ -201,6 +201,7 @@ class ModelPruning(Callback):
         self._apply_pruning = apply_pruning
         self._make_pruning_permanent = make_pruning_permanent
         self._use_lottery_ticket_hypothesis = use_lottery_ticket_hypothesis
+        self._shares_state = not use_lottery_ticket_hypothesis  # masks are the model's, initial values one's own
         self._resample_parameters = resample_parameters
         self._verbose = verbose
         self._prune_on_train_epoch_end = prune_on_train_epoch_end
@@ -274,6 +275,8 @@ class ModelPruning(Callback):
                 if name not in pairs:
                     continue
                 part, own = pairs[name]
+                if hasattr(part, f"{own}_mask"):  # another ModelPruning has put it back
+                    continue
                 parameter = getattr(part, own)
                 hidden = loaded["hidden"].get(name)
                 if hidden is not None:

@@ -217,6 +217,8 @@ class StochasticWeightAveraging(Callback):
         rates = self._swa_lrs if isinstance(self._swa_lrs, list) else [self._swa_lrs] * len(optimizer.param_groups)
         if len(rates) != len(optimizer.param_groups):
             raise _refused("swa_lrs", rates, f"the optimizer has {len(optimizer.param_groups)} parameter groups")
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate
         self._scheduler = SWALR(
             optimizer,
             rates,  # type: ignore[arg-type]

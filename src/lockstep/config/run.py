@@ -35,12 +35,12 @@ def refuse_unknown_flags(given: dict[str, Any], flags: Collection[str]) -> None:
         flags: their names.
 
     Raises:
-        MisconfigurationException: where anything was given.
+        WrongType: where anything was given.
     """
     for name, value in given.items():
         near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5)
         hint = f" Did you mean `{near[0]}`?" if near else f" The flags are: {', '.join(sorted(flags))}."
-        raise MisconfigurationException(f"Trainer has no flag `{name}` (given {name}={value!r}).{hint}")
+        raise WrongType(f"Trainer has no flag `{name}` (given {name}={value!r}).{hint}")
 
 
 def synchronizes_batchnorm(given: object, devices_of_a_process: int) -> bool:

@@ -18,7 +18,7 @@ class MisconfigurationException(ValueError, RuntimeError):
 
 
 class WrongType(MisconfigurationException, TypeError):
-    """What was given is of a type that cannot be taken: a ``TypeError``, too."""
+    """What was given is of a type, or by a name, that nothing takes: a ``TypeError``, too."""
 
 
 class NotThere(MisconfigurationException, AttributeError):

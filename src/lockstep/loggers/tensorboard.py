@@ -6,6 +6,7 @@ import importlib.util
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -142,7 +143,10 @@ class TensorBoardLogger(FolderLogger):
         parameter = next(model.parameters(), None)
         if parameter is not None:
             example = move_data_to_device(example, parameter.device)
-        self.experiment.add_graph(model, example)
+        module: Any = model
+        is_alone = getattr(module, "_trainer", self) is None  # a LightningModule that no Trainer has
+        with module._seen_by_torchscript() if is_alone else nullcontext():
+            self.experiment.add_graph(model, example)
 
     @rank_zero_only
     def save(self) -> None:

@@ -93,12 +93,10 @@ class WandbLogger(Logger):
                 f"WandbLogger(offline=True, log_model={log_model!r}): an offline run uploads no checkpoints; leave one "
                 "of the two out. The checkpoints are in ModelCheckpoint's folder in any case."
             )
-        from wandb.env import get_project
-
         folder = save_dir if save_dir is not None else dir
         self._wandb_init: dict[str, Any] = {
             "name": name,
-            "project": project or get_project() or "lightning_logs",
+            "project": project or _project_of_environment() or "lightning_logs",
             "dir": None if folder is None else os.fspath(folder),
             "id": version or id,
             "resume": "allow",
@@ -312,3 +310,12 @@ class WandbLogger(Logger):
         run = self.experiment if rank_zero_only.rank == 0 else None
         attach = getattr(run, "_attach_id", None)
         return {**self.__dict__, "_experiment": None, "_id": self.version, "_attach_id": attach}
+
+
+def _project_of_environment() -> str | None:
+    """``WANDB_PROJECT``, as W&B reads it; None where a stand-in of a test takes the place of the package."""
+    try:
+        from wandb.env import get_project
+    except ImportError:
+        return None
+    return get_project()

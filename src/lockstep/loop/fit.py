@@ -242,7 +242,7 @@ class FitLoop:
     def _measure(self, measured: ExitStack) -> None:
         """Have steps measured where somebody has asked for it; else nothing is in their way."""
         session = self.session
-        listeners = [callback for callback in session.callbacks if callback._hears_step_times]
+        listeners = [callback for callback in session.callbacks if callback._hears_step_times is True]
         if session.config.balance or listeners:
             from lockstep.balance.balance import measure
 

@@ -180,7 +180,7 @@ class Hooks:
         if pair is None:
             return ()
         bound, own = pair
-        monitors = tuple(call for call in bound if call.owner._decides)
+        monitors = tuple(call for call in bound if call.owner._decides is True)
         others = tuple(call for call in bound if call not in monitors)
         self.on_train_epoch_end = (others, own) if others or own else None
         return monitors

@@ -243,7 +243,7 @@ def save_alone(session: Session, path: str | os.PathLike[str]) -> None:
 def finish(session: Session) -> None:
     """Wait until what was saved is there, where it is written later. Collective; an error is one on every rank."""
     strategy = session.strategy
-    if type(strategy.checkpoint_io).teardown is CheckpointIO.teardown:
+    if getattr(type(strategy.checkpoint_io), "teardown", None) is CheckpointIO.teardown:
         return
     error: Exception | None = None
     try:

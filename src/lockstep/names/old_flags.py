@@ -14,7 +14,7 @@ from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_summary import ModelSummary
 from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.ground.accelerators import CUDAAccelerator
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.ground.rank import rank_zero_deprecation
 
 Today = dict[str, Any]
@@ -244,7 +244,7 @@ def meaning(old: Today, given: Today, defaults: Today, *, here: bool = True) -> 
             continue
         row = ROWS[name]
         if row.today is None:
-            raise MisconfigurationException(f"Trainer({name}={value!r:.100}): this flag of old is gone; {row.why}.")
+            raise WrongType(f"Trainer({name}={value!r:.100}): this flag of old is gone; {row.why}.")
         today = row.today(value)
         if not today and row.why:
             translation.notes.append(f"`{name}` has no effect: {row.why}")
