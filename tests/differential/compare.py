@@ -97,9 +97,17 @@ def follows(difference: Difference, cause: Row | None) -> Row | None:
         return None  # an error that is no refusal is a fault, whatever went before
     if cause is None or cause.then == "all":
         return cause
-    ranks = difference.name in ("ModelCheckpoint", "EarlyStopping")  # by the numbers
+    # These decide by the numbers.
+    ranks = difference.name in ("ModelCheckpoint", "EarlyStopping", "should_stop") or keeps_others(difference)
     saves = difference.kind == "order" and "on_save_checkpoint" in str([difference.theirs[:1], difference.ours[:1]])
     return cause if ranks or saves or alike(difference.theirs, difference.ours) else None
+
+
+def keeps_others(difference: Difference) -> bool:
+    """Whether as many checkpoints are kept, and others."""
+    theirs, ours = difference.theirs, difference.ours
+    kept = difference.where == "names" and len(theirs) == len(ours)
+    return kept and all(name.endswith(".ckpt") for name in [*theirs, *ours])
 
 
 def alike(theirs: Any, ours: Any) -> bool:

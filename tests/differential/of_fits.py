@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tests.differential.causes import BATCH, PAGE, SHOWN, Row, begins, refused
+from tests.differential.causes import BATCH, PAGE, SHOWN, Row, begins, end, refused
 from tests.differential.further import program_of
 from tests.differential.program import LOSS, PLAIN, Act, Log, Program, Scheduler
 from tests.differential.record import same
@@ -13,6 +13,18 @@ from tests.differential.record import same
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
     from tests.differential.record import Record
+
+
+def waits_for_mean(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A fit that Lightning's ModelCheckpoint ends at a validation, as the mean of the epoch's training is not there."""
+    ended = end(theirs, d.call).get("message") if d.call else str(theirs.ends)
+    return "(monitor='loss_epoch')` could not find the monitored key" in str(ended)
+
+
+def metric_of_checkpoint(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A resumed fit that Lightning's EarlyStopping ends by an error, as the monitored name has no value yet."""
+    ended = end(theirs, d.call).get("message") if d.call else str(theirs.ends)
+    return "resume" in str(d.call or program.calls) and "Early stopping conditioned on metric" in str(ended)
 
 
 def accumulates_in_resumed(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -70,6 +82,22 @@ def logged_by_two(program: Program, d: Difference, theirs: Record, ours: Record)
 
 
 OF_FITS = [
+    Row(
+        "A save at the validation with which an epoch ends waits for the mean of the epoch's training; Lightning finds "
+        "no such name.",
+        PAGE,
+        replace(PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss_epoch", "save_on_train_epoch_end": False}),)),
+        waits_for_mean,
+        then="all",
+    ),
+    Row(
+        "EarlyStopping at an epoch's end with which a run goes on has the metrics of the checkpoint; Lightning's "
+        "raises.",
+        PAGE,
+        program_of(80196),
+        metric_of_checkpoint,
+        then="all",
+    ),
     Row(
         "GradientAccumulationScheduler holds in the epoch with which a run goes on, too; Lightning's windows there "
         "have one batch.",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.differential.causes import PAGE, Row, accumulates, begins, by_call, end, has, later, warned
+from tests.differential.forms import program_in_forms
 from tests.differential.further import program_of
 from tests.differential.parts import FINDERS, SEARCHES
 from tests.differential.program import COMBINED, PLAIN, Program
@@ -64,7 +65,7 @@ def left_by_search(program: Program, d: Difference, theirs: Record, ours: Record
     if d.name.endswith("_metrics") and "-" not in (d.theirs, d.ours):
         return d.ours.keys() < d.theirs.keys()
     there = "-" not in (d.theirs, d.ours)
-    gradients = there and d.name == "gradients" and True in d.theirs and True not in d.ours
+    gradients = there and d.name == "gradients" and (later(d, theirs) or (True in d.theirs and True not in d.ours))
     if d.name == "mode" and has(program, "BatchSizeFinder"):  # of an evaluation
         return not d.call.endswith("fit")
     return own or loaders or gradients or warned(d, "log_every_n_steps", "scheduler without a metric")
@@ -122,16 +123,16 @@ def ends_with_epochs(program: Program, d: Difference, theirs: Record, ours: Reco
     """What a search has found that has taken fewer steps in Lightning, where the fit has no more epochs."""
     if not looks_for_rate(program) or d.name not in LED:
         return False
-    mine, other = _tried(theirs), _tried(ours)
-    return len(mine) < len(other) and other[: len(mine)] == mine
+    pairs = zip(_tried(theirs), _tried(ours), strict=False)
+    return any(len(mine) < len(other) and other[: len(mine)] == mine for mine, other in pairs)
 
 
 def stopped_below_least(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What a search has found that has taken more steps in Lightning, where min_epochs or min_steps forbade its end."""
     if not looks_for_rate(program) or d.name not in LED or not {"min_epochs", "min_steps"} & program.flags.keys():
         return False
-    mine, other = _tried(theirs), _tried(ours)
-    return len(mine) > len(other) and mine[: len(other)] == other
+    pairs = zip(_tried(theirs), _tried(ours), strict=False)
+    return any(len(mine) > len(other) and mine[: len(other)] == other for mine, other in pairs)
 
 
 def without_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -147,12 +148,18 @@ def small_batches(program: Program, d: Difference, theirs: Record, ours: Record)
     return bool(failed) and (d.call >= failed[0] or not d.call)
 
 
-def _tried(record: Record) -> list[float]:
-    for _, facts in record.ends:
-        found: Any = facts.get("found") or (facts.get("LearningRateFinder") or {}).get("found")
-        if isinstance(found, dict):
-            return list(found["tried"]["lr"])
-    return []
+def _tried(record: Record) -> list[list[float]]:
+    """The rates that each search has tried."""
+    ends = [facts for _, facts in record.ends]
+    found: list[Any] = [facts.get("found") or (facts.get("LearningRateFinder") or {}).get("found") for facts in ends]
+    return [list(each["tried"]["lr"]) for each in found if isinstance(each, dict)]
+
+
+def computed_behind(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Values of a metric object that is computed by hand, which the steps of a search have updated."""
+    if not searches(program) or program.metrics not in ("computed", "in a callback") or not d.name.endswith("_metrics"):
+        return False
+    return "metric" in d.theirs and "metric" in d.ours
 
 
 def above_most(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -163,7 +170,7 @@ def above_most(program: Program, d: Difference, theirs: Record, ours: Record) ->
         return False
     if d.name in ("found", "BatchSizeFinder"):
         sizes = [each.get("optimal_batch_size") if isinstance(each, dict) else each for each in (d.theirs, d.ours)]
-        return sizes[0] > most[0] >= sizes[1]
+        return all(isinstance(size, int) for size in sizes) and sizes[0] > most[0] >= sizes[1]
     return d.name == "attributes" and d.theirs[1] > most[0] >= d.ours[1]
 
 
@@ -197,6 +204,13 @@ SEARCH = Row(
     take=without_search,
 )
 OF_SEARCHES = [
+    Row(
+        "A metric object that is computed by hand is behind a search as it was; Lightning's holds the search's steps.",
+        PAGE,
+        program_in_forms(85113),
+        computed_behind,
+        then="numbers",
+    ),
     Row(
         "Where a search has several micro-batches in a step, a rate has the mean of their losses; in Lightning the "
         "last one's.",
