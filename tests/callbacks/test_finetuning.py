@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.callbacks import ModelCheckpoint
 from lockstep.callbacks.finetuning import BackboneFinetuning, BaseFinetuning, multiplicative
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
@@ -162,6 +164,17 @@ def test_a_second_fit_begins_with_the_backbone_frozen() -> None:
 # -- on ranks ----------------------------------------------------------------------------------------------
 
 
+def test_a_fit_may_go_on_from_before_the_backbone_was_thawed_by_the_same_callback(tmp_path: Path) -> None:
+    """Its state, in which no rate was chosen yet, was called malformed, as one had been chosen since."""
+    keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    trainer = quiet(max_epochs=4, callbacks=[BackboneFinetuning(2), keep], enable_checkpointing=True)
+    whole = module_of(lockstep)
+    trainer.fit(whole, data())
+    again = module_of(lockstep)
+    trainer.fit(again, data(), ckpt_path=str(tmp_path / "epoch=0.ckpt"))
+    assert_same(again.weights, whole.weights[4:])
+
+
 class AndBack(BaseFinetuning):
     """Thaws the backbone at epoch 1, freezes it in epoch 2, thaws it again in epoch 3."""
 
@@ -282,3 +295,47 @@ def test_a_module_without_a_backbone_is_refused() -> None:
 def test_a_subclass_that_says_nothing_is_told_what_to_define() -> None:
     with pytest.raises(NotImplementedError, match="define freeze_before_training"):
         quiet(max_epochs=1, callbacks=BaseFinetuning()).fit(module_of(lockstep), data())
+
+
+class Scheduled(lockstep.LightningModule):
+    """Its scheduler is stepped by step; the backbone is in the optimizer from the start, or when it is thawed."""
+
+    def __init__(self, scheduler: Any, of_all: bool) -> None:
+        super().__init__()
+        self.backbone, self.head = network()
+        self.scheduler, self.of_all = scheduler, of_all
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.head(self.backbone(x)), y)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD((self if self.of_all else self.head).parameters(), lr=0.01, momentum=0.9)
+        return [optimizer], [{"scheduler": self.scheduler(optimizer), "interval": "step"}]
+
+
+SCHEDULERS = {
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_that_was_made_for_fewer_groups_is_named(kind: str) -> None:
+    """torch's words are `zip() argument 2 is longer than argument 1`."""
+    said = f"has 2 parameter groups by now, and the lr scheduler {kind} was"
+    trainer = quiet(max_epochs=3, callbacks=[BackboneFinetuning(1)])
+    with pytest.raises(MisconfigurationException, match=said):
+        trainer.fit(Scheduled(SCHEDULERS[kind], of_all=False), data())
+    quiet(max_epochs=3, callbacks=[BackboneFinetuning(1)]).fit(Scheduled(SCHEDULERS[kind], of_all=True), data())
+
+
+def test_an_error_of_the_scheduler_s_own_is_raised_as_it_is() -> None:
+    def broken(step: int) -> float:
+        if step == 3:
+            raise ValueError("my own")
+        return 1.0
+
+    with pytest.raises(ValueError, match=r"^my own$"):
+        quiet(max_epochs=1).fit(Scheduled(lambda optimizer: lr_scheduler.LambdaLR(optimizer, broken), True), data())

@@ -54,10 +54,16 @@ class Schedulers:
                 self._step(config, None)
 
     def _step(self, config: LRSchedulerConfig, metric: Tensor | None) -> None:
-        if self.own_step or metric is not None:
-            self.module.lr_scheduler_step(config.scheduler, metric)
-        else:
-            config.scheduler.step()  # type: ignore[call-arg]  # a plateau's has a metric
+        try:
+            if self.own_step or metric is not None:
+                self.module.lr_scheduler_step(config.scheduler, metric)
+            else:
+                config.scheduler.step()  # type: ignore[call-arg]  # a plateau's has a metric
+        except (ValueError, KeyError) as error:
+            told = _of_new_groups(config.scheduler)
+            if told is None:
+                raise
+            raise MisconfigurationException(told) from error
 
     def watch_metric(self, interval: str, count: int) -> None:
         """Step those that watch a metric; after the validation that may have logged it."""
@@ -84,3 +90,19 @@ class Schedulers:
                     f"The lr scheduler's metric {config.monitor!r} was not logged: it is not stepped.",
                     category=RuntimeWarning,
                 )
+
+
+def _of_new_groups(scheduler: object) -> str | None:
+    """What to say of a scheduler that fails since its optimizer has more groups than it knows; None: it has not."""
+    optimizer = getattr(scheduler, "optimizer", None)
+    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
+    known = [len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")]
+    if optimizer is None or not known or len(optimizer.param_groups) <= min(known):
+        return None
+    return (
+        f"The optimizer has {len(optimizer.param_groups)} parameter groups by now, and the lr scheduler "
+        f"{type(scheduler).__name__} was made when it had {min(known)}: a finetuning callback adds one, or "
+        "`add_param_group`. Give the optimizer the frozen layers from the start, in `configure_optimizers`, or choose "
+        "a scheduler that takes the groups as they are: StepLR, ExponentialLR, LinearLR, PolynomialLR, "
+        "ReduceLROnPlateau."
+    )

@@ -384,7 +384,7 @@ def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
             callback.load_state_dict(saved)  # an error there is the user's
             continue
         with taking(session.ckpt_path, f"the state of {type(callback).__name__}"):
-            check_types(saved, callback.state_dict(), type(callback))
+            check_types(saved, callback.state_dict(), type(callback), optional=True)
             callback.load_state_dict(saved)
 
 

@@ -182,13 +182,14 @@ def _other_groups(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
 # -- malformed -------------------------------------------------------------------------------------------------
 
 
-def check_types(saved: object, own: dict[str, Any], owner: type) -> None:
+def check_types(saved: object, own: dict[str, Any], owner: type, *, optional: bool = False) -> None:
     """Refuse a state whose values are of other types than those that this run would save in their place.
 
     Args:
         saved: from a checkpoint.
         own: the state of the same object in this run.
         owner: its class, whose methods no value may hide.
+        optional: whether None may stand for any value: a callback may have chosen it since, in another fit.
 
     Raises:
         TypeError: with the first key.
@@ -197,7 +198,7 @@ def check_types(saved: object, own: dict[str, Any], owner: type) -> None:
         raise TypeError(f"it is a {type(saved).__name__}, not a dict")
     for key, value in saved.items():
         if key in own:
-            if not _alike(own[key], value):
+            if not (optional and value is None) and not _alike(own[key], value):
                 raise TypeError(f"{key!r} is a {type(value).__name__}, not a {type(own[key]).__name__}")
         elif not isinstance(key, str) or callable(getattr(owner, key, None)):
             raise TypeError(f"{key!r} is the name of no value")
