@@ -142,7 +142,14 @@ class LogCollector:
         self.hook = (hook, dataloader_idx)
         self.table = self._tables.get(self.hook)
         if self.table is None and hook in LOGGING:
-            self.table = self._tables[self.hook] = {}
+            self.table = self._table_of(self.hook)
+
+    def _table_of(self, hook: tuple[str, int]) -> dict[str, Entry]:
+        """What is logged in a hook; tables are in the order of hooks, as the later one's value of a name is shown."""
+        if hook not in self._tables:
+            tables = {**self._tables, hook: {}}
+            self._tables = {key: tables[key] for key in sorted(tables, key=lambda key: (_PLACES[key[0]], key))}
+        return self._tables[hook]
 
     def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
         """Take in one value of ``name``; what ``LightningModule.log`` does not take in by itself."""
@@ -426,7 +433,7 @@ class LogCollector:
             self._capacity *= 2
         entries = []
         for key in sorted(union, key=_place):
-            table = self._tables.setdefault(key[:2], {})
+            table = self._table_of(key[:2])
             if key[2] not in table:
                 table[key[2]] = Entry(key, union[key].options)
             entry = table[key[2]]
@@ -485,7 +492,7 @@ class LogCollector:
             if is_metric(metric):
                 entry.metric = metric
             self._wants_each_step |= entry.each_step
-            self._tables.setdefault((hook, dataloader_idx), {})[name] = entry
+            self._table_of((hook, dataloader_idx))[name] = entry
 
 
 @dataclass
