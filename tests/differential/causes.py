@@ -297,6 +297,8 @@ def average_put_back(program: Program, d: Difference, theirs: Record, ours: Reco
 
 def after_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Where a run goes on whose first call has ended by an exception: before its first whole batch."""
+    if d.kind == "checkpoint" and has(program, "OnExceptionCheckpoint"):
+        return "resume" in str(program.calls) and ended_before(theirs, d)
     goes_on = "resume" in d.call or "fit on" in d.call
     number = d.name == "arguments" and "epoch" in d.theirs
     if not goes_on or not ended_before(theirs, d) or not (d.kind == "order" or number):
@@ -526,13 +528,14 @@ def left_epoch(d: Difference, ours: Record) -> bool:
 def only_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     lasts = [part for kind, part in program.callbacks if kind == "ModelCheckpoint" and part.get("save_last")]
     saves = d.kind == "order" and "on_save_checkpoint" in str([d.theirs[:3], d.ours[:3]])
+    saves = saves or (d.kind == "checkpoint" and d.where.endswith("last.ckpt"))
     return saves and any(part.get("save_top_k") == 0 for part in lasts)
 
 
 def better_pickles(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     if d.name != "pickled" or "-" in (d.theirs, d.ours):
         return False
-    unlike = [name for name in d.theirs if d.theirs[name] != d.ours.get(name)]
+    unlike = [name for name in d.theirs if d.theirs[name] != d.ours.get(name) and " _" not in name]  # of a search's own
     return all(d.theirs[name].startswith("raises") for name in unlike)
 
 

@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tests.differential.causes import PAGE, Row, by_call, end, ended_before, later, saved_besides
+from tests.differential.causes import PAGE, Row, by_call, end, ended_before, later, refused, saved_besides
+from tests.differential.forms import program_in_forms
 from tests.differential.further import program_of
 from tests.differential.program import PLAIN, Program
 from tests.differential.record import same
@@ -96,6 +97,24 @@ def cut_without_metric(program: Program, d: Difference, theirs: Record, ours: Re
 JUDGES, LOADS = ("validate", "test", "predict"), ("best", "last", "path", "untold")
 
 OF_CALLBACKS = [
+    Row(
+        "ModelPruning works with 64-true; in Lightning a pruned layer may have weights of float32 behind an epoch.",
+        PAGE,
+        program_in_forms(85660),
+        lambda program, d, theirs, ours: (
+            any(kind == "ModelPruning" for kind, _ in program.callbacks)
+            and "must have the same dtype" in str(theirs.ends)
+        ),
+        then="all",
+    ),
+    Row(
+        "A scheduler that was made for fewer groups than a finetuning callback leaves is named; in Lightning torch's "
+        "own error comes through, or the group is not added where a run goes on.",
+        PAGE,
+        program_of(80508),
+        lambda program, d, theirs, ours: refused(ours, "parameter groups by now, and the lr scheduler"),
+        then="all",
+    ),
     Row(
         "Layers that are thawed while SWA sets the rate take its last one; Lightning ends in a KeyError.",
         PAGE,

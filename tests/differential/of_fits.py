@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 
 def waits_for_mean(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """A fit that Lightning's ModelCheckpoint ends at a validation, as the mean of the epoch's training is not there."""
+    monitors = [str(part.get("monitor")) for kind, part in program.callbacks if kind == "ModelCheckpoint"]
+    if d.kind == "order" and "on_save_checkpoint" in str([d.theirs[:2], d.ours[:2]]):
+        return any(name.endswith("_epoch") for name in monitors)
     ended = end(theirs, d.call).get("message") if d.call else str(theirs.ends)
-    return "(monitor='loss_epoch')` could not find the monitored key" in str(ended)
+    return bool(monitors) and "could not find the monitored key" in str(ended)
 
 
 def metric_of_checkpoint(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """A resumed fit that Lightning's EarlyStopping ends by an error, as the monitored name has no value yet."""
+    if d.kind == "order" and not begins(d.theirs, "on_exception"):
+        return False
     ended = end(theirs, d.call).get("message") if d.call else str(theirs.ends)
     return "resume" in str(d.call or program.calls) and "Early stopping conditioned on metric" in str(ended)
 
@@ -43,7 +48,7 @@ def plateau_was_due(program: Program, d: Difference, theirs: Record, ours: Recor
     plateau = any(each.kind == "plateau" for each in program.schedulers)
     if not resumes or not plateau or "-" in (d.theirs, d.ours):
         return False
-    if d.kind == "checkpoint" and d.name == "schedulers":
+    if d.kind == "checkpoint" and d.name == "schedulers" and len(d.theirs) == len(d.ours):
         behind = [other - mine for mine, other in zip(d.theirs, d.ours, strict=True)]
         return set(behind) <= {0, 1}
     if "resume" not in d.call or d.name != "rates" or len(d.theirs) != len(d.ours):
@@ -83,8 +88,16 @@ def logged_by_two(program: Program, d: Difference, theirs: Record, ours: Record)
 
 OF_FITS = [
     Row(
-        "A save at the validation with which an epoch ends waits for the mean of the epoch's training; Lightning finds "
-        "no such name.",
+        "What a step has logged before it fails can be read behind the failure; in Lightning what the step before had.",
+        PAGE,
+        replace(PLAIN, acts=(Act("raise", "on_after_backward", 2),)),
+        lambda program, d, theirs, ours: (
+            d.kind == "end" and d.name in SHOWN and "raised" in end(theirs, d.call) and d.ours != {}
+        ),
+    ),
+    Row(
+        "A save at the validation with which an epoch ends waits for the mean of the epoch's training, and a name that "
+        "is missing is told there; Lightning's takes an older mean, or raises.",
         PAGE,
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss_epoch", "save_on_train_epoch_end": False}),)),
         waits_for_mean,

@@ -182,6 +182,18 @@ def above_data(program: Program, d: Difference, theirs: Record, ours: Record) ->
     return sizes and program.batch_size >= least and d.name in ("found", "BatchSizeFinder", "attributes")
 
 
+def beyond_data(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A batch size that Lightning has found which is larger than any data set."""
+    if d.name == "BatchSizeFinder" and "-" not in (d.theirs, d.ours):
+        mine, other = d.theirs.get("optimal_batch_size"), d.ours.get("optimal_batch_size")
+    elif d.name == "attributes" and has(program, "BatchSizeFinder"):
+        mine, other = d.theirs[1], d.ours[1]
+    else:
+        return False
+    most = max(*program.train_samples, *(program.val_loaders or (4,)))
+    return isinstance(mine, int) and isinstance(other, int) and mine > most >= other
+
+
 def no_sanity_check(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """A fit after a search that goes without its sanity check in Lightning."""
     sizes = has(program, "BatchSizeFinder") or "scale_batch_size" in program.calls
@@ -204,6 +216,22 @@ SEARCH = Row(
     take=without_search,
 )
 OF_SEARCHES = [
+    Row(
+        "A search in an evaluation leaves BatchNorm's statistics as they were; Lightning's trains them.",
+        PAGE,
+        program_of(81272),
+        lambda program, d, theirs, ours: (
+            has(program, "BatchSizeFinder") and program.norm and "fit" not in d.call and d.name == "weights"
+        ),
+        then="numbers",
+    ),
+    Row(
+        "A search for a batch size ends where one batch holds the data; Lightning's may go on beyond it.",
+        PAGE,
+        program_in_forms(85510),
+        beyond_data,
+        then="numbers",
+    ),
     Row(
         "A metric object that is computed by hand is behind a search as it was; Lightning's holds the search's steps.",
         PAGE,

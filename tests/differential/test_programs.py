@@ -147,6 +147,7 @@ FOUND = {
             Log("on_train_batch_end", "a", "callback", {"on_step": True}),
         ),
     ),
+    "of two hooks of a step that log a name the first one's value was shown": program_in_forms(86099),
     "min_steps alone did not ask for a first epoch": replace(
         PLAIN, flags={**PLAIN.flags, "min_steps": 2}, acts=(Act("stop", "training_step", 1),)
     ),
