@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import pickle
 import re
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import Callback
+from lockstep import Callback, Trainer
 from lockstep.callbacks.progress import base
 from lockstep.callbacks.progress.base import Meter, PlainProgressBar, ProgressBar, clock, number, speed
 from lockstep.callbacks.progress.rich import RichProgressBar
@@ -25,6 +26,7 @@ from lockstep.config import objects
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.types import TrainerFn, TrainerState
+from lockstep.testing.models import BoringModel
 from scripts import draw_run
 from tests.callbacks.fake_trainer import FakeLogger, FakeTrainer
 from tests.loop.pieces import Slope, numbers, quiet
@@ -705,3 +707,27 @@ def test_a_fit_that_goes_on_within_an_epoch_names_it(
         assert "Epoch 1/1: step 8" in capsys.readouterr().err
     else:
         assert [(name.removesuffix(": "), total) for name, total in found] == [("Epoch 1/1", 4)] * 2
+
+
+def test_bars_of_tqdm_tell_their_counts_once_they_are_over() -> None:
+    """They were None then, and what programs ask of them behind a call failed."""
+    bar = TQDMProgressBar()
+    trainer = Trainer(
+        callbacks=bar,
+        max_epochs=1,
+        limit_train_batches=3,
+        limit_val_batches=2,
+        limit_test_batches=4,
+        logger=False,
+        enable_checkpointing=False,
+        accelerator="cpu",
+    )
+    trainer.fit(BoringModel())
+    for each, batches in ((bar.train_progress_bar, 3), (bar.val_progress_bar, 2)):
+        assert (each.n, each.total, each.disable) == (batches, batches, True)
+    trainer.test(BoringModel(), verbose=False)
+    assert (bar.test_progress_bar.n, bar.test_progress_bar.total) == (4, 4)
+    again = pickle.loads(pickle.dumps(bar))
+    assert (again.train_progress_bar, again.val_progress_bar) == (None, None)
+    trainer.fit(BoringModel())
+    assert bar.train_progress_bar.n == 3

@@ -307,6 +307,11 @@ class Strategy(Engine):
         return self.world.num_nodes
 
     @property
+    def precision_plugin(self) -> Precision:
+        """The run's precision, by Lightning's name; the same as ``trainer.precision_plugin``."""
+        return self.precision
+
+    @property
     def model(self) -> LightningModule:
         """The user's module; lockstep wraps it in nothing."""
         return self.module

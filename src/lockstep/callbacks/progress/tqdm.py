@@ -56,9 +56,9 @@ class TQDMProgressBar(DrawnProgressBar):
             raise MisconfigurationException(f"TQDMProgressBar(process_position={process_position}): at least 0.")
         self._process_position = process_position
         self.train_progress_bar: Any = None
-        """tqdm's bar of training, None outside a fit; it may be replaced by another one."""
+        """tqdm's bar of training, closed once the fit is over; None before one. It may be replaced by another one."""
         self.val_progress_bar: Any = None
-        """tqdm's bar of the evaluation that runs now, None outside of one; it may be replaced by another one."""
+        """tqdm's bar of the last evaluation, closed once that is over. It may be replaced by another one."""
         self._stand_ins: list[_Above] | None = None
 
     _drawn = ("train_progress_bar", "val_progress_bar", "_stand_ins")
@@ -74,9 +74,7 @@ class TQDMProgressBar(DrawnProgressBar):
     def disable(self) -> None:
         super().disable()
         self._give_back()
-        for bar in (self.val_progress_bar, self.train_progress_bar):
-            if bar is not None:
-                bar.close()
+        self._close_bars()
 
     # -- how bars are made ---------------------------------------------------------------------------------
 
@@ -145,15 +143,17 @@ class TQDMProgressBar(DrawnProgressBar):
         super()._end_evaluation()
         if self.val_progress_bar is not None:
             self.val_progress_bar.close()
-            self.val_progress_bar = None
-        if self.train_progress_bar is None:
+        if self.train_progress_bar is None or self.train_progress_bar.disable:  # which a closed bar is
             self._give_back()
 
+    def _close_bars(self) -> None:
+        for bar in (self.val_progress_bar, self.train_progress_bar):
+            if bar is not None:
+                bar.close()
+
     def _close(self) -> None:
-        bar, self.train_progress_bar = self.train_progress_bar, None
+        self._close_bars()
         self._end_evaluation()
-        if bar is not None:
-            bar.close()
         self._draws = False
 
     # -- what is printed beside ----------------------------------------------------------------------------
