@@ -35,7 +35,7 @@ def test_without_a_trainer_it_stands_at_the_beginning_of_one_process() -> None:
     assert (module.logger, module.loggers, module.on_gpu) == (None, [], False)
     assert (module.device, module.dtype) == (torch.device("cpu"), torch.float32)
     assert module.double().dtype == torch.float64
-    with pytest.raises(RuntimeError, match=r"Layers is not attached to a Trainer: call trainer.fit\(module\)"):
+    with pytest.raises(RuntimeError, match=r"Layers is not attached to a `Trainer`: call trainer.fit\(module\)"):
         _ = module.trainer
 
 
@@ -79,6 +79,15 @@ def test_it_is_loaded_to_where_its_weights_are_mapped(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "layers.ckpt")
     assert Layers.load_from_checkpoint(tmp_path / "layers.ckpt", map_location="cuda").device.type == "cuda"
     assert Layers.load_from_checkpoint(tmp_path / "layers.ckpt").device.type == "cpu"
+
+
+@pytest.mark.parametrize("key", ["hparams", "module_arguments"])
+def test_hyperparameters_are_found_where_checkpoints_of_2019_and_2020_have_them(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "old.ckpt"
+    torch.save({"state_dict": Layers(width=6).state_dict(), key: {"width": 6}}, path)
+    assert Layers.load_from_checkpoint(path).hparams == {"width": 6, "bias": True}
+    torch.save({"state_dict": Layers(width=6).state_dict(), key: {"width": 3}, "hyper_parameters": {"width": 6}}, path)
+    assert Layers.load_from_checkpoint(path).hparams.width == 6
 
 
 def test_freeze_and_unfreeze() -> None:

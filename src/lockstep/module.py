@@ -94,7 +94,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             RuntimeError: while no Trainer does.
         """
         if self._trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer: call trainer.fit(module) first.")
+            raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`: call trainer.fit(module) first.")
         return self._trainer
 
     @trainer.setter

@@ -61,6 +61,7 @@ def loader() -> DataLoader[Any]:
         lambda: quiet().fit(nn.Linear(2, 2)),  # type: ignore[arg-type]
         lambda: quiet().validate(None, loader()),
         lambda: Trainer(gradient_clip_val="much"),  # type: ignore[arg-type]
+        lambda: Trainer(accelerator="cpu", devices=[0, 1]),
         lambda: quiet(max_steps=1).fit(ClipsByWord(), loader()),
         lambda: quiet(max_steps=1).fit(Scheduled(NoState), loader()),
         lambda: quiet().validate(Wants(), loader()),
@@ -68,7 +69,7 @@ def loader() -> DataLoader[Any]:
         lambda: quiet().validate(BoringModel(), object()),
         lambda: quiet().predict(BoringModel(), {"a": 3}),
     ],
-    ids=["module", "no module", "flag", "clipping", "scheduler", "step", "train", "val", "predict"],
+    ids=["module", "no module", "flag", "devices", "clipping", "scheduler", "step", "train", "val", "predict"],
 )
 def test_what_is_of_a_wrong_type_is_a_type_error_too(mistake: Callable[[], Any]) -> None:
     with pytest.raises(TypeError) as caught:
@@ -234,3 +235,14 @@ def test_the_loop_tells_which_batch_runs() -> None:
         trainer.fit_loop.epoch_progress.current.completed = 5
     with pytest.raises(AttributeError, match=r"_batches_that_stepped, which .* sets"):
         trainer.fit_loop.epoch_loop._batches_that_stepped = 5
+
+
+def test_predictions_that_are_none_are_told(recwarn: pytest.WarningsRecorder) -> None:
+    class Every(BoringModel):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+            return None if batch_idx % 2 else batch_idx
+
+    assert quiet().predict(Every(), loader(), return_predictions=False) is None
+    assert not [each for each in recwarn if "predict_step" in str(each.message)]
+    with pytest.warns(UserWarning, match="`predict_step` returned None: the list of predictions has None"):
+        assert quiet().predict(Every(), loader()) == [0, None, 2, None]

@@ -523,3 +523,16 @@ def test_a_fit_of_local_steps_that_was_over_leaves_the_mean_again(ranks: RankPoo
     first, second = ranks(2).run(resumed_when_over, tmp_path / "over.ckpt")
     assert first == second
     assert first[0] == first[1]
+
+
+def test_hpc_is_the_newest_file_that_a_requeued_job_of_lightnings_left(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match=r'ckpt_path="hpc"\).*no hpc_ckpt_1\.ckpt'):
+        quiet(max_epochs=1, default_root_dir=tmp_path).fit(Slope(), numbers(2), ckpt_path="hpc")
+    trainer = quiet(max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(Slope(), numbers(2))
+    for number in (2, 10):
+        trainer.save_checkpoint(tmp_path / f"hpc_ckpt_{number}.ckpt")
+    (tmp_path / "hpc_ckpt_x.ckpt").write_text("")
+    again = quiet(max_epochs=2, default_root_dir=tmp_path)
+    again.fit(Slope(), numbers(2), ckpt_path="hpc")
+    assert (again.global_step, again.ckpt_path) == (4, str(tmp_path / "hpc_ckpt_10.ckpt"))

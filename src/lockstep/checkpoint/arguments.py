@@ -39,6 +39,10 @@ class HasHyperparameters(Protocol):
 # -- inner classes -------------------------------------------------------------------------------------------
 
 
+MODULES_KEY = "hyper_parameters"
+PAST_KEYS = ("hparams", "module_arguments")
+"""Where Lightning kept the hyperparameters of modules in 2019 and 2020."""
+
 CLI_KEYS = ("_class_path", "_instantiator")
 """What the command line records among the hyperparameters: the class where it was chosen, and who made it."""
 
@@ -305,7 +309,10 @@ def init_arguments(
     Raises:
         MisconfigurationException: ``__init__`` needs an argument that is in neither.
     """
-    saved = dict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {})
+    key = cls.CHECKPOINT_HYPER_PARAMS_KEY
+    if key == MODULES_KEY and key not in checkpoint:
+        key = next((past for past in PAST_KEYS if isinstance(checkpoint.get(past), dict)), key)
+    saved = dict(checkpoint.get(key) or {})
     if hparams_file is not None:
         saved = _read_file(hparams_file)
     saved = without_cli_keys(cls, saved, given)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lockstep.ground.asked_devices import Devices, count_of, indices_of
 from lockstep.ground.cuda_driver import cuda_driver_version
 from lockstep.ground.device import device_module
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, WrongType
 
 
 class Accelerator:
@@ -71,7 +71,7 @@ class CPUAccelerator(Accelerator):
         """The processor, once for each process."""
         count = 1 if devices == "auto" else count_of(devices)
         if count is None or count < 1:
-            raise MisconfigurationException(
+            raise (WrongType if count is None else MisconfigurationException)(
                 f"devices={devices!r} with accelerator='cpu': give the number of processes, 1 or more, or 'auto'"
             )
         return [torch.device("cpu")] * count

@@ -31,6 +31,11 @@ from lockstep.loop.signatures import arguments_of, refuse_fewer, refuse_more
 
 FN_OF = {stage: fn for fn, stage in STAGE_OF.items()}
 
+NOTHING_PREDICTED = (
+    "`predict_step` returned None: the list of predictions has None for this batch. If that is not meant, return what "
+    "was predicted; where a callback writes predictions, give predict(return_predictions=False)."
+)
+
 
 class EvaluationLoop:
     """One pass over the loaders of a stage.
@@ -288,6 +293,8 @@ class EvaluationLoop:
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
             for output, dataloader_idx in self._steps("predict_step"):
+                if output is None and return_predictions:
+                    warn_once(NOTHING_PREDICTED)
                 if keeps:
                     collected[dataloader_idx].append(move_data_to_device(output, "cpu"))
                 if feed.batch_indices:

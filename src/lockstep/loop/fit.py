@@ -102,6 +102,7 @@ class FitLoop:
         self.balance: Balance | None = None  # where somebody wants to know how long steps take
         self._reason: str | None = None
         self._stops = False
+        self._told_to_stay = False  # that a stop waits for the least number of epochs and steps
         self._most_steps = math.inf
         self.nan_watch = NanWatch(session)
         self._epochs_by_default = epochs_by_default  # the user gave no `max_epochs`
@@ -217,6 +218,7 @@ class FitLoop:
         session.fit = FitState(before.progress.go_on(), given=before.given, run_batches=before.run_batches)
         self._reason = self.validation.feed = before.run_batches.saved = None
         session.should_stop = session.received_sigterm = self.nan_watch.told = self.begun = self.starts = False
+        self._told_to_stay = False
         session.fit.started = time.monotonic()
         return Signals(session)
 
@@ -543,8 +545,14 @@ class FitLoop:
     # -- stopping ------------------------------------------------------------------------------------------
 
     def _can_stop_early(self) -> bool:
+        """Whether a stop that somebody asks for ends the fit; that it does not yet is told once."""
         config, progress = self.session.config, self.session.fit.progress
-        return progress.epoch >= config.min_epochs and progress.global_step >= config.min_steps
+        long_enough = progress.epoch >= config.min_epochs and progress.global_step >= config.min_steps
+        if not long_enough and not self._told_to_stay:
+            self._told_to_stay = True
+            least = f"min_epochs={config.min_epochs} and min_steps={config.min_steps}"
+            say(self.session, f"trainer.fit: a stop was asked for, and training goes on until {least} are reached.")
+        return long_enough
 
     def _done_in_epoch(self) -> str | None:
         session, config = self.session, self.session.config

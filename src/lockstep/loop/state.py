@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -280,7 +281,7 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
 
     Args:
         session: whose ModelCheckpoint knows "best" and "last".
-        asked: a path, "best", "last", or None.
+        asked: a path, "best", "last", "hpc" (what a requeued job of Lightning's has saved), or None.
         model_given: whether the call was given a module; without one and without a path, the best is taken.
 
     Raises:
@@ -289,6 +290,8 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
     fn = session.state.fn
     if asked is None:
         return None if model_given else _best_of_last_fit(session)
+    if asked == "hpc":
+        return _requeued(session)
     if asked not in ("best", "last"):
         return os.fspath(asked)
     callback = next(iter(session.checkpoint_callbacks), None)
@@ -312,6 +315,19 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
     raise MisconfigurationException(
         f'trainer.{fn}(ckpt_path="{asked}"): ModelCheckpoint has kept no such checkpoint yet; give a path.'
     )
+
+
+def _requeued(session: Session) -> str:
+    """The newest of the files that Lightning writes before a job is requeued; what lockstep writes needs no asking."""
+    folder = session.config.default_root_dir
+    names = storage.names(folder)
+    numbers = {int(found[1]): name for name in names if (found := re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", name))}
+    if not numbers:
+        raise MisconfigurationException(
+            f'trainer.{session.state.fn}(ckpt_path="hpc"): there is no hpc_ckpt_1.ckpt or later one in {folder}; give '
+            "a path, or none: a job that lockstep has requeued goes on by itself."
+        )
+    return storage.inside(folder, numbers[max(numbers)])
 
 
 def _last(session: Session) -> str | None:
