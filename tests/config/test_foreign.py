@@ -28,7 +28,10 @@ class ForgetsData(LightningDataModule):
     [
         (lambda t: t.fit(Slope, numbers(1)), r"trainer.fit\(model\): Slope is a class; give an instance, Slope\(\)"),
         (lambda t: t.validate(Slope), r"trainer.validate\(model\): Slope is a class"),
-        (lambda t: t.fit(3, numbers(1)), r"trainer.fit\(model\): give a lockstep.LightningModule, not int"),
+        (
+            lambda t: t.fit(3, numbers(1)),
+            r"trainer.fit\(model\): it must be a `LightningModule` of lockstep, got `int`",
+        ),
         (
             lambda t: t.fit(ForgetsModule(), numbers(1)),
             r"ForgetsModule.__init__ does not call `super\(\).__init__\(\)`",
@@ -46,7 +49,10 @@ def test_calls_that_are_nearly_right(call: Any, said: str) -> None:
     [
         ({"callbacks": [EarlyStopping]}, r"callbacks=...\): EarlyStopping is a class; give an instance, EarlySt"),
         ({"callbacks": Callback}, r"callbacks=...\): Callback is a class"),
-        ({"callbacks": [print]}, r"callbacks=...\): give a lockstep.Callback, not builtin_function_or_method"),
+        (
+            {"callbacks": [print]},
+            r"callbacks=...\): it must be a `Callback` of lockstep, got `builtin_function_or_method`",
+        ),
         ({"logger": Recorder}, r"logger=.*Recorder.*CSVLogger\(folder\)"),
         ({"strategy": SingleDeviceStrategy}, r"strategy=SingleDeviceStrategy\): this is a class"),
     ],

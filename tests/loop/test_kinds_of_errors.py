@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -246,3 +247,13 @@ def test_predictions_that_are_none_are_told(recwarn: pytest.WarningsRecorder) ->
     assert not [each for each in recwarn if "predict_step" in str(each.message)]
     with pytest.warns(UserWarning, match="`predict_step` returned None: the list of predictions has None"):
         assert quiet().predict(Every(), loader()) == [0, None, 2, None]
+
+
+def test_an_optimizer_whose_step_is_a_mock_trains_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = create_autospec(torch.optim.SGD.step)
+    monkeypatch.setattr(torch.optim.SGD, "step", steps)
+    steps.__module__ = None
+    trainer = quiet(max_steps=2)
+    trainer.fit(BoringModel(), loader())
+    assert steps.call_count == trainer.global_step == 2
+    assert repr(trainer.wrapped_optimizers[0]).startswith("LightningSGD (")

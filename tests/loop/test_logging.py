@@ -253,19 +253,22 @@ def test_without_a_trainer_log_warns_and_keeps_nothing() -> None:
     [
         (
             lambda m: m.log("x", torch.ones(2)),
-            r"tensor of shape \(2,\)>\) in `training_step`: log one number, its mean",
+            r"tensor of shape \(2,\)>\)` was called in `training_step`, but the tensor must have a single element",
         ),
         (lambda m: m.log("x", torch.ones(0)), r"tensor of shape \(0,\)"),
-        (lambda m: m.log("x", "high"), r"self.log\('x', 'high'\) in `training_step`: str is no number.*logger"),
-        (lambda m: m.log("x", "3"), "str is no number"),
+        (
+            lambda m: m.log("x", "high"),
+            r"`self.log\(x, high\)` was called in `training_step`, but `str` values cannot be logged.*logger",
+        ),
+        (lambda m: m.log("x", "3"), "`str` values cannot be logged"),
         (
             lambda m: m.log("x", {"a": 1.0}),
-            r"self.log\('x', {'a': 1.0}\).*dict is no number; log its items by `self.log_dict",
+            r"self.log\(x, {'a': 1.0}\).*`dict` values cannot be logged: log its items by `self.log_dict",
         ),
-        (lambda m: m.log("x", [1.0]), "list is no number; log one number"),
-        (lambda m: m.log("x", None), "NoneType is no number"),
+        (lambda m: m.log("x", [1.0]), "`list` values cannot be logged: log one number"),
+        (lambda m: m.log("x", None), "`NoneType` values cannot be logged"),
         (lambda m: m.log(1.0, "x"), r"self.log\(1.0, ...\): the first argument is the name"),
-        (lambda m: m.log("x", 1.0, on_step=False, on_epoch=False), "keeps nothing"),
+        (lambda m: m.log("x", 1.0, on_step=False, on_epoch=False), "is not useful"),
         (lambda m: (m.log("x", 1.0), m.log("x", 1.0, prog_bar=True)), "twice in `training_step` with different"),
     ],
 )

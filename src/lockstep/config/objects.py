@@ -60,7 +60,7 @@ def check_kind(where: str, thing: object, kind: type, name: str) -> None:
         return
     check_not_lightnings(where, thing)
     shown = type(thing).__name__ if not isinstance(thing, type) else f"the class {thing.__name__}"
-    raise WrongType(f"{where}: give a lockstep.{name}, not {shown} ({thing!r:.100}).")
+    raise WrongType(f"{where}: it must be a `{name}` of lockstep, got `{shown}` ({thing!r:.100}).")
 
 
 def check_not_lightnings(where: str, thing: object) -> None:

@@ -265,8 +265,8 @@ def strip(given: dict[str, Any]) -> bool:
         value = given[name]
         if value is not None and not (isinstance(value, (bool, int)) and value == off):
             raise MisconfigurationException(
-                f"Trainer(barebones=True, {name}={value!r:.100}): the mode is for measuring what a step costs; this "
-                "adds to it; leave out one of the two."
+                f"`Trainer(barebones=True, {name}={value!r:.100})` was passed: the mode is for measuring what a step "
+                "costs, and this adds to it; leave out one of the two."
             )
         given[name] = off
     rank_zero_info(

@@ -268,7 +268,7 @@ def check_module(session: Session, fn: TrainerFn) -> None:
     elif fn in STEP_OF:
         stage = "val" if fn is TrainerFn.VALIDATING else "test"
         if not _has(module, STEP_OF[fn]):
-            raise MisconfigurationException(f"trainer.{fn}({kind}): the module has no `{STEP_OF[fn]}`; define it.")
+            raise MisconfigurationException(f"trainer.{fn}({kind}): No `{STEP_OF[fn]}()` method defined; define one.")
         _check_loader(loaders, fn, stage)
     else:
         if not _has(module, "predict_step") and type(module).forward is torch.nn.Module.forward:
@@ -286,7 +286,7 @@ def _check_fitted(session: Session) -> None:
     module, loaders, kind = session.module, session.loaders, type(session.module).__name__
     for name in ("training_step", "configure_optimizers"):
         if not _has(module, name):
-            raise MisconfigurationException(f"trainer.fit({kind}): the module has no `{name}`; define it.")
+            raise MisconfigurationException(f"trainer.fit({kind}): No `{name}()` method defined; define one.")
     refuse_iterator(module.training_step, "training_step")
     if not loaders.defined("train"):
         raise MisconfigurationException(
@@ -313,13 +313,15 @@ def _check_loader(loaders: RunLoaders, fn: TrainerFn, stage: str) -> None:
 def _check_manual(config: RunConfig) -> None:
     if config.gradient_clip_val is not None:
         raise MisconfigurationException(
-            f"Trainer(gradient_clip_val={config.gradient_clip_val}) clips only under automatic optimization: call "
-            "`self.clip_gradients(optimizer, gradient_clip_val=...)` in `training_step` instead."
+            "Automatic gradient clipping is not supported for manual optimization: leave out "
+            f"Trainer(gradient_clip_val={config.gradient_clip_val}), and call "
+            "`self.clip_gradients(optimizer, gradient_clip_val=...)` in `training_step`."
         )
     if config.accumulate_grad_batches != 1:
         raise MisconfigurationException(
-            f"Trainer(accumulate_grad_batches={config.accumulate_grad_batches}) works only under automatic "
-            "optimization: in manual optimization step the optimizer at every k-th batch instead."
+            "Automatic gradient accumulation is not supported for manual optimization: leave out "
+            f"Trainer(accumulate_grad_batches={config.accumulate_grad_batches}), and step the optimizer at every k-th "
+            "batch."
         )
 
 

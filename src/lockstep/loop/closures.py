@@ -78,7 +78,8 @@ class ByClosure(Automatic):
         self._update.module.optimizer_step(self._progress.epoch, window[-1].number, optimizer, closure)
         if not played:
             raise MisconfigurationException(
-                "`optimizer_step` did not run its `optimizer_closure`, in which forward and backward are: call "
+                "The closure hasn't been executed: `optimizer_step` has to run its `optimizer_closure`, in which "
+                "forward and backward are. Call "
                 "`optimizer.step(closure=optimizer_closure)`, or `optimizer_closure()` alone to skip the update."
             )
         return outputs

@@ -293,10 +293,8 @@ class EvaluationLoop:
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
             for output, dataloader_idx in self._steps("predict_step"):
-                if output is None and return_predictions:
-                    warn_once(NOTHING_PREDICTED)
                 if keeps:
-                    collected[dataloader_idx].append(move_data_to_device(output, "cpu"))
+                    collected[dataloader_idx].append(_kept_output(output, return_predictions))
                 if feed.batch_indices:
                     self.epoch_batch_indices[dataloader_idx].append(feed.batch_indices)
             hooks.call("on_predict_epoch_end")
@@ -373,3 +371,10 @@ def table(values: Sequence[dict[str, float]], stage: str) -> str:
     rows = [[name, *(f"{part[name]:.6g}" if name in part else "" for part in values)] for name in names]
     head, *lines = map("  ".join, padded([[stage, *heads], *rows], right=range(1, len(heads) + 1)))
     return "\n".join([head, "-" * len(head), *lines])
+
+
+def _kept_output(output: Any, returned: bool) -> Any:
+    """A prediction on the CPU; None among those that are returned is told of."""
+    if output is None and returned:
+        warn_once(NOTHING_PREDICTED)
+    return move_data_to_device(output, "cpu")

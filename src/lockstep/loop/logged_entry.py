@@ -102,7 +102,7 @@ class Entry:
         self.op = _reduction(name, reduce_fx)
         if not self.on_step and not self.on_epoch:
             raise MisconfigurationException(
-                f"self.log({name!r}, on_step=False, on_epoch=False) in `{hook}` keeps nothing: leave one of them on."
+                f"self.log({name!r}, on_step=False, on_epoch=False) in `{hook}` is not useful: leave one of them on."
             )
         if self.on_step and not step_allowed:
             raise MisconfigurationException(
@@ -177,8 +177,8 @@ class Entry:
     def _scalar(self, value: Tensor) -> Tensor:
         if value.numel() != 1:
             raise MisconfigurationException(
-                f"self.log({self.key[2]!r}, <tensor of shape {tuple(value.shape)}>) in `{self.key[0]}`: log one "
-                "number, its mean say."
+                f"`self.log({self.key[2]}, <tensor of shape {tuple(value.shape)}>)` was called in `{self.key[0]}`, but "
+                "the tensor must have a single element: log its mean, say."
             )
         return value.reshape(())
 
@@ -194,8 +194,8 @@ class Entry:
         elif isinstance(value, (str, bytes)):
             way_out = "log numbers here, and text by the logger's own `self.logger.experiment`"
         raise MisconfigurationException(
-            f"self.log({self.key[2]!r}, {value!r:.80}) in `{self.key[0]}`: {type(value).__name__} is no number; "
-            f"{way_out}."
+            f"`self.log({self.key[2]}, {value!s:.80})` was called in `{self.key[0]}`, but `{type(value).__name__}` "
+            f"values cannot be logged: {way_out}."
         )
 
     def normal(self) -> list[Any]:

@@ -75,7 +75,7 @@ class LightningOptimizer:
         return LightningOptimizer, (self._optimizer, _step_alone, None, None)  # a copy belongs to no fit
 
     def __repr__(self) -> str:
-        return f"LightningOptimizer({self._optimizer!r})"
+        return f"Lightning{self._optimizer!r}"
 
 
 def _step_alone(optimizer: Optimizer, closure: Callable[[], Any] | None, kwargs: dict[str, object]) -> Any:
@@ -217,7 +217,7 @@ def _scheduler_config(scheduler: object, automatic: bool) -> LRSchedulerConfig:
     known = {field.name for field in fields(LRSchedulerConfig)}
     _warn_of_extra("The lr scheduler's dict has", given, known)
     if "scheduler" not in given:
-        raise MisconfigurationException(f'The lr scheduler\'s dict has no key "scheduler" (it has {sorted(given)}).')
+        raise MisconfigurationException(f'The lr scheduler dict must have the key "scheduler"; it has {sorted(given)}.')
     config = LRSchedulerConfig(**{key: value for key, value in given.items() if key in known})
     if "reduce_on_plateau" not in given:
         config.reduce_on_plateau = isinstance(config.scheduler, ReduceLROnPlateau)
@@ -231,7 +231,7 @@ def _scheduler_config(scheduler: object, automatic: bool) -> LRSchedulerConfig:
         )
     if automatic and config.reduce_on_plateau and config.monitor is None:
         raise MisconfigurationException(
-            "ReduceLROnPlateau needs the name of the metric that it watches: return "
+            "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: return "
             '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.'
         )
     return config

@@ -297,7 +297,7 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
     callback = next(iter(session.checkpoint_callbacks), None)
     if callback is None:
         raise MisconfigurationException(
-            f'trainer.{fn}(ckpt_path="{asked}"): this Trainer has no ModelCheckpoint; give a path, or leave '
+            f'trainer.{fn}(ckpt_path="{asked}"): `ModelCheckpoint` is not configured; give a path, or leave '
             "`enable_checkpointing` on."
         )
     path = getattr(callback, "best_model_path", "") if asked == "best" else _last(session)
@@ -313,7 +313,8 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
         warn_once('trainer.fit(ckpt_path="last"): there is no checkpoint yet; the fit starts from the beginning.')
         return None
     raise MisconfigurationException(
-        f'trainer.{fn}(ckpt_path="{asked}"): ModelCheckpoint has kept no such checkpoint yet; give a path.'
+        f'trainer.{fn}(ckpt_path="{asked}"): `ModelCheckpoint` is not configured to save the {asked} checkpoint, or '
+        "has saved none yet; give a path."
     )
 
 

@@ -63,8 +63,8 @@ def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
     for name, new in EPOCH_ENDS.get(fn, {}).items():
         if callable(getattr(module, name, None)):
             raise NotImplementedError(
-                f"{kind}.{name}: this hook was removed in Lightning 2.0, and nobody calls it. Rename it to "
-                f"`{new}(self)`, and collect what it needs in an attribute of the module, by "
+                f"{kind}.{name}: Support for `{name}` has been removed in Lightning 2.0, and nobody calls it. Rename "
+                f"it to `{new}(self)`, and collect what it needs in an attribute of the module, by "
                 "`self.outputs.append(...)` in the step."
             )
     _tell_former(module, (name for name in former if callable(getattr(module, name, None))), former)
