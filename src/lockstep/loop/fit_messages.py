@@ -30,9 +30,9 @@ def say_start(session: Session) -> None:
 
 
 def _folder(session: Session) -> str:
-    logs = getattr(session.loggers[0], "log_dir", None) if session.loggers else None
-    checkpoints = [getattr(callback, "dirpath", None) for callback in session.checkpoint_callbacks]
-    folder = logs or next((path for path in checkpoints if path), None)
+    folders = [getattr(logger, "log_dir", None) for logger in session.loggers[:1]]
+    folders += [getattr(callback, "dirpath", None) for callback in session.checkpoint_callbacks]
+    folder = next(filter(None, folders), None)
     return "no files" if folder is None else f"files in {os.fspath(folder)}"
 
 

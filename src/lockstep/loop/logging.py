@@ -42,6 +42,8 @@ NEW_METRIC = (
 )
 _PLACES = {hook: place for place, hook in enumerate(LOGGING)}
 
+LogSnapshot = dict[Key, tuple[Any, ...]]
+"""How far each entry had come."""
 Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-batch of a step's value; 0: an epoch's)
 
 
@@ -292,25 +294,24 @@ class LogCollector:
             elif self._world_size > 1 or self._by_loader is not None:
                 continue
             else:
-                value = entry.metric.compute()
-                if not isinstance(value, Tensor) or value.numel() != 1:
+                number = _one_number(entry.metric.compute())
+                if number is None:
                     continue
-                value = value.detach().reshape(())
+                value = number
             found.append((entry, entry.epoch_name, value))
         return found
 
-    def snapshot(self) -> list[tuple[Entry, tuple[Any, ...]]]:
+    def snapshot(self) -> LogSnapshot:
         """How far everything has come, for :meth:`go_back`."""
-        return [(entry, entry.snapshot()) for entry in self._entries()]
+        return {entry.key: entry.snapshot() for entry in self._entries()}
 
-    def go_back(self, snapshot: list[tuple[Entry, tuple[Any, ...]]]) -> None:
+    def go_back(self, snapshot: LogSnapshot) -> None:
         """Forget what was logged after :meth:`snapshot`, torchmetrics objects' own state excepted."""
-        known = {entry.key for entry, _ in snapshot}
         for entry in self._entries():
-            if entry.key not in known:
+            if entry.key in snapshot:
+                entry.go_back(snapshot[entry.key])
+            else:
                 entry.clear()
-        for entry, before in snapshot:
-            entry.go_back(before)
 
     @does("reducing logged values")
     def reduce_epoch(self) -> list[tuple[Entry, str, Tensor]]:
@@ -325,18 +326,18 @@ class LogCollector:
         found = []
         for entry, value in values:
             if entry.metric is not None:
-                value = computed[entry.key]
-                if not isinstance(value, Tensor) or value.numel() != 1:
+                number = _one_number(computed[entry.key])
+                if number is None:
                     raise MisconfigurationException(
                         f"self.log({entry.key[2]!r}, {type(entry.metric).__name__}): its compute() gives no single "
                         "number; log its parts by `log_dict`."
                     )
-                value = value.detach().reshape(())
+                value = number
             found.append((entry, entry.epoch_name, value))
-        for metric in {id(entry.metric): entry.metric for entry, _ in values if entry.metric is not None}.values():
-            metric.reset()
         for entry, _ in values:
             entry.clear()
+            if entry.metric is not None:
+                entry.metric.reset()
         return found
 
     def _computed(self, entries: list[Entry]) -> dict[Key, Any]:
@@ -559,6 +560,11 @@ def checked_size(name: str, batch_size: object) -> float:
             "for, 0 or more; leave it out to have that of the batch."
         )
     return size
+
+
+def _one_number(value: object) -> Tensor | None:
+    """What a metric says, as a tensor without dimensions; None where it is no single number."""
+    return value.detach().reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else None
 
 
 def _epochs(entry: Entry) -> tuple[Any, float, int]:

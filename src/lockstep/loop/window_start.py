@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.loop.logged_entry import Entry
-from lockstep.loop.logging import LogCollector
+from lockstep.loop.logging import LogCollector, LogSnapshot
 from lockstep.loop.metrics import is_metric
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class WindowStart:
         self._published: dict[str, Tensor] = {}
         self._batch = -1
         self._read: dict[str, Any] | None = None  # of a checkpoint, until the next window
-        self._entries: list[tuple[Entry, tuple[Any, ...]]] = []
+        self._entries: LogSnapshot = {}
         self._shown: dict[str, Tensor] = {}
         self._metrics: dict[str, MetricState] = {}
         self._buffers: dict[tuple[str, str], _Buffer] = {}
@@ -123,12 +122,14 @@ class WindowStart:
     def _changed_of(self, prefix: str, part: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """What is kept of a layer's buffers that may have changed, and what they are now; a new one is kept at once."""
         for key, buffer in part._buffers.items():
+            if buffer is None:
+                continue
             kept = self._buffers.get((prefix, key))
-            if kept is not None and buffer is not None and kept.value.device != buffer.device:
+            if kept is not None and kept.value.device != buffer.device:
                 kept = None  # a block has moved
             if kept is not None and buffer is kept.source and kept.version is None:
                 yield kept.value, buffer  # the usual one, as cheap as can be
-            elif buffer is not None and key not in part._non_persistent_buffers_set and not is_lazy(buffer):
+            elif key not in part._non_persistent_buffers_set and not is_lazy(buffer):
                 if kept is None or not kept.fits(buffer):
                     self._buffers[prefix, key] = _Buffer(
                         part._buffers, key, buffer, _version(buffer), buffer.detach().clone()
