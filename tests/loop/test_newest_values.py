@@ -109,7 +109,7 @@ def test_ranks_put_together_what_others_had_logged_last(
 def test_of_two_ranks_the_newer_value_counts() -> None:
     def saved(age: int | None, last: float, weight: float, reduce_fx: str) -> list[dict[str, Any]]:
         options = [False, None, True, True, reduce_fx, True, False, False]
-        entry = {"key": ["training_step", -1, "a"], "options": options, "total": 0.0, "weight": 1.0}
+        entry = {"key": ["training_step", -1, "a"], "options": options, "total": 0.0, "weight": 1.0, "fresh": True}
         return [{**entry, "last": last, "last_weight": weight, "age": age}]
 
     def newest(*parts: list[dict[str, Any]]) -> tuple[float, float, int | None]:

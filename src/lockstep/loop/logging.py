@@ -486,7 +486,7 @@ class LogCollector:
             entry = Entry((hook, dataloader_idx, name), tuple(saved["options"]))
             entry.total, entry.last, entry.weight = saved["total"], saved["last"], saved["weight"]
             entry.dtype = saved["dtype"]
-            entry.epoch_fresh = saved.get("fresh", True)
+            entry.epoch_fresh = saved["fresh"]
             if saved.get("age") is not None:  # checkpoints of earlier versions have none
                 entry.last_weight, entry.step_fresh = saved["last_weight"], max(1, self.micro_batch - saved["age"])
             metric = modules.get(saved.get("metric") or "")

@@ -63,7 +63,7 @@ def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
             continue
         first, op = found[key], Entry(key, tuple(saved["options"])).op
         first["total"], first["weight"] = joined(op, [(each["total"], each["weight"]) for each in (first, saved)])
-        first["fresh"] = first.get("fresh", True) or saved.get("fresh", True)
+        first["fresh"] = first["fresh"] or saved["fresh"]
         first.update(_newest_step(op, first, saved))
     return list(found.values())
 

@@ -80,8 +80,6 @@ class Progress:
             if not known:
                 raise ValueError(f"{each.name} is {value!r:.50}")
             setattr(self, each.name, value)
-        if "earlier" not in state:
-            self.earlier = self.total_batches - self.batch
 
     def reshare(self, boundary: int, number: int | None) -> None:
         """Go on with other ranks or batches than those that came so far, from the last boundary on.

@@ -7,7 +7,6 @@ from typing import Any
 from lockstep.config.run import RunConfig
 from lockstep.data.counting import Accumulation, BatchCounting, BatchPlan, ResumePoint, RunAttempt, count_batches
 from lockstep.data.feed import Feed
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.loop.progress import EPOCH_START, Progress
 from lockstep.loop.saved_ranks import at_window_start
@@ -39,16 +38,11 @@ class RunBatches:
         """The number of ranks of the plan, where it is known."""
         return self._ranks if self.saved is None else self.saved.ranks
 
-    def read(self, own: dict[str, Any], ranks: int) -> None:
-        """Take in lockstep's part of a checkpoint that a fit on so many ranks is to go on from."""
+    def read(self, own: dict[str, Any]) -> None:
+        """Take in lockstep's part of a checkpoint that a fit is to go on from."""
         self._ranks = None
         if own.get("plan") is not None:
             self.saved = BatchPlan.load(own["plan"])
-        elif len(own.get("ranks", ())) not in (0, ranks) and own["progress"]["batch"]:
-            raise MisconfigurationException(
-                "trainer.fit(ckpt_path=...): this checkpoint is of an earlier version of lockstep, from the middle of "
-                f"an epoch, and does not tell how its data were cut: resume with {len(own['ranks'])} ranks."
-            )
 
     def counting(
         self, config: RunConfig, automatic: bool, ranks: int, batches: list[int], flexible: bool

@@ -47,11 +47,7 @@ class SavedRanks:
         Raises:
             ValueError: replicas that cannot be.
         """
-        parts = own["ranks"]
-        of_rank = own.get("replicas")
-        if of_rank is None:  # an earlier version, in which the ranks of a replica followed each other
-            count = (own.get("plan") or {}).get("size", len(parts))
-            of_rank = [rank * count // len(parts) for rank in range(len(parts))]
+        parts, of_rank = own["ranks"], own["replicas"]
         if len(of_rank) != len(parts) or set(of_rank) != set(range(max(of_rank, default=-1) + 1)):
             raise ValueError(f"replicas is {of_rank!r:.50}, of {len(parts)} ranks")
         return cls(parts, tuple(of_rank))

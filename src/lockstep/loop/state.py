@@ -351,7 +351,7 @@ def read(session: Session, path: str, weights_only: bool | None) -> dict[str, An
         if own.get("seed") is not None:
             session.seed = operator.index(own["seed"])  # the order of data goes on as it was
         if session.state.fn is TrainerFn.FITTING:
-            session.fit.run_batches.read(own, session.world_size)
+            session.fit.run_batches.read(own)
             session.fit.shares = own.get("shares")
     return checkpoint
 
