@@ -101,6 +101,8 @@ FORBIDDEN_NAMES = {
 }
 LINES_OF_A_FILE = 800
 LINES_OF_A_FUNCTION = 60
+NAMED_ABOVE = 150
+"""Lines of a file that the architecture page names."""
 DECISIONS_OF_A_FUNCTION = 12
 MAY_DECIDE_MORE = {
     "module.py:LightningModule.log": "takes in most values of a step in its own frame, as a call more costs up to 1 µs",
@@ -370,6 +372,15 @@ def test_the_architecture_page_names_every_part() -> None:
     parts = {source.part for source in house().values()} - {""}
     spellings = {part: (f"{part}/", f"{part}.py", f"lockstep.{part}") for part in parts}
     assert [part for part in sorted(parts) if not any(one in page for one in spellings[part])] == []
+
+
+def test_the_architecture_page_names_every_large_file() -> None:
+    """Who did not know the house opened files in vain, and what they looked for was in files that it did not name."""
+    page = (PROJECT / "docs" / "architecture.md").read_text()
+    package = PROJECT / "src" / "lockstep"
+    large = [path for path in package.rglob("*.py") if len(path.read_text().splitlines()) > NAMED_ABOVE]
+    assert len(large) > 100
+    assert [path for path in large if f"`{path.relative_to(package).as_posix()}" not in page] == []
 
 
 # -- the laws -----------------------------------------------------------------------------------------------
