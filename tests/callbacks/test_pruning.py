@@ -403,11 +403,12 @@ def test_it_tells_how_much_is_pruned(caplog: pytest.LogCaptureFixture) -> None:
     assert sum(" by 0.5: " in message for message in caplog.messages) == 4
 
 
-def test_several_of_the_same_parameters_by_other_methods(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rewinds", [False, True])
+def test_several_of_the_same_parameters_by_other_methods(rewinds: bool, tmp_path: Path) -> None:
     """They were refused, since their one `state_key` would keep one state: that of the masks, which are the model's."""
 
     def callbacks(net: Any) -> list[ModelPruning]:
-        pairs, keep = [(net.body[0], "weight")], {"use_lottery_ticket_hypothesis": False}
+        pairs, keep = [(net.body[0], "weight")], {"use_lottery_ticket_hypothesis": rewinds}
         smallest_first = ModelPruning("l1_unstructured", pairs, apply_pruning=lambda e: e % 2 == 0, amount=0.5, **keep)
         at_random = ModelPruning("random_unstructured", pairs, apply_pruning=lambda e: e % 2 == 1, amount=0.25, **keep)
         return [smallest_first, at_random]
@@ -425,8 +426,13 @@ def test_several_of_the_same_parameters_by_other_methods(tmp_path: Path) -> None
     assert torch.equal(resumed.head.weight, whole.head.weight)
 
 
-def test_several_that_rewind_are_told_apart_or_refused() -> None:
-    """The initial values that one of them has kept are not the other's."""
+def test_several_that_keep_other_states_are_refused() -> None:
+    """One of them has initial values to keep, the other has none: the later one's state would be the only one."""
     net = module_of(lockstep)
     with pytest.raises(MisconfigurationException, match="share the state_key"):
-        quiet(callbacks=[ModelPruning("l1_unstructured", [(net.head, "weight")]) for _ in range(2)])
+        quiet(
+            callbacks=[
+                ModelPruning("l1_unstructured", [(net.head, "weight")], use_lottery_ticket_hypothesis=rewinds)
+                for rewinds in (True, False)
+            ]
+        )

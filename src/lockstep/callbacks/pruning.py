@@ -201,7 +201,7 @@ class ModelPruning(Callback):
         self._apply_pruning = apply_pruning
         self._make_pruning_permanent = make_pruning_permanent
         self._use_lottery_ticket_hypothesis = use_lottery_ticket_hypothesis
-        self._shares_state = not use_lottery_ticket_hypothesis  # masks are the model's, initial values one's own
+        self._shares_state = bool(use_lottery_ticket_hypothesis), resample_parameters  # masks are the model's
         self._resample_parameters = resample_parameters
         self._verbose = verbose
         self._prune_on_train_epoch_end = prune_on_train_epoch_end

@@ -196,8 +196,9 @@ def _reason(plugin: object) -> str:
 
 def _refuse_alike(callbacks: Sequence[Callback]) -> None:
     """Refuse callbacks that a checkpoint could not tell apart, and a second progress bar."""
-    apart = [callback for callback in callbacks if getattr(callback, "_shares_state", False) is not True]
-    keys = Counter(callback.state_key for callback in apart if is_overridden("state_dict", callback, Callback))
+    stateful = [callback for callback in callbacks if is_overridden("state_dict", callback, Callback)]
+    states = {(callback.state_key, callback._shares_state or id(callback)) for callback in stateful}
+    keys = Counter(key for key, _ in states)
     key, times = max(keys.items(), key=itemgetter(1), default=("", 0))
     if times > 1:
         raise MisconfigurationException(
