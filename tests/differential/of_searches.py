@@ -171,7 +171,7 @@ def above_most(program: Program, d: Difference, theirs: Record, ours: Record) ->
     if d.name in ("found", "BatchSizeFinder"):
         sizes = [each.get("optimal_batch_size") if isinstance(each, dict) else each for each in (d.theirs, d.ours)]
         return all(isinstance(size, int) for size in sizes) and sizes[0] > most[0] >= sizes[1]
-    return d.name == "attributes" and d.theirs[1] > most[0] >= d.ours[1]
+    return d.name == "attributes" and d.ours != "-" and d.theirs[1] > most[0] >= d.ours[1]  # "-": refused before
 
 
 def above_data(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
