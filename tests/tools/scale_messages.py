@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.ground import comm
 from lockstep.ground.host_maximum import exchanged
-from lockstep.loop.logged_rows import Rows
+from lockstep.loop.logged_rows import Rows, shown_value
 
 
 class _Received:
@@ -106,7 +106,7 @@ def reduce_logged(ranks: int, names: int) -> Mapping[str, int]:
             row = rows.make(1, False, [(0.1 * (rank + name), 1.0, 1.0) for name in range(names)])
             comm.combined(row, rows.combine)
     assert played.result is not None
-    found = torch.tensor(rows.values(played.result))
+    found = torch.tensor([shown_value("mean", *total) for total in rows.totals(played.result)])
     expected = torch.tensor([0.1 * ((ranks - 1) / 2 + name) for name in range(names)])
     if rows.ranks_differ(played.result) or not torch.allclose(found, expected, rtol=1e-12):
         raise RuntimeError(f"{ranks} ranks: the means of what was logged are {found.tolist()}")

@@ -64,19 +64,35 @@ class StudyJournal(JournalFileBackend):
         Raises:
             CorruptJournal: a line is none; the message has its number.
         """
-        number = log_number_from
         try:
             for told in super().read_logs(log_number_from):
-                if not isinstance(told, dict) or "op_code" not in told:
+                if not _is_operation(told):
                     raise ValueError("it is no operation")
                 yield told
-                number += 1
         except ValueError as error:
+            number = _operations_before_torn(self._path)
             raise CorruptJournal(
                 f"line {number + 1} of {self._path!r} is torn ({error}), and the study cannot be read from there on. "
                 f"lockstep checks each line that it writes, so the disk, or another program, has changed it: put the "
                 f"file back from a copy, or go on with what comes before, by `head -n {number} FILE > NEW`"
             ) from error
+
+
+def _is_operation(told: object) -> bool:
+    return isinstance(told, dict) and "op_code" in told
+
+
+def _operations_before_torn(path: str) -> int:
+    """The lines before the first that is none: optuna 4 reads all of them before it gives the first."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file):
+            try:
+                told = json.loads(line)
+            except ValueError:
+                return number
+            if not _is_operation(told):
+                return number
+    return 0
 
 
 def append(path: str, data: bytes) -> None:
