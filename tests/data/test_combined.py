@@ -66,6 +66,13 @@ def test_an_empty_loader_leaves_nothing_to_cycle_through() -> None:
     assert len(list(CombinedLoader([range(3), range(0)], "max_size"))) == 3
 
 
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
+def test_of_no_loaders_there_is_no_batch(mode: Any) -> None:
+    """It ended in the error of `min()`."""
+    assert list(CombinedLoader([], mode)) == []
+    assert len(CombinedLoader({}, mode)) == 0
+
+
 def test_the_loaders_can_be_seen_and_exchanged() -> None:
     combined = CombinedLoader(LOADERS, "max_size")
     assert combined.flattened == list(LOADERS.values())

@@ -134,6 +134,8 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return next(self._iterator)
 
     def __len__(self) -> int:
+        if not self._flattened:
+            return 0
         lengths = [math.inf if (n := length_of(loader)) is None else n for loader in self._flattened]
         length = LENGTHS[self._mode](map(min, lengths, self._limits or itertools.repeat(math.inf)))
         if math.isinf(length):
@@ -152,6 +154,8 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
             for number, opener in enumerate(openers):
                 for batch_idx, batch in enumerate(opener(0)):
                     yield batch, batch_idx, number
+            return
+        if not openers:
             return
         for batch_idx, row in enumerate(rows(openers, self._mode)):
             yield tree_unflatten(row, self._spec), batch_idx, 0

@@ -282,6 +282,7 @@ def _tqdm() -> Any:
             from tqdm.auto import tqdm
         else:
             from tqdm import tqdm
+        from tqdm.utils import disp_trim
 
         class Tqdm(tqdm):
             # one thread of one process draws
@@ -304,7 +305,8 @@ def _tqdm() -> Any:
                 shown = self.format_dict
                 if shown.get("ncols") and shown.get("bar_format") == TQDMProgressBar.BAR_FORMAT:
                     _fit(self, shown)
-                return self.format_meter(**shown)
+                line = self.format_meter(**shown)
+                return disp_trim(line, shown["ncols"]) if shown.get("ncols") else line  # tqdm 4.64 leaves it long
 
         _class = Tqdm
     return _class
