@@ -677,7 +677,7 @@ def not_counted(program: Program, d: Difference, theirs: Record, ours: Record) -
         return bool(d.theirs > d.ours)
     saves = any(part.get("save_on_exception") for _, part in program.callbacks)
     missing = (d.kind == "order" and begins(d.theirs, "on_save_checkpoint")) or d.where == "names"
-    return saves and missing and not d.ours
+    return saves and missing and (not d.ours or begins(d.ours, "on_exception"))
 
 
 def nothing_to_save(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:

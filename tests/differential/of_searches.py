@@ -138,7 +138,8 @@ def stopped_below_least(program: Program, d: Difference, theirs: Record, ours: R
 def without_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What a search has found where batches are None."""
     told = warned(d, "order of schedulers and optimizers") and d.theirs
-    return program.train == "some None" and looks_for_rate(program) and bool(told or d.name in LED)
+    led = looks_for_rate(program) and d.name in LED
+    return program.train == "some None" and searches(program) and bool(told or led)
 
 
 def small_batches(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:

@@ -340,6 +340,25 @@ def test_a_callback_before_the_finder_began_with_the_rate_of_before() -> None:
     assert first.seen == pytest.approx([finder.optimal_lr.suggestion()] * 2)
 
 
+class ByName(Callback):
+    """Its hooks of set-up have their stage by name alone, as Lightning gives it."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def setup(self, trainer: Any, pl_module: Any, *, stage: str) -> None:
+        self.seen.append(f"setup {stage}")
+
+    def teardown(self, trainer: Any, pl_module: Any, *, stage: str) -> None:
+        self.seen.append(f"teardown {stage}")
+
+
+def test_a_search_gives_callbacks_their_stage_by_name() -> None:
+    callback = ByName()
+    Tuner(quiet(callbacks=[callback])).lr_find(Net(), datamodule=Data(), num_training=5)
+    assert callback.seen == ["setup fit", "teardown fit"]
+
+
 def test_in_mid_fit_the_optimizer_goes_on_with_the_rate() -> None:
     module, rates, finder = Net(), Rates(), InMidFit(num_training_steps=30)
     quiet(callbacks=[finder, rates], max_epochs=4).fit(module, datamodule=Data())

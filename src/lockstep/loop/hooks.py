@@ -91,12 +91,12 @@ class CallbackMethod(partial[Any]):
     owner: Callback
 
     def __new__(cls, callback: Callback, name: str, trainer: Trainer, module: LightningModule) -> CallbackMethod:
-        made = super().__new__(cls, _by_position(callback, name), trainer, module)
+        made = super().__new__(cls, by_position(callback, name), trainer, module)
         made.owner = callback
         return made
 
 
-def _by_position(owner: object, name: str) -> Method:
+def by_position(owner: object, name: str) -> Method:
     """A method of a hook. That of `setup` and `teardown` is called by its argument's name, as Lightning does."""
     method: Method = getattr(owner, name)
     if name not in OF_SETUP or not _takes_stage(method):
@@ -153,7 +153,7 @@ class Hooks:
 
         for name in NAMES:
             bound = of_callbacks(name)
-            own = _by_position(module, name) if is_replaced(name, module, ModuleHooks) else None
+            own = by_position(module, name) if is_replaced(name, module, ModuleHooks) else None
             setattr(self, name, (bound, own) if bound or own is not None else None)
         self.epoch_end_monitors = self._split_monitors()
         self._of_any_rank = {name: of_callbacks(name) for name in ("_on_any_batch_start", "_on_any_batch_end")}

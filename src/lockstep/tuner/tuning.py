@@ -15,6 +15,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import isolate_rng
 from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS, RunningStage, TrainerFn
 from lockstep.loop.call import Asked, call
+from lockstep.loop.hooks import by_position
 from lockstep.loop.session import FitState
 from lockstep.module import LightningModule
 from lockstep.supervise.status import watch_uncaught
@@ -193,10 +194,10 @@ class _OnlySetUp(Callback):
         self._callback = callback
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._callback.setup(trainer, pl_module, stage)
+        by_position(self._callback, "setup")(trainer, pl_module, stage)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._callback.teardown(trainer, pl_module, stage)
+        by_position(self._callback, "teardown")(trainer, pl_module, stage)
 
 
 @contextmanager
