@@ -91,7 +91,8 @@ class Deep(LightningModule):
 
 def fit(kind: str, factor: Factor, split: str, steps: int) -> tuple[Times, BalancedStrategy]:
     """One fit of so many steps on the ranks that there are."""
-    times, data = Times(), torch.randint(BYTES, (BATCH * steps, SIZE.context + 1))
+    drawn = torch.Generator().manual_seed(1)  # the stages of one model must see the same samples
+    times, data = Times(), torch.randint(BYTES, (BATCH * steps, SIZE.context + 1), generator=drawn)
     strategy = BalancedStrategy(split=split, micro_batches=MICRO_BATCHES)
     flags = {"accelerator": "cpu", "devices": dist.get_world_size(), "max_epochs": 1, "callbacks": [times], **OFF}
     Trainer(strategy=strategy, **flags).fit(Deep(kind, factor), DataLoader(TensorDataset(data), BATCH))
