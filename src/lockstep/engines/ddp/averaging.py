@@ -18,8 +18,11 @@ from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 
 PIECE = 16 * 2**20
-"""At most this many bytes of tensors are copied together for one message (a larger tensor goes alone): memory of that
-size the allocator keeps and gives again, that of 64 MiB it asks the system for anew, which takes longer than sending."""
+"""At most this many bytes of tensors are copied together for one message (a larger tensor goes alone).
+
+The allocator keeps memory of that size and gives it again. Memory of 64 MiB it asks of the system anew each time, which
+takes longer than sending it.
+"""
 _TORCH_AVERAGERS = "torch.distributed.algorithms.model_averaging."
 
 
