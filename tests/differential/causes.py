@@ -318,9 +318,17 @@ def waits_for_metric(program: Program, d: Difference, theirs: Record, ours: Reco
     )
     if waits and d.kind == "order" and "on_save_checkpoint" in str([d.theirs[:2], d.ours[:2]]):
         return True
+    if waits and counted_validation(program) and d.kind in ("files", "checkpoint"):
+        return True
     of_epoch = waits and any(str(part.get("monitor")).endswith("_epoch") for _, part in program.callbacks)
     saved = d.kind == "rows" and "saved" in [*d.theirs[:1], *d.ours[:1]]
     return of_epoch and (saved or d.kind == "files" or d.name == "ModelCheckpoint")
+
+
+def counted_validation(program: Program) -> bool:
+    """Whether a ModelCheckpoint ranks by a counter, and Lightning waits at an epoch's end for a validation not due."""
+    by_counter = any(part.get("monitor") in ("step", "epoch") for _, part in program.callbacks)
+    return by_counter and program.flags.get("check_val_every_n_epoch", 1) is None
 
 
 def by_time(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:

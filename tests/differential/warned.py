@@ -123,7 +123,13 @@ def quiet(record: Record) -> Iterator[None]:
         rank_module._warned = told
         torch.set_rng_state(states[0])
         random.setstate(states[1])
-    record.warned |= {(shown_class(each.category), str(each.message)) for each in caught}
+    record.warned |= {(shown_class(each.category), str(each.message)) for each in caught if not left_open(each)}
+
+
+def left_open(warning: warnings.WarningMessage) -> bool:
+    """Whether it is of a file that Lightning has left open: that is told when the file is collected, which may be in a
+    later program."""
+    return issubclass(warning.category, ResourceWarning) and f"{os.sep}lightning{os.sep}" in str(warning.message)
 
 
 def shown_class(category: type[Warning]) -> str:
