@@ -438,7 +438,13 @@ def measured(program: Program, d: Difference, theirs: Record, ours: Record) -> b
 
 def mixed_with_interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Metrics of a call after one that was ended within a validation."""
-    return later(d, theirs) and d.name.endswith("_metrics") and ended_before(theirs, d, "SystemExit")
+    if not later(d, theirs) or not d.name.endswith("_metrics") or "-" in (d.theirs, d.ours):
+        return False
+    if ended_before(theirs, d, "SystemExit"):
+        return True
+    names = tuple(log.name for log in program.logs if "validation" in log.hook)
+    other = [name for name, value in d.theirs.items() if name not in d.ours or not same(value, d.ours[name])]
+    return ended_before(theirs, d) and d.theirs.keys() == d.ours.keys() and all(n.startswith(names) for n in other)
 
 
 def of_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tests.differential.causes import BATCH, PAGE, SHOWN, Row, begins, end, ended_before, refused
+from tests.differential.causes import BATCH, PAGE, SHOWN, Row, begins, end, refused
 from tests.differential.further import program_of
 from tests.differential.program import LOSS, PLAIN, Act, Log, Program, Scheduler
 from tests.differential.record import same
@@ -13,15 +13,6 @@ from tests.differential.record import same
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
     from tests.differential.record import Record
-
-
-def means_of_both(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """A validation's values where an exception has ended one before it."""
-    if not d.name.endswith("_metrics") or "-" in (d.theirs, d.ours) or not ended_before(theirs, d):
-        return False
-    names = tuple(log.name for log in program.logs if "validation" in log.hook)
-    other = [name for name, value in d.theirs.items() if name not in d.ours or not same(value, d.ours[name])]
-    return d.theirs.keys() == d.ours.keys() and all(name.startswith(names) for name in other)
 
 
 def waits_for_mean(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -111,13 +102,6 @@ OF_FITS = [
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss_epoch", "save_on_train_epoch_end": False}),)),
         waits_for_mean,
         then="all",
-    ),
-    Row(
-        "A validation after one that an exception has ended has means of its own; Lightning's are over both.",
-        PAGE,
-        program_of(200276),
-        means_of_both,
-        then="numbers",
     ),
     Row(
         "EarlyStopping at an epoch's end with which a run goes on has the metrics of the checkpoint; Lightning's "
