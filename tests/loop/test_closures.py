@@ -138,6 +138,71 @@ def test_lbfgs_goes_the_same_way_on_all_ranks(ranks: RankPool) -> None:
     assert first[0] == pytest.approx(solve(13)[0], rel=1e-6)
 
 
+class FitByHand(Fit):
+    """The same in manual optimization.
+
+    Args:
+        plain: step torch's optimizer itself.
+    """
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.plain = plain
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=not self.plain)
+        x, y = batch
+
+        def closure() -> Any:
+            self.steps += 1
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self.layer(x), y)
+            self.manual_backward(loss)
+            return loss
+
+        self.losses.append(float(optimizer.step(closure)))
+
+
+def solve_by_hand(batch_size: int, plain: bool = False, ranks: bool = False) -> tuple[list[float], list[float], int]:
+    module = FitByHand(plain)
+    (on_ranks if ranks else quiet)(max_epochs=3).fit(module, samples(13, batch_size))
+    weights = [value for parameter in module.parameters() for value in parameter.flatten().tolist()]
+    return weights, module.losses[::2], module.steps  # in every second batch one rank has no sample: not noted there
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_lbfgs_by_hand_goes_the_same_way_on_all_ranks(ranks: RankPool, plain: bool) -> None:
+    """Each rank's line search saw its own loss: the ranks' weights parted in silence."""
+    alone = solve_by_hand(12)
+    found = ranks(2).run(solve_by_hand, 6, plain, True, timeout=40)
+    for weights, losses, _ in found:
+        assert weights == found[0][0]
+        assert weights == pytest.approx(alone[0], rel=1e-8)
+        assert losses[0] == pytest.approx(alone[1][0], rel=1e-12)
+    assert found[0][2] == alone[2]
+
+
+class SearchesAlone(FitByHand):
+    """Each rank searches by itself, as it says."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with self.trainer.strategy.block_backward_sync():
+            super().training_step(batch, batch_idx)
+
+
+def search_alone() -> list[float]:
+    module = SearchesAlone(False)
+    on_ranks(max_epochs=1).fit(module, samples(12, 6))
+    return module.losses
+
+
+def test_lbfgs_without_reduced_gradients_sees_its_own_loss(ranks: RankPool) -> None:
+    first, second = ranks(2).run(search_alone, timeout=40)
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
 def test_lbfgs_with_returned_weights_searches_along_its_own_gradient() -> None:
     class Weighs(Fit):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -19,11 +19,7 @@ NO_HOOK = (
 
 
 class Backward:
-    """Runs the backwards of a fit.
-
-    Attributes:
-        share: of the batch at hand, in manual optimization.
-    """
+    """Runs the backwards of a fit."""
 
     def __init__(self, session: Session, update: Update, batches: MicroBatches) -> None:
         self._session = session
@@ -33,7 +29,6 @@ class Backward:
         self._shared = session.world_size > 1
         self._update = update
         self._batches = batches
-        self.share = 1.0
         self._is_bare = (
             self._scaler is None and self._hooks.on_before_backward is None and self._hooks.on_after_backward is None
         )
@@ -54,8 +49,8 @@ class Backward:
 
     def by_hand(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """``manual_backward``: batches count by their samples here too."""
-        if self.share != 1.0:
-            loss = loss * self.share
+        if self._update.share != 1.0:
+            loss = loss * self._update.share
         try:
             self._with_hooks(loss, *args, **kwargs)
         except RuntimeError as error:

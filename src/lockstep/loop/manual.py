@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 from lockstep.data.weighing import Share
 from lockstep.data.window import Window
-from lockstep.loop.backward import Backward
 from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.padding import padding
 from lockstep.loop.session import Session
@@ -24,11 +23,11 @@ class Manual:
 
     at_once = 1
 
-    def __init__(self, session: Session, batches: MicroBatches, update: Update, backward: Backward) -> None:
+    def __init__(self, session: Session, batches: MicroBatches, update: Update) -> None:
         self._session = session
         self._strategy = session.strategy
         self._shared = session.world_size > 1
-        self._batches, self._update, self._backward = batches, update, backward
+        self._batches, self._update = batches, update
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one window, yielding when the hooks of its batch have run."""
@@ -39,7 +38,7 @@ class Manual:
                 batches.publish()
             self._update.watch.forget_depth()
             rounds = strategy.rounds
-            self._backward.share = share if weight else 1.0
+            self._update.share = share if weight else 1.0
             if type(share) is Share:
                 tell_of_uneven()
             with padding(self._session) if weight == 0.0 else nullcontext():

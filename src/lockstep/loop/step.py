@@ -53,7 +53,7 @@ class Step:
         backward = self._backward = Backward(session, update, batches)
         by_engine = session.strategy.window
         if not session.module.automatic_optimization:
-            self.way = Manual(session, batches, update, backward)
+            self.way = Manual(session, batches, update)
         elif by_engine is not None:
             self.way = Ahead(session, batches, outputs, update, by_engine)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.engines.strategy import Strategy
 from lockstep.ground import comm
+from lockstep.ground.closures import demands_closure
 from lockstep.ground.rank import warn_once
 from lockstep.loop.session import Session
 
@@ -32,11 +33,15 @@ class StepWatch:
     are not finite is left out: while such an optimizer steps, its parameters have no gradients.
     """
 
-    def __init__(self, session: Session, optimizers: Iterable[Optimizer], counts: bool) -> None:
+    def __init__(
+        self, session: Session, optimizers: Iterable[Optimizer], counts: bool, mean_loss: Callable[[Any], Tensor]
+    ) -> None:
         self._progress = session.fit.progress
         self._strategy: Strategy = session.strategy
         self._scaler = session.strategy.precision.scaler
         self._counts = counts
+        self._shared = counts and session.world_size > 1
+        self._mean_loss = mean_loss
         self._begun_at = self._progress.global_step
         self._apart = False  # a backward was not reduced: ranks may find different overflows
         self._stepping: Optimizer | None = None  # the outermost that is in its step now
@@ -94,22 +99,35 @@ class StepWatch:
         if self._stepping is not None and self._stepping is not optimizer:
             return None
         self._stepping, self._depth = optimizer, self._depth + 1
-        if self._scaler is None or self._scaler.steps or self._depth > 1:
+        if self._depth > 1:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        holds = self._scaler is not None and not self._scaler.steps
         if closure is None:
-            self._hold_back(owner)
+            if holds:
+                self._hold_back(owner)
             return None
-
-        def run() -> Any:
-            self._give_back()
-            result = closure()
-            self._hold_back(owner)
-            return result
-
+        if holds:
+            closure = partial(self._run_held_back, owner, closure)
+        elif self._shared and demands_closure(optimizer):
+            closure = partial(self._run_for_all, closure)
+        else:
+            return None
         if len(args) > 1:
-            return (args[0], run, *args[2:]), kwargs
-        return args, {**kwargs, "closure": run}
+            return (args[0], closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure}
+
+    def _run_held_back(self, owner: Optimizer, closure: Callable[[], Any]) -> Any:
+        self._give_back()
+        result = closure()
+        self._hold_back(owner)
+        return result
+
+    def _run_for_all(self, closure: Callable[[], Any]) -> Any:
+        """Run a closure whose loss decides what comes next; where it has reduced gradients, the loss is the mean."""
+        rounds = self._strategy.rounds
+        loss = closure()
+        return loss if loss is None or self._strategy.rounds == rounds else self._mean_loss(loss)
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._stepping is not optimizer:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import Optimizer
 
 from lockstep.ground.closures import demands_closure, takes_closure
+from lockstep.ground.device_numbers import widest
 from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.loop.hooks import is_overridden, is_replaced
 from lockstep.loop.optimizers import LightningOptimizer
@@ -32,6 +35,7 @@ class Update:
         needs_closure: whether the optimizer's step cannot be made without a closure.
         by_closure: whether ``optimizer.step`` plays the last micro-batch: an optimizer or an ``optimizer_step`` wants
             it so.
+        share: of the batch at hand, in manual optimization.
         schedulers: of the fit.
         had_batch: set where a window has ended in which there was a batch.
     """
@@ -49,6 +53,7 @@ class Update:
         self.own_zero_grad = is_replaced("optimizer_zero_grad", self.module, LightningModule)
         self.own_clipping = is_replaced("configure_gradient_clipping", self.module, LightningModule)
         self._clips = self.own_clipping or self._config.gradient_clip_val is not None
+        self.share = 1.0
         self.schedulers = Schedulers(session)
         self.had_batch = False
         self._use_optimizers()
@@ -64,7 +69,7 @@ class Update:
             for optimizer in self.optimizers
         ]
         self.optimizer: Optimizer | None = self.optimizers[0] if automatic else None
-        self.watch = StepWatch(self._session, self.optimizers, counts=not automatic)
+        self.watch = StepWatch(self._session, self.optimizers, counts=not automatic, mean_loss=self._mean_loss)
         self.needs_closure = self.optimizer is not None and demands_closure(self.optimizer)
 
     def _steps_by_closure(self) -> bool:
@@ -163,6 +168,14 @@ class Update:
         if not isinstance(value, (int, float)):
             raise WrongType(f"clip_gradients(gradient_clip_val={value!r}): give a number, or None for the Trainer's.")
         self._strategy.clip(optimizer, value, algorithm)
+
+    def _mean_loss(self, loss: Any) -> Tensor:
+        """The mean over the ranks of a closure's losses, weighed as `manual_backward` weighs them. Collective."""
+        device = self._strategy.root_device
+        own = torch.as_tensor(loss, device=device).detach().to(widest(device))
+        weighed = torch.zeros_like(own) if self._session.is_padding else own * self.share
+        mean: Tensor = self._strategy.reduce(weighed, reduce_op="mean")
+        return mean
 
     def _stepped_by_user(self, optimizer: Optimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         """``LightningOptimizer.step``: in ``optimizer_step`` the closure is the window's, in manual the user's."""
