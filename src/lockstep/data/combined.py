@@ -299,8 +299,7 @@ def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str)
     if sampling.batch_size is not None:
         own = own_generator(sampler)
         own_key = key if own is None else make_key(spec.agreed(own.initial_seed()), "generator")
-        count = length_of(loader.dataset) or 0
-        order = order_of(sampler, count, seed=spec.seed, key=own_key, torch_order=spec.torch_order)
+        order = order_of(sampler, seed=spec.seed, key=own_key, torch_order=spec.torch_order)
         if order is not None:
             return Ordered(sampling, order)
     distributed = next((each for each in holders(sampler) if isinstance(each, DistributedSampler)), None)

@@ -38,24 +38,26 @@ _WAY_OUT = (
 )
 
 
-def order_of(sampler: object, n: int, *, seed: int, key: int, torch_order: bool) -> Callable[[int, int], Order] | None:
+def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Callable[[int, int], Order] | None:
     """The order, given (epoch, turn), that stands for one of torch's plain samplers; None for any other.
 
-    One that was given a ``set_epoch`` of its own, as an attribute, is told its epochs, and is another.
+    The indices are those of the sampler's own data source, which may be another than the loader's data set. One that
+    was given a ``set_epoch`` of its own, as an attribute, is told its epochs, and is another; so is one that draws from
+    an empty data source or from one without a length: torch's own error tells of that.
 
     Args:
         sampler: a loader's.
-        n: length of the data set.
         seed: of the run.
         key: stands for (seed, loader).
         torch_order: shuffle by `torch.randperm` with a generator seeded by ``seed + epoch``.
     """
-    if hasattr(sampler, "set_epoch"):
+    if hasattr(sampler, "set_epoch") or type(sampler) not in (SequentialSampler, RandomSampler):
         return None
-    if type(sampler) is SequentialSampler:
+    n = length_of(getattr(sampler, "data_source", None))
+    if n is None or (n == 0 and length_of(sampler)):
+        return None
+    if not isinstance(sampler, RandomSampler):
         return lambda epoch, turn: sequential
-    if type(sampler) is not RandomSampler:
-        return None
     if sampler.replacement:
         return lambda epoch, turn: WithReplacement(n, make_key(key, "replacement", epoch, turn))
     if torch_order:
@@ -93,6 +95,7 @@ class Drawn(Indexed):
         self._shares: list[Reshare] = [(0, spec.shares)]
         self._sampler = sampler = sampling.sampler
         self.length = self._length_on(self._size)
+        self.samples = -1 if (count := length_of(sampler)) is None else count
         self._unit = self._size * self.batch  # positions that are pulled together
         self._position = 0  # pulled from the sampler so far
         held = generators_of(holders(sampler))

@@ -1,0 +1,62 @@
+"""Samplers over another data source than the loader's data set: the sampler's indices are trained on, as torch has it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
+
+from tests.data.loaders import drawn, epoch, feed_of, numbers
+
+
+class WithoutLength(Dataset[int]):
+    """Samples for any index."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def over(sampler: Any, dataset: Any = None) -> DataLoader[Any]:
+    return DataLoader(numbers(100) if dataset is None else dataset, 5, sampler=sampler)
+
+
+def seen(sampler: Any, size: int, dataset: Any = None, **arguments: Any) -> list[int]:
+    """What all ranks see in an epoch."""
+    return [
+        index
+        for rank in range(size)
+        for index in drawn(epoch(feed_of(over(sampler, dataset), rank, size, **arguments)))
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("order", ["keyed", "torch"])
+@pytest.mark.parametrize("kind", [RandomSampler, SequentialSampler])
+@pytest.mark.parametrize("dataset", [None, WithoutLength()])
+def test_samples_are_those_of_the_samplers_data_source(kind: Any, order: str, size: int, dataset: Any) -> None:
+    found = sorted(seen(kind(range(20)), size, dataset, order=order))
+    plain = [int(index) for batch in over(kind(range(20)), WithoutLength()) for index in batch]
+    assert found == sorted(plain) == list(range(20))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("order", ["keyed", "torch"])
+def test_more_samples_than_the_data_source_has_begin_it_anew(order: str, size: int) -> None:
+    found = Counter(seen(RandomSampler(range(20), num_samples=50), size, order=order))
+    assert set(found) == set(range(20))
+    assert set(found.values()) == {2, 3}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_with_replacement_nothing_outside_the_data_source_is_drawn(size: int) -> None:
+    found = seen(RandomSampler(range(20), replacement=True, num_samples=200), size)
+    assert len(found) == 200
+    assert set(found) <= set(range(20))
+    assert len(set(found)) > 15
+
+
+def test_a_data_source_without_a_length_is_an_error_of_torchs_own() -> None:
+    with pytest.raises(TypeError, match="has no len"):
+        seen(None, 1, WithoutLength())
