@@ -1,4 +1,4 @@
-"""Samplers over another data source than the loader's data set: the sampler's indices are trained on, as torch has it."""
+"""Samplers over another data source than the data set: their own indices are trained on, as torch has it."""
 
 from __future__ import annotations
 

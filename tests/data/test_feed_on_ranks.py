@@ -54,3 +54,15 @@ def test_ranks_with_data_of_their_own_end_together(ranks: Any) -> None:
 def test_ranks_that_disagree_about_shared_data_are_told(ranks: Any) -> None:
     with pytest.raises(Exception, match=r"train_dataloader is not the same on all ranks"):
         ranks(2).run(play_different_lengths, True)
+
+
+def play_other_number_of_samples(first: int, more: int, batch: int) -> int:
+    rank = torch.distributed.get_rank()
+    made = loader(first + more * rank, batch)
+    return len(epoch(Feed.train(made, replicas=Replicas(rank, 2), seed=1)))
+
+
+@pytest.mark.parametrize(("first", "more", "batch"), [(10, 2, 4), (9, 1, 2)])
+def test_ranks_with_as_many_batches_of_other_data_sets_are_told(ranks: Any, first: int, more: int, batch: int) -> None:
+    with pytest.raises(Exception, match=rf"not the same on all ranks \(samples by rank: {first}, {first + more}\)"):
+        ranks(2).run(play_other_number_of_samples, first, more, batch)

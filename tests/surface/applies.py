@@ -30,6 +30,7 @@ PROSE: dict[str, tuple[str, ...]] = {
     "a smaller last batch": ("flag Trainer(accumulate_grad_batches)",),
     "`self.log` on several ranks": ("name self.log", "name self.log_dict"),
     "an `IterableDataset`": ("name IterableDataset",),
+    "data sets of different length": (),
     "Ctrl-C in `fit`": ("name KeyboardInterrupt",),
     "shuffling": ("flag DataLoader(shuffle=True)",),
     "random numbers in `__getitem__`": (),

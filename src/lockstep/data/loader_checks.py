@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.data.source import Gather, LoaderSource, SourceSpec, length_of
 from lockstep.ground.errors import MisconfigurationException
@@ -55,18 +56,28 @@ def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -
     """
     if spec.gather is None or not parts:
         return True
-    mine = [[-1 if math.isinf(part.length) else int(part.length), part.even, part.batch, part.rest] for part in parts]
+    mine = [
+        [-1 if math.isinf(part.length) else int(part.length), part.samples, part.even, part.batch, part.rest]
+        for part in parts
+    ]
     ranks = spec.gather(torch.tensor(mine, dtype=torch.int64))
     same = (ranks == ranks[0]).all(dim=2).all(dim=0).tolist()
     for number, (part, name) in enumerate(zip(parts, names, strict=True)):
         if not same[number] and not part.own:
-            lengths = ", ".join(str(length) for length in ranks[:, number, 0].tolist())
             raise MisconfigurationException(
-                f"{name} is not the same on all ranks (batches by rank: {lengths}). lockstep shares one data "
+                f"{name} is not the same on all ranks ({_lengths(ranks[:, number])}). lockstep shares one data "
                 "set out over the ranks: build the same loader on each; or, if each rank has data of its "
                 "own, set Trainer(use_distributed_sampler=False)."
             )
     return all(same)
+
+
+def _lengths(ranks: Tensor) -> str:
+    """The lengths of a loader on each rank, in batches; in samples, where only those differ."""
+    batches, samples = ranks[:, 0].tolist(), ranks[:, 1].tolist()
+    only_samples = len(set(batches)) == 1 and len(set(samples)) > 1
+    what, numbers = ("samples", samples) if only_samples else ("batches", batches)
+    return f"{what} by rank: {', '.join(map(str, numbers))}"
 
 
 def check_batches(parts: list[LoaderSource], loaders: list[Any], names: list[str], ranks: int) -> None:
@@ -100,10 +111,12 @@ def no_batches(loader: object, name: str, size: int) -> str:
     samples = length_of(getattr(loader, "dataset", None))
     if not isinstance(loader, DataLoader) or not samples:
         return f"{name} has no batches: its data set is empty (length 0)."
-    if loader.drop_last:
+    # the share of a DistributedSampler is one rank's
+    drawn = samples if isinstance(loader.sampler, DistributedSampler) else length_of(loader.sampler)
+    if loader.drop_last and drawn:
         needed = f"batch_size={loader.batch_size}" + (f" x {size} ranks" if size > 1 else "")
         return (
-            f"{name} has no batches: drop_last=True drops a global batch that is not full, and the {samples} "
+            f"{name} has no batches: drop_last=True drops a global batch that is not full, and the {drawn} "
             f"samples do not fill one ({needed}). Set drop_last=False or a smaller batch_size."
         )
     return f"{name} has no batches: its sampler yields no samples (its `len()` is 0)."

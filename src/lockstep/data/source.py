@@ -167,6 +167,8 @@ class LoaderSource(ABC):
     """Micro-batches of a pass on the rank that has most; infinite where it is not known."""
     even: int = 0
     """In this many leading micro-batches each rank draws as many samples as in the first one, and at least one."""
+    samples: int = -1
+    """Positions of a pass on all ranks: what a sampler yields, or the samples of a stream; -1: not known."""
     rest: int = 0
     """Samples of a last batch that is not full, of loaders that are taken as they are."""
     batch: int = 1
@@ -397,6 +399,7 @@ class Ordered(Indexed):
         super().__init__(sampling)
         self.fixed = self.ahead
         count, spec = length_of(sampling.sampler) or 0, sampling.spec
+        self.samples = count
         self._whole = Cut(count, self.batch, spec.size, sampling.drop_last, weights=spec.shares)
         self._use(self._whole)
         self._order_of = order

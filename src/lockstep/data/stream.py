@@ -64,6 +64,7 @@ class Stream(LoaderSource):
         size = getattr(batches, "batch_size", None)
         self.batch = size or 1
         self._samples, self._batch_size, self._drop_last = samples, size, loader.drop_last
+        self.samples = -1 if samples is None else samples
         self._workers = max(1, loader.num_workers)
         self.length = self.planned(spec.size)
         self._sizes = Sizes(spec.rank, spec.size, self.batch)
