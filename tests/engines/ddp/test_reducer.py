@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -394,3 +395,99 @@ def test_a_lazy_module_is_named() -> None:
         Reducer(nn.LazyLinear(3).named_parameters())
     with pytest.raises(ValueError, match="bucket_cap_mb=0"):
         Reducer([], bucket_cap_mb=0)
+
+
+# -- gradients that the user keeps -----------------------------------------------------------------------------
+
+
+def _layers() -> nn.Module:
+    torch.manual_seed(5)
+    first = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return nn.Sequential(first, nn.Flatten(), nn.Linear(12, 4)).double()
+
+
+def _two_losses(net: nn.Module, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    out = net(torch.randn(3, 2, 3, 3, dtype=torch.float64, generator=generator))
+    return out.square().mean(), out.sin().sum()
+
+
+def _projected(settings: dict[str, bool]) -> tuple[list[list[float]], list[int]]:
+    """Each step takes the difference of two losses' gradients, and that of the step before, all of them kept."""
+    net, rank = _layers(), dist.get_rank()
+    reducer = Reducer(net.named_parameters(), bucket_cap_mb=0.0005, first_bucket_mb=0.0005, **settings)
+    parameters = list(net.parameters())
+    kept: list[Tensor] = []
+    weights = []
+    for step in range(5):
+        found = []
+        for loss in _two_losses(net, step, rank):
+            net.zero_grad()
+            reducer.prepare()
+            loss.backward(retain_graph=True)
+            reducer.finish()
+            found.append([p.grad for p in parameters])
+        with torch.no_grad():
+            for index, parameter in enumerate(parameters):
+                first, second = (gradients[index] for gradients in found)
+                parameter -= 0.1 * (first - 0.5 * second + (0.25 * kept[index] if kept else 0.0))
+        kept = found[0]
+        weights.append([value for parameter in parameters for value in parameter.flatten().tolist()])
+    return weights, [p.grad is not None and p.grad.stride() == p.stride() for p in parameters]
+
+
+def _projected_alone() -> list[list[float]]:
+    net = _layers()
+    parameters = list(net.parameters())
+    kept: list[Tensor] = []
+    weights = []
+    for step in range(5):
+        of_ranks = [_two_losses(net, step, rank) for rank in range(2)]
+        losses = [(one + other) / 2 for one, other in zip(*of_ranks, strict=True)]
+        first, second = (torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses)
+        with torch.no_grad():
+            for index, parameter in enumerate(parameters):
+                parameter -= 0.1 * (first[index] - 0.5 * second[index] + (0.25 * kept[index] if kept else 0.0))
+        kept = list(first)
+        weights.append([value for parameter in parameters for value in parameter.flatten().tolist()])
+    return weights
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"shared_memory": False}, {"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str
+)
+def test_gradients_that_are_kept_outlive_the_next_backward(ranks: RankPool, settings: dict[str, bool]) -> None:
+    """``kept = p.grad`` lay in the bucket, and the next backward wrote over it in silence."""
+    alone = torch.tensor(_projected_alone(), dtype=torch.float64)
+    for weights, fits in ranks(2).run(_projected, settings):
+        torch.testing.assert_close(torch.tensor(weights, dtype=torch.float64), alone, rtol=1e-12, atol=1e-12)
+        assert all(fits)
+
+
+def _copied(keep: str) -> tuple[int, list[str]]:
+    """(new views in the later steps, warnings) of a loop that keeps something of the gradients."""
+    net = _layers()
+    reducer = Reducer(net.named_parameters())
+    kept: list[list[Tensor]] = []
+    made: list[int] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            before = [id(view) for buck in reducer._buckets for view in buck.views]
+            net.zero_grad()
+            reducer.prepare()
+            _two_losses(net, step, 0)[0].backward()
+            reducer.finish()
+            made.append(sum(id(view) not in before for buck in reducer._buckets for view in buck.views))
+            if keep == "gradient":
+                kept[:] = [[p.grad for p in net.parameters() if p.grad is not None]]
+            elif keep == "alias":
+                kept[:] = [[p.grad.detach() for p in net.parameters() if p.grad is not None]]
+    return sum(made[2:]), [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize(("keep", "new", "told"), [("nothing", 0, 0), ("gradient", 12, 0), ("alias", 0, 1)])
+def test_only_gradients_that_are_kept_are_copied(ranks: RankPool, keep: str, new: int, told: int) -> None:
+    for made, said in ranks(2).run(_copied, keep):
+        assert (made, len(said)) == (new, told)
+        assert all("p.grad.clone()" in one for one in said)

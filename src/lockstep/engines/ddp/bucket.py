@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from operator import is_not
+from sys import getrefcount
 from typing import Any, NamedTuple
 
 import torch
@@ -185,6 +186,14 @@ LARGE = 2**15
 """Elements from which on a gradient of the CPU is multiplied on its way into the buffer: there a pass over memory costs
 more than the operation that it spares."""
 
+UNHELD = max(map(getrefcount, [object()]))
+"""References to an object of a list that nobody else holds, as they are counted over the list."""
+
+ALIAS = (
+    "A view of a gradient (`p.grad.detach()`, `p.grad.data`, a slice) is kept while `p.grad` has been dropped, and the "
+    "next backward writes in its memory, which is that of the bucket of {name}{more}. Keep `p.grad` itself, or a copy "
+    "(`p.grad.clone()`), or give DDPStrategy(gradient_as_bucket_view=False)."
+)
 UNUSED = (
     "Parameters {names}{more} got no gradient on this rank. Whether another rank has one it asks the device in each "
     "step, and waits for the backward there: leave out, or freeze by requires_grad_(False), what no rank uses."
@@ -212,6 +221,9 @@ class Bucket:
         kept: gradients from before a backward of weight 0.
         work: what is under way; whoever put it there waits for it.
     """
+
+    tells_of_aliases = False
+    """Whether to warn where other tensors than its own lie in the memory; communication hooks may leave some there."""
 
     HELD = -1
     """Stands in ``waiting`` while the bucket must not be launched from a hook."""
@@ -256,16 +268,23 @@ class Bucket:
             self.flat = flat
             self.buffer = torch.view_as_complex(flat.view(-1, 2)) if self.dtype.is_complex else flat
             self._tail = self.buffer[self.end :]
-            # Strides as the parameter's (channels_last, say), for optimizers that go through both together.
-            # `.data`: it may be detached in place, and it counts its own changes, which a view does not.
-            self.views = [
-                self.buffer.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), start).data
-                for p, start in zip(self.parameters, self.starts, strict=True)
-            ]
+            self.views = [self._place(index).data for index in self._everyone]
             self._places = [view.data_ptr() for view in self.views]
         self._storage = self.buffer.untyped_storage()
+        self._own_uses = _users_of(self._storage)
         self._uses = -1  # tensors in the memory, when its views were last looked at
         self._fitting: list[int] = []  # where the parameters were when they were last seen to fit
+
+    def _place(self, index: int) -> Tensor:
+        """The part of a parameter.
+
+        Its strides are the parameter's (channels_last, say), for optimizers that go through both together. Of what is
+        to be ``.grad`` the caller takes ``.data``: that may be detached in place, and counts its own changes, which a
+        view does not.
+        """
+        parameter = self.parameters[index]
+        strides = torch.empty_like(parameter, device="meta").stride()
+        return self.buffer.as_strided(parameter.shape, strides, self.starts[index])
 
     def let_go(self) -> None:
         """Hold on to none of the buffer's memory; another layout has taken this one's place."""
@@ -283,6 +302,7 @@ class Bucket:
         self.kept = None  # a backward of weight 0 that raised leaves some; its window starts again with zero_grad
         self.waiting.clear()
         if views:
+            self._part_from_kept()
             if self._may_be_moved():
                 self._put_back()
             if list(map(Tensor.data_ptr, self.parameters)) != self._fitting:
@@ -294,8 +314,26 @@ class Bucket:
             self.waiting.add(self.HELD)
         self.used[:] = bytes([parameter.grad is not None for parameter in self.parameters])
         self.fresh = 1 not in self.used
+        if views and self.fresh and self._uses > self._own_uses and self.tells_of_aliases:
+            warn_once(ALIAS.format(name=self.names[0], more=", ..." * (len(self.names) > 1)), key=ALIAS)
         if views and not self.fresh:
             self._bring([parameter.grad for parameter in self.parameters], views)
+
+    def _part_from_kept(self) -> None:
+        """Make new views in the place of those that users keep, though they are no gradients any more.
+
+        `kept = p.grad` and a `zero_grad` leave the old gradient to the user, who reads it behind further backwards: it
+        gets memory of its own.
+        """
+        counts = list(map(getrefcount, self.views))
+        if max(counts) == UNHELD:
+            return
+        for index, (parameter, count) in enumerate(zip(self.parameters, counts, strict=True)):
+            kept = self.views[index]
+            if count > UNHELD and parameter.grad is not kept:
+                with torch.no_grad():
+                    kept.data = kept.clone()
+                    self.views[index] = self._place(index).data
 
     def _fit(self) -> None:
         """Let torch refuse a parameter that by now has another shape, dtype or device than its view."""
@@ -320,8 +358,8 @@ class Bucket:
         """Lay views into the buffer again, with what they hold, that were given other memory."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if view.data_ptr() != self._places[index]:
-                elsewhere, strides = view.data, torch.empty_like(parameter, device="meta").stride()
-                view.data = self.buffer.as_strided(parameter.shape, strides, self.starts[index])
+                elsewhere = view.data
+                view.data = self._place(index)
                 if parameter.grad is view:
                     view.copy_(elsewhere)
 

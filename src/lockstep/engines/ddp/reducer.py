@@ -282,6 +282,7 @@ class Reducer:
         lay_out_anew(before, made, buffers)
         for bucket in made:
             bucket.waiting.clear()  # outside of prepare and finish each gradient completes: see `_complete`
+            bucket.tells_of_aliases = self._transport.divides  # no hook
 
     def _add_hooks(self) -> None:
         listen = PassingHook if self._static else Parameter.register_post_accumulate_grad_hook
