@@ -50,7 +50,7 @@ from lockstep.ground.accelerators import Accelerator, find_accelerator
 from lockstep.ground.copies import kept
 from lockstep.ground.creating import creating
 from lockstep.ground.errors import MisconfigurationException, NotThere
-from lockstep.ground.rank import rank_zero_only
+from lockstep.ground.rank import rank_zero_only, warn_once
 from lockstep.ground.tried import warn_of_untried_torch
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.launch.environment import flags_of, number_devices
@@ -500,6 +500,14 @@ class Trainer(Attributes):
             )
         if self.strategy.absent:
             self.strategy.check_present(f"trainer.save_checkpoint({os.fspath(filepath)!r})")
+        early = self.session.hooks.before_own("on_train_batch_end")
+        if early:
+            own = f"{type(self.session.module).__name__}.on_train_batch_end"
+            warn_once(
+                f"trainer.save_checkpoint in {early}: {own} comes behind it, and a run that goes on from this file "
+                "does not call it for this batch. If it changes anything, save in it, or derive the callback from "
+                "lockstep.callbacks.Checkpoint, which comes behind the module."
+            )
         state.save(self.session, filepath, bool(weights_only), storage_options, trainable_only=trainable_only)
 
     def save_pretrained(

@@ -727,6 +727,28 @@ def path_from_start(program: Program, d: Difference, theirs: Record, ours: Recor
     return d.name == "ckpt_path" and (d.kind == "fact" or early) and d.ours is not None
 
 
+SAVES = ("callback.on_save_checkpoint", "module.on_save_checkpoint")
+
+
+def saved_before_own(program: Program, theirs: Record, ours: Record) -> str:
+    """Puts the module's `on_train_batch_end` before the saves that come before it in Lightning."""
+    moved = False
+    for place, (label, _) in enumerate(theirs.events):
+        first = place
+        while label == "module.on_train_batch_end" and theirs.events[first - 1][0] in SAVES:
+            first -= 1
+        if first < place:
+            theirs.events.insert(first, theirs.events.pop(place))
+            moved = True
+    return "order" if moved else ""
+
+
+def ends_in_batch_end(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What Lightning has saved before the module's `on_train_batch_end` ended the run."""
+    ended = any(act.hook == "on_train_batch_end" and act.kind in ("raise", "interrupt") for act in program.acts)
+    return ended and d.kind in ("files", "checkpoint", "order", "rows") and "save" in str((d.theirs, d.where)).lower()
+
+
 def without_empty_hyperparameters(program: Program, theirs: Record, ours: Record) -> str:
     """Files of hyperparameters that have none."""
     more = [name for name in ours.files.keys() - theirs.files.keys() if name.endswith("/hparams.yaml")]

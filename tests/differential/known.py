@@ -25,6 +25,7 @@ from tests.differential.causes import (
     end,
     ends_before_limit,
     ends_epoch,
+    ends_in_batch_end,
     environments,
     goes_on,
     has,
@@ -51,6 +52,7 @@ from tests.differential.causes import (
     refused,
     refused_call,
     saved_again,
+    saved_before_own,
     saved_on_exception,
     stopped_at_boundary,
     swa_resumed,
@@ -90,6 +92,14 @@ def _flags(**flags: Any) -> dict[str, Any]:
 
 TAKEN_OUT = [
     SEARCH,
+    Row(
+        "ModelCheckpoint saves a step behind the module's on_train_batch_end, so that what the hook changes is in the "
+        "checkpoint; Lightning's saves before it, and a resume loses that.",
+        PAGE,
+        replace(PLAIN, callbacks=(("ModelCheckpoint", {"every_n_train_steps": 1}),)),
+        ends_in_batch_end,
+        take=saved_before_own,
+    ),
     Row(
         "A name that is logged in some steps only is shown in those; Lightning repeats its last value.",
         PAGE,

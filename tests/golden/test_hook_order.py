@@ -30,9 +30,21 @@ UNLIKE = {
 }
 
 
+def saved_behind(lines: list[str]) -> list[str]:
+    """The saves of a step behind the module's `on_train_batch_end`, which changes what is saved; Lightning's come
+    before it."""
+    kept: list[str] = []
+    for line in lines:
+        place = len(kept)
+        while line.startswith("module.on_train_batch_end") and "on_save_checkpoint" in kept[place - 1]:
+            place -= 1
+        kept.insert(place, line)
+    return kept
+
+
 def in_order(name: str, lines: list[str]) -> list[str]:
     """What is compared."""
-    kept = [line.replace(" no_grad", "") if LOADER.match(line) else line for line in lines]
+    kept = [line.replace(" no_grad", "") if LOADER.match(line) else line for line in saved_behind(lines)]
     return [re.sub(UNLIKE[name], r"\1", line) for line in kept] if name in UNLIKE else kept
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.callbacks import Checkpoint
 from lockstep.testing.pool import RankFailure, RankPool
 from tests.fuzz.compare import differences
 from tests.fuzz.program import Rows, Shown
@@ -43,7 +44,8 @@ def run(name: str, engine: str, save_to: str = "", resume_from: str = "") -> Sho
             logger=Rows(shown),
             log_every_n_steps=1,
             num_sanity_val_steps=0,
-            callbacks=[SaveAt(1, save_to)] if save_to else [],
+            callbacks=[SaveBehind(1, save_to)] if save_to else [],
+            enable_checkpointing=bool(save_to),
             **member.flags,
         )
         trainer.seed = 11
@@ -56,6 +58,10 @@ def run(name: str, engine: str, save_to: str = "", resume_from: str = "") -> Sho
     whole = {key: value for key, value, _ in trainer.strategy.whole_parameters()}
     shown.parameters = {key: value.detach().clone() for key, value in whole.items()}
     return shown
+
+
+class SaveBehind(SaveAt, Checkpoint):
+    """Saves behind the module's own `on_train_batch_end`, as a ModelCheckpoint does."""
 
 
 def rounded(values: Any, digits: int | None) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.callbacks.base import Callback
+from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.overrides import innermost
@@ -65,7 +66,8 @@ NAMES = (
 )
 OF_SETUP = ("setup", "teardown")
 Method = Callable[..., Any]
-Bound = tuple[tuple[Any, ...], Method | None]  # (methods of callbacks, the module's own)
+Bound = tuple[tuple[Any, ...], Method | None, tuple[Any, ...]]
+"""Methods of callbacks, the module's own, and methods of callbacks that come behind it."""
 
 
 def is_replaced(name: str, instance: object, base: type) -> bool:
@@ -122,7 +124,8 @@ class Hooks:
     """For each hook the callbacks' methods and the module's own, or None where nobody overrides it.
 
     A step asks ``if hooks.on_before_backward is not None`` and pays nothing else. Callbacks come first, in
-    the order of the list, then the module.
+    the order of the list, then the module. Callbacks that save come behind the module in ``on_train_batch_end``: what
+    it does there, to an average of its weights say, is of the batch that is saved.
 
     Args:
         trainer: what the callbacks' methods receive first.
@@ -147,14 +150,17 @@ class Hooks:
 
         self._callbacks = callbacks
 
-        def of_callbacks(name: str) -> tuple[Method, ...]:
+        def of_callbacks(name: str) -> tuple[CallbackMethod, ...]:
             own = (callback for callback in callbacks if is_replaced(name, callback, Callback))
             return tuple(CallbackMethod(callback, name, trainer, module) for callback in own)
 
         for name in NAMES:
             bound = of_callbacks(name)
+            behind: tuple[CallbackMethod, ...] = ()
+            if name == "on_train_batch_end":
+                bound, behind = _split(bound, lambda callback: isinstance(callback, Checkpoint))
             own = by_position(module, name) if is_replaced(name, module, ModuleHooks) else None
-            setattr(self, name, (bound, own) if bound or own is not None else None)
+            setattr(self, name, (bound, own, behind) if bound or behind or own is not None else None)
         self.epoch_end_monitors = self._split_monitors()
         self._of_any_rank = {name: of_callbacks(name) for name in ("_on_any_batch_start", "_on_any_batch_end")}
 
@@ -179,10 +185,9 @@ class Hooks:
         pair = self.on_train_epoch_end
         if pair is None:
             return ()
-        bound, own = pair
-        monitors = tuple(call for call in bound if call.owner._decides is True)
-        others = tuple(call for call in bound if call not in monitors)
-        self.on_train_epoch_end = (others, own) if others or own else None
+        bound, own, behind = pair
+        others, monitors = _split(bound, lambda callback: callback._decides is True)
+        self.on_train_epoch_end = (others, own, behind) if others or own else None
         return monitors
 
     def call(self, name: str, *args: object) -> Any:
@@ -193,17 +198,33 @@ class Hooks:
         results = self.results
         before, table = results.hook, results.table
         results.enter(name, before[1])
-        bound, own = pair
+        bound, own, behind = pair
         for method in bound:
             method(*args)
         returned = own(*args) if own is not None else None
+        for method in behind:
+            method(*args)
         results.hook, results.table = before, table
         return returned
 
     def callbacks(self, name: str) -> tuple[Method, ...]:
         """The callbacks' methods of a hook, without the module's."""
         pair = getattr(self, name)
-        return () if pair is None else pair[0]
+        return () if pair is None else pair[0] + pair[2]
+
+    def before_own(self, name: str) -> str:
+        """The callback's method of this hook from which this is called, where the module's own comes behind it."""
+        pair = getattr(self, name)
+        if pair is None or pair[1] is None or self.results.hook[0] != name:
+            return ""
+        calls = [call for call in pair[0] if isinstance(call, CallbackMethod)]
+        owners = {getattr(innermost(call.func), "__code__", None): call.owner for call in calls}
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code in owners:
+                return f"{type(owners[frame.f_code]).__name__}.{name}"
+            frame = frame.f_back
+        return ""
 
     def own(self, name: str, *args: object) -> Any:
         """Run a hook that only the module has."""
@@ -213,6 +234,14 @@ class Hooks:
         returned = getattr(self.module, name)(*args)
         results.hook, results.table = before, table
         return returned
+
+
+def _split(
+    methods: tuple[CallbackMethod, ...], belongs: Callable[[Callback], bool]
+) -> tuple[tuple[CallbackMethod, ...], tuple[CallbackMethod, ...]]:
+    """The methods of other callbacks, and of those that belong."""
+    chosen = tuple(method for method in methods if belongs(method.owner))
+    return tuple(method for method in methods if method not in chosen), chosen
 
 
 # -- a batch's way to the device ------------------------------------------------------------------------------

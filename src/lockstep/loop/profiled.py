@@ -139,9 +139,11 @@ class Instruments:
         for name in NAMES:
             pair = getattr(hooks, name)
             if pair is not None:
-                bound, own = pair
+                bound, own, behind = pair
                 timed_own = None if own is None else self.timed(self._module + name, own)
-                self._replace(hooks, name, (tuple(of_callback(call, name) for call in bound), timed_own))
+                timed_before = tuple(of_callback(call, name) for call in bound)
+                timed_behind = tuple(of_callback(call, name) for call in behind)
+                self._replace(hooks, name, (timed_before, timed_own, timed_behind))
         monitors = tuple(of_callback(call, "on_train_epoch_end") for call in hooks.epoch_end_monitors)
         self._replace(hooks, "epoch_end_monitors", monitors)
         real = hooks.own
