@@ -31,6 +31,7 @@ PROSE: dict[str, tuple[str, ...]] = {
     "`self.log` on several ranks": ("name self.log", "name self.log_dict"),
     "an `IterableDataset`": ("name IterableDataset",),
     "data sets of different length": (),
+    "a class of loader whose": (),
     "Ctrl-C in `fit`": ("name KeyboardInterrupt",),
     "shuffling": ("flag DataLoader(shuffle=True)",),
     "random numbers in `__getitem__`": (),

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lockstep.data.cut import WindowPlan, apportion
 from lockstep.data.fixed import Untouched, in_order
 from lockstep.data.order import make_key
+from lockstep.data.own_batches import check_own_batches, makes_own_batches
 from lockstep.data.sampler import Drawn, OwnShare, order_of, own_generator
 from lockstep.data.source import (
     Gather,
@@ -274,6 +275,9 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
         if spec.distribute and spec.size > 1:
             warn_once(SEEN_WHOLE.format(name=name, kind=type(loader).__name__, size=spec.size))
         made: LoaderSource = Untouched(loader, spec, measure)
+    elif (reason := makes_own_batches(loader)) is not None:
+        check_own_batches(loader, spec, name, reason)
+        made = Untouched(loader, spec, measure)
     elif isinstance(loader.dataset, IterableDataset):
         made = Stream(loader, spec, key, measure)
     elif spec.by_process:

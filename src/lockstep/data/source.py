@@ -44,6 +44,12 @@ OTHER_BATCH = (
     "Trainer(use_distributed_sampler=False), and seed what makes its samples (`seed_everything(1)`): each rank runs "
     "the script."
 )
+NOT_DRAWN = (
+    "{name} is a {kind}, whose `__iter__` gave a batch without having asked the loader's sampler: lockstep cannot "
+    "share it out over {size} ranks, each of which would see all that it gives. Have `__iter__` draw from "
+    "`super().__iter__()`; or give each rank samples of its own, by Trainer(use_distributed_sampler=False), which has "
+    "each rank read the loader that it made."
+)
 _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 
 
@@ -331,6 +337,8 @@ class Indexed(LoaderSource):
         self._stop: int | float = math.inf
         replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._copy = copy_loader(loader, **{replaced: _Lists(self)})
+        # whether the class' own `__iter__` draws from it is known from the first batch on
+        self._asked = spec.size == 1 or type(loader).__iter__ is DataLoader.__iter__
 
     @abstractmethod
     def begin(self, epoch: int, turn: int, start: int) -> None:
@@ -347,8 +355,22 @@ class Indexed(LoaderSource):
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
         if self.noted is not None:
             self.noted.clear()
-        iterator = opened(self._copy)
+        iterator = opened(self._copy) if self._asked else self._checked(opened(self._copy))
         return unmixed(iterator) if self._own_process and not self._quiet else iterator
+
+    def _checked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a pass of a class with an ``__iter__`` of its own, which has to draw from the copy's sampler.
+
+        Raises:
+            MisconfigurationException: the first one came without.
+        """
+        for batch in itertools.islice(batches, 1):
+            if not self._asked:
+                spec, kind = self._sampling.spec, type(self._copy).__name__
+                raise MisconfigurationException(NOT_DRAWN.format(name=self._sampling.name, kind=kind, size=spec.size))
+            yield batch
+            del batch
+        yield from batches
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
         if not self._trains:
@@ -369,6 +391,7 @@ class Indexed(LoaderSource):
 
     def lists(self) -> Iterator[Any]:
         """What the copy's batch sampler yields in the pass that was opened last."""
+        self._asked = True
         drawn = self.draw(self._stop)
         if self.noted is not None:
             drawn = noting(drawn, self.noted)
