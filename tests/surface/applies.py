@@ -61,6 +61,7 @@ PROSE: dict[str, tuple[str, ...]] = {
     "calls of the ranks": (),
     "progress bar": (),
     "hyperparameters in checkpoints": ("name self.save_hyperparameters",),
+    "`nn.Embedding(max_norm": ("flag Embedding(max_norm)", "flag EmbeddingBag(max_norm)"),
     "LBFGS": ("name LBFGS",),
     "resume with another optimizer class": (),
     "lazy layers (`nn.LazyLinear`)": ("name LazyLinear",),

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.limits import provide_files
@@ -28,6 +30,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle, settle_at_exit
 from lockstep.ground.installed import EXIT_GROUP
 from lockstep.ground.rank import does, rank_zero_info
+from lockstep.ground.types import LRSchedulerConfig
 from lockstep.launch.script import side
 from lockstep.precision.base import Precision
 from lockstep.supervise.client import meet_nodes
@@ -37,6 +40,13 @@ if TYPE_CHECKING:
     from lockstep.cluster.nccl import NcclVariables
 
 HALF_AN_HOUR = timedelta(minutes=30)
+
+MAX_NORM = (
+    "{strategy} on {replicas} replicas: the {kind} {name!r} has max_norm={max_norm}. Its forward scales the rows that "
+    "it looks up, in the weight itself, and each rank looks up rows of its own: the ranks would no longer have one "
+    "model. Take max_norm=None and scale what the layer returns, `x = x * (max_norm / x.norm(dim=-1, "
+    "keepdim=True)).clamp(max=1.0)`, or train on one device."
+)
 
 CONNECTED = 1024
 """Ranks from which on what is on the CPU travels by the devices: gloo connects each two ranks."""
@@ -128,6 +138,19 @@ class RankedStrategy(Strategy):
         if self.peers is None and self.replicas.count < world.size:
             self.peers = column_group(self.replicas, self._timeout)
             self.members = group_among(self.replicas.rows, self._timeout)
+
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """As on one process; layers whose forwards change weights on their rank alone are refused."""
+        if self.replicas.count > 1:
+            self._refuse_max_norm()
+        super().setup_optimizers(optimizers, configs)
+
+    def _refuse_max_norm(self) -> None:
+        for name, layer in self.module.named_modules():
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
+                about = {"kind": type(layer).__name__, "name": name, "max_norm": layer.max_norm}
+                strategy, replicas = type(self).__name__, self.replicas.count
+                raise MisconfigurationException(MAX_NORM.format(strategy=strategy, replicas=replicas, **about))
 
     @property
     def process_group_backend(self) -> str:
