@@ -11,7 +11,6 @@ from lockstep.checkpoint import storage
 from lockstep.ground.rank import log, rank_prefixed_message
 
 if TYPE_CHECKING:
-    from lockstep.ground.types import STEP_OUTPUT
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
 
@@ -55,7 +54,6 @@ class OnExceptionCheckpoint(Checkpoint):
         self.dirpath = os.fspath(dirpath)
         self.filename = filename
         self._training = False
-        self._last_is_done = False
         self._before: float | None = None
 
     @property
@@ -84,20 +82,6 @@ class OnExceptionCheckpoint(Checkpoint):
         """From here on there is."""
         self._training = True
         self._before = self._written()
-        self._last_is_done = trainer.is_last_batch
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Another epoch, another last batch."""
-        self._last_is_done = False
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
-    ) -> None:
-        """Remember whether the epoch's last batch has come to its end."""
-        self._last_is_done = trainer.is_last_batch
-
-    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        self._last_is_done = trainer.is_last_batch
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save, unless another rank has or does; a failure to save never hides the exception."""
@@ -111,8 +95,6 @@ class OnExceptionCheckpoint(Checkpoint):
             if agreed:
                 trainer.save_checkpoint(self.ckpt_path)
             else:
-                if not self._last_is_done:
-                    trainer.fit_loop.progress.last = False  # it has begun at most
                 trainer.fit_loop.save_alone(self.ckpt_path)
         except Exception as failure:
             rank = trainer.global_rank if trainer.world_size > 1 else None

@@ -88,6 +88,7 @@ class Feed:
         self._latest, self._shared_epoch = spec.shares, -1
         self._batches: Iterator[Any] = iter(())
         self._state: dict[str, Any] | None = None
+        self._before: dict[str, Any] | None = None  # behind the last batch of a window: that before the window
 
     @classmethod
     def train(
@@ -159,7 +160,7 @@ class Feed:
         """
         self.prepare(epoch, accumulate)
         self._start = start_batch
-        self._state = None
+        self._state = self._before = None
         if self._spec.reshared:
             if epoch != self._shared_epoch:
                 self._shares, self._shared_epoch = [(0, self._latest)], epoch
@@ -297,8 +298,14 @@ class Feed:
         micro = self.counting.micro(accumulate)
         return self._known(micro) if self._ahead else self._fetched(micro)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank's loaders need to go on besides epoch and micro-batch; mostly {}."""
+    def state_dict(self, under_way: bool = False) -> dict[str, Any]:
+        """What this rank's loaders need to go on besides epoch and micro-batch; mostly {}.
+
+        Args:
+            under_way: go on with the batch that was handed out last, not behind it.
+        """
+        if under_way and self._before is not None:
+            return self._before
         return self._source.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -447,9 +454,10 @@ class Feed:
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
         """The batches of a window; until the last is out, the feed's state is that before the window."""
+        self._before = None
         for batch, _ in mine[:-1]:
             yield batch
-        self._state = after
+        self._before, self._state = self._state, after
         yield mine[-1][0]
 
     @does("asking who has more data")

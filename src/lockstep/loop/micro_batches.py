@@ -82,7 +82,7 @@ class MicroBatches:
 
     def begun(self, window: Window, batch_idx: int) -> Iterator[Begun]:
         """Begin one micro-batch after the other; none behind the one for which the user has ended the epoch."""
-        strategy, last, absent = self._strategy, window.size - 1, window.absent
+        strategy, progress, last, absent = self._strategy, self._progress, window.size - 1, window.absent
         local = strategy.copies.local_steps
         if last and not window.begun:
             self._session.fit.window_start.note(batch_idx)
@@ -93,12 +93,15 @@ class MicroBatches:
         self._results.among_batches = True
         for i, (batch, weight, share) in enumerate(window):
             strategy.sync_gradients = at_end = i == last
-            self._progress.last = at_end and window.last
+            progress.last = at_end and window.last
+            progress.under_way = True
             if absent is not None:
                 self.absent = strategy.replicas.ranks(absent[i])
             batch = self.begin(batch, batch_idx + i, weight)
             if self.ended_by_user:
+                progress.under_way = False
                 return
+            progress.runs = True
             if strategy.optimizers != self._update.optimizers:
                 self._update.change_optimizers()
             first = i == 0 and not window.begun
@@ -179,6 +182,7 @@ class MicroBatches:
         progress, results = self._progress, self._results
         progress.batch += done
         progress.total_batches += done
+        progress.under_way = progress.runs = False
         progress.phase = BATCH_END
         if results.each_step:
             self._session.published.publish(results.agree_on_step())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from types import NoneType
 from typing import Any
 
@@ -44,7 +44,10 @@ class Progress:
     val_loaded: int | None = None
     earlier: int = 0
 
-    ended = False  # whether this fit ended by itself; says nothing to a resumed one, so it is no field
+    # What follows says nothing to a resumed fit, so these are no fields.
+    ended = False  # whether this fit ended by itself
+    under_way = False  # a batch has begun and has not ended
+    runs = False  # its `training_step` may have begun, too
 
     def go_on(self) -> Progress:
         """The counters for another fit of the same Trainer, which begins with an epoch.
@@ -60,6 +63,16 @@ class Progress:
             windows=self.windows,
             earlier=self.total_batches,
         )
+
+    def saved(self) -> Progress:
+        """The counters as a checkpoint holds them: a batch that is under way is still to come."""
+        return replace(self, last=self.last and not self.under_way)
+
+    def go_back(self, batches: int) -> None:
+        """So many batches are to be played again: those of the window that is under way."""
+        self.batch -= batches
+        self.total_batches -= batches
+        self.phase = WINDOW_END if self.batch else EPOCH_START
 
     def state_dict(self) -> dict[str, Any]:
         """The counters as a plain dict."""

@@ -26,7 +26,7 @@ from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn
 from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.ground.types import TrainerFn, TrainerStatus
 from lockstep.loop.metrics import is_metric, load_metric
-from lockstep.loop.progress import EPOCH_START, WINDOW_END
+from lockstep.loop.progress import Progress
 from lockstep.loop.saved_ranks import SavedRanks, at_window_start
 from lockstep.loop.session import Session
 from lockstep.loop.state_checks import check_types, load_optimizer, load_weights, taking
@@ -67,7 +67,7 @@ def collect(
         alone: ask no other rank: leave out what each has to itself, and go back to the window's beginning.
         trainable_only: leave out weights that are frozen, and say which they are.
     """
-    progress, strategy = session.fit.progress, session.strategy
+    progress, strategy = session.fit.progress.saved(), session.strategy
     with session.base.left_out() if trainable_only else nullcontext():
         engine = strategy.save(alone, weights_only)
     base = session.base.record(strategy.named_parameters()) if trainable_only else {}
@@ -90,7 +90,7 @@ def collect(
     if not weights_only:
         checkpoint[OWN]["optimizers"] = [class_of(optimizer) for optimizer in strategy.optimizers]
         checkpoint.update(_training(session, engine))
-        checkpoint[OWN].update(_resume(session, engine, alone))
+        checkpoint[OWN].update(_resume(session, engine, progress, alone))
     checkpoint.update(_of_users(session, weights_only))
     session.hooks.call("on_save_checkpoint", checkpoint)
     return checkpoint
@@ -112,13 +112,14 @@ def _of_users(session: Session, weights_only: bool) -> dict[str, Any]:
     return found
 
 
-def _resume(session: Session, engine: EngineState, alone: bool) -> dict[str, Any]:
+def _resume(session: Session, engine: EngineState, progress: Progress, alone: bool) -> dict[str, Any]:
     """What lockstep adds: seed, bucket plan, published metrics, and a part for each rank."""
-    fit = session.fit
-    progress, begun = {**fit.progress.state_dict(), "seconds": fit.seconds()}, _begun(session)
+    fit, again = session.fit, _plays_again(session, progress, alone)
+    begun = 0 if again else _begun(session, progress)
     # in manual optimization only the user knows where a window ends
     holds = not alone and (bool(begun) or not session.module.automatic_optimization)
-    ranks = _parts_alone(session, engine, progress, begun) if alone else _parts(session, begun, holds)
+    start = _at_window_start(session, engine, progress.batch) if again else None
+    ranks = _parts_alone(session, start) if alone else _parts(session, progress, begun, start, holds)
     published = session.published.callback if fit.cut_epoch is None else fit.cut_epoch["published"]
     if_any = {
         "strategy of ranks": engine.by_rank,
@@ -127,9 +128,9 @@ def _resume(session: Session, engine: EngineState, alone: bool) -> dict[str, Any
     }
     return {
         **{key: value for key, value in if_any.items() if value},
-        "progress": progress,
+        "progress": {**progress.state_dict(), "seconds": fit.seconds()},
         "seed": session.seed,
-        "plan": fit.run_batches.state_dict(fit.feed, fit.progress, begun),
+        "plan": fit.run_batches.state_dict(fit.feed, progress, begun),
         "strategy": engine.own or {},
         "replicas": list(session.strategy.replicas.of_rank),
         "metrics": {name: value.cpu() for name, value in published.items()},
@@ -139,32 +140,41 @@ def _resume(session: Session, engine: EngineState, alone: bool) -> dict[str, Any
     }
 
 
-def _begun(session: Session) -> int:
+def _plays_again(session: Session, progress: Progress, alone: bool) -> bool:
+    """Whether a resume plays the window under way again; moves ``progress`` to its beginning.
+
+    While a batch runs, gradients may hold a part of it, and what it has logged is not told from what others have.
+    """
+    again = alone or (session.fit.progress.runs and session.module.automatic_optimization)
+    if again and (begun := _begun(session, progress)):
+        progress.go_back(begun)
+    return again
+
+
+def _begun(session: Session, progress: Progress) -> int:
     """Batches of a window that is under way."""
-    progress, feed = session.fit.progress, session.fit.feed
+    feed = session.fit.feed
     if progress.last or not progress.batch or feed is None:
         return 0
     return int(feed.begun(progress.batch, session.config.accumulation(progress.epoch)))
 
 
-def _parts(session: Session, begun: int, holds: bool) -> list[Any]:
+def _parts(session: Session, progress: Progress, begun: int, start: dict[str, Any] | None, holds: bool) -> list[Any]:
     """What each rank has to itself; on rank 0 that of all, on others of themselves. Collective.
 
     Args:
         session: of this rank.
-        begun: batches of a window that is under way.
-        holds: gradients may be held in it.
+        progress: as it is saved.
+        begun: batches of a window that a resume goes on within.
+        start: what the rank has logged, where it does not go on from here.
+        holds: gradients may be held in the window.
     """
     fit, strategy = session.fit, session.strategy
     cut = fit.cut_epoch or logged(session)
-    part: dict[str, Any] = {
-        "random": random_states_of(strategy.own_devices),
-        "results": cut["results"],
-        "metrics": cut["metrics"],
-        "data": fit.feed.state_dict() if fit.feed is not None else {},
-    }
+    part: dict[str, Any] = {"random": random_states_of(strategy.own_devices), "data": _of_data(session)}
+    part.update({"results": cut["results"], "metrics": cut["metrics"]} if start is None else start)
     if begun:
-        part["window_start"] = fit.window_start.state(fit.progress.batch - begun, session.is_global_zero)
+        part["window_start"] = fit.window_start.state(progress.batch - begun, session.is_global_zero)
     if holds:
         part["weights"] = fit.weights
         part.update(strategy.held_in_window())
@@ -186,19 +196,27 @@ def logged(session: Session) -> dict[str, Any]:
     }
 
 
-def _parts_alone(session: Session, engine: EngineState, progress: dict[str, Any], begun: int) -> list[Any]:
-    """The same, asking no other rank and without gradients: in ``progress`` the window under way begins again."""
+def _of_data(session: Session) -> dict[str, Any]:
+    """The state of this rank's loaders, before the batch that is under way."""
     fit = session.fit
-    if begun:
-        progress["batch"] -= begun
-        progress["total_batches"] -= begun
-        progress["phase"] = WINDOW_END if progress["batch"] else EPOCH_START
-    part = {"data": {} if fit.feed is None else of_all_ranks(fit.feed.state_dict())}
-    start = fit.window_start.state(progress["batch"])  # a window of one batch has none
-    if start is not None and engine.module is not None:
+    return {} if fit.feed is None else fit.feed.state_dict(fit.progress.under_way)
+
+
+def _at_window_start(session: Session, engine: EngineState, batch: int) -> dict[str, Any] | None:
+    """What the rank had logged when a window began, whose buffers go into the weights; None: a window of one batch."""
+    start = session.fit.window_start.state(batch)
+    if start is None:
+        return None
+    if engine.module is not None:
         engine.module.update(start["buffers"])
+    return at_window_start({"window_start": {**start, "buffers": {}}}, not batch)
+
+
+def _parts_alone(session: Session, start: dict[str, Any] | None) -> list[Any]:
+    """The same, asking no other rank and without gradients."""
+    part = {"data": of_all_ranks(_of_data(session))}
     if session.world_size == 1:
-        part.update(at_window_start({"window_start": start}, not progress["batch"]) if start else logged(session))
+        part.update(logged(session) if start is None else start)
     return [part] * session.world_size
 
 
