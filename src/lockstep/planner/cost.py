@@ -288,27 +288,43 @@ class _DDP(_Single):
     alone = False
 
     @cached_property
-    def first(self) -> float:
-        """Bytes of the first gradients, where buckets are laid out anew, in the order in which gradients come.
-
-        They lie in the first buckets, which are in order of registration, until they are dropped behind a forward.
-        """
+    def buckets(self) -> tuple[list[list[str]], list[list[str]]]:
+        """The names in each bucket, in order of registration, and as they are laid out anew: as gradients come."""
         device, bucket = torch.device("cpu"), self.candidate.bucket_mb
         trained = [p for p in self.profile.parameters if p.trainable]
         infos = [ParameterInfo(p.name, p.size, torch.uint8, device) for p in trained]
         came = [p.name for p in sorted(trained, key=lambda p: p.arrival) if p.arrival >= 0]
         caps = [min(1.0, bucket) * MIB, bucket * MIB]
-        return (
-            self.trained if plan_buckets(infos, caps) != plan_buckets(in_order_of_arrival(infos, came), caps) else 0.0
-        )
+        return plan_buckets(infos, caps), plan_buckets(in_order_of_arrival(infos, came), caps)
+
+    @cached_property
+    def first(self) -> float:
+        """Bytes of the first gradients, where buckets are laid out anew, in the order in which gradients come.
+
+        They lie in the first buckets, which are in order of registration, until they are dropped behind a forward.
+        """
+        registered, arrived = self.buckets
+        return self.trained if registered != arrived else 0.0
+
+    def waiting(self, came: float) -> float:
+        """Bytes of gradients in memory of their own, of so many that have come: they go into a bucket together."""
+        sizes = {p.name: p.size for p in self.profile.parameters}
+        for bucket in self.buckets[1]:
+            size = sum(sizes[name] for name in bucket)
+            if came <= size:
+                return max(came, 0.0)
+            came -= size
+        return 0.0
 
     def states(self) -> dict[str, float]:
         # each gradient begins at a multiple of 16 bytes, and has a flag
         sizes = [-(-p.size // ALIGNMENT) * ALIGNMENT + p.itemsize for p in self.profile.parameters if p.trainable]
         return {**super().states(), "buckets": sum(sizes) - self.trained}
 
-    def beside(self, span: SpanProfile) -> float:  # gradients lie in the buckets all the time
-        return {FORWARD: span.peak + self.first, BACKWARD: span.added, UPDATE: span.peak}[span.phase]
+    def beside(self, span: SpanProfile) -> float:  # the buckets are there all the time
+        if span.phase == BACKWARD:
+            return max(float(span.added), span.peak + self.waiting(span.grown - span.peak))
+        return span.peak + (self.first if span.phase == FORWARD else 0.0)
 
     def exchange(self, compute: float) -> tuple[float, float]:
         return compute, self.exposed()
