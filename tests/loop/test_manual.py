@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lockstep import Callback, LightningModule
 from lockstep.strategies import DDPStrategy
@@ -272,3 +273,121 @@ def test_reduced_gradients_are_saved_once_in_the_middle_of_a_window(ranks: RankP
     assert [alike for _, alike in found] == [[True, True]] * 3
     assert max(sent for sent, _ in found) < 0.1 * model
     assert (tmp_path / "cut.ckpt").stat().st_size < 2.5 * model  # weights and gradients
+
+
+# -- loss.backward() in the place of manual_backward ---------------------------------------------------------------
+
+
+class Raw(LightningModule):
+    """Two layers, each with an optimizer; of a batch's backwards some are torch's own.
+
+    Args:
+        how: which.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.automatic_optimization = False
+        self.how = how
+        self.first, self.second = nn.Linear(3, 4, dtype=torch.float64), nn.Linear(4, 2, dtype=torch.float64)
+
+    def losses(self, batch: Any) -> tuple[Any, Any]:
+        out = self.second(self.first(batch).tanh())
+        return out.square().mean(), (out - 1).exp().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        one, other = self.losses(batch)
+        first.zero_grad()
+        second.zero_grad()
+        if self.how == "alone":
+            one.backward()
+        elif self.how == "after":
+            self.manual_backward(one, retain_graph=True)
+            other.backward()
+        elif self.how == "before":
+            one.backward(retain_graph=True)
+            self.clip_gradients(first, 0.05, "norm")
+            self.manual_backward(other)
+        elif self.how == "by turns":
+            self.toggle_optimizer(first)
+            self.losses(batch)[0].backward()
+            first.step()
+            self.untoggle_optimizer(first)
+            first.zero_grad()
+            self.losses(batch)[1].backward()
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        first.step()
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.SGD(self.first.parameters(), lr=0.5, momentum=0.9),
+            torch.optim.Adam(self.second.parameters(), lr=0.1),
+        )
+
+
+def raw(how: str, count: int, batch_size: int, options: dict[str, Any] | None = None) -> list[float]:
+    module = Raw(how)
+    data = torch.randn(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    ranks = {} if options is None else {"strategy": DDPStrategy(**options), "devices": 2}
+    quiet(max_epochs=2, **ranks).fit(module, DataLoader(data, batch_size=batch_size))  # type: ignore[arg-type]
+    return [value for parameter in module.parameters() for value in parameter.flatten().tolist()]
+
+
+@pytest.mark.parametrize("count", [24, 22, 17], ids=["even", "uneven", "a rank without samples"])
+@pytest.mark.parametrize("how", ["alone", "after", "before", "by turns"])
+def test_torchs_own_backward_is_reduced_as_manual_backward_is(ranks: RankPool, how: str, count: int) -> None:
+    """Its gradients stayed on their rank, and the ranks' weights parted in silence."""
+    right = raw(how, count, 8)
+    assert ranks(2).run(raw, how, count, 4, {}) == [pytest.approx(right, rel=1e-10)] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shared_memory": False},
+        {"gradient_as_bucket_view": False},
+        {"shard_optimizer": True},
+        {"check_reduction": True},
+    ],
+    ids=str,
+)
+def test_torchs_own_backward_is_reduced_with_options(ranks: RankPool, options: dict[str, Any]) -> None:
+    right = raw("after", 22, 8)
+    assert ranks(2).run(raw, "after", 22, 4, options) == [pytest.approx(right, rel=1e-10)] * 2
+
+
+def refused() -> str:
+    with pytest.raises(MisconfigurationException) as raised:
+        raw("alone", 24, 4, {"static_graph": True})
+    return str(raised.value)
+
+
+def test_torchs_own_backward_is_refused_where_graphs_are_recorded(ranks: RankPool) -> None:
+    assert all("self.manual_backward(loss)" in text for text in ranks(2).run(refused))
+
+
+class Probes(Duel):
+    """Backwards that are not to be reduced: blocked ones, and one of rank 0 alone outside of the training step."""
+
+    def on_train_start(self) -> None:
+        if self.trainer.is_global_zero:
+            self.a.square().backward()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers()[0].zero_grad()
+        with self.trainer.strategy.block_backward_sync():
+            (self.a * batch).mean().backward()
+        self.seen.append(self.a.grad.item())  # type: ignore[union-attr]
+
+
+def probes() -> list[Any]:
+    module = Probes()
+    on_ranks(max_epochs=1).fit(module, numbers(4))
+    return module.seen
+
+
+def test_backwards_that_are_not_to_be_reduced_stay_on_their_rank(ranks: RankPool) -> None:
+    assert ranks(2).run(probes) == [[1.0, 3.0], [2.0, 4.0]]

@@ -62,6 +62,7 @@ PROSE: dict[str, tuple[str, ...]] = {
     "progress bar": (),
     "hyperparameters in checkpoints": ("name self.save_hyperparameters",),
     "`nn.Embedding(max_norm": ("flag Embedding(max_norm)", "flag EmbeddingBag(max_norm)"),
+    "`loss.backward()` in manual": ("name manual_backward",),
     "LBFGS": ("name LBFGS",),
     "resume with another optimizer class": (),
     "lazy layers (`nn.LazyLinear`)": ("name LazyLinear",),

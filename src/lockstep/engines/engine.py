@@ -101,6 +101,8 @@ class Engine:
         optimizers, lr_scheduler_configs: of the fit.
         sync_gradients: whether the next backward reduces over the ranks; the loops set it before each forward.
         drops_gradients: the batch at hand is a padding batch: gradients of its backward are to be dropped.
+        share_by_hand: the share of the batch at hand while ``training_step`` runs in manual optimization; None outside.
+            It weighs a ``loss.backward()`` in the place of ``manual_backward``.
         launcher: how ranks are started: None (nothing to start), "script", "spawn" or "fork".
         drives_all_devices: one process works with all devices of its node; else each rank has one.
         window: an engine that plays whole windows has a method of this name; it is asked for once, when a fit begins.
@@ -139,6 +141,7 @@ class Engine:
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self.sync_gradients = True
         self.drops_gradients = False
+        self.share_by_hand: float | None = None
         self.left_out = False  # by the engine itself: the last step, whose gradients overflowed
         self.context: Callable[[], AbstractContextManager[Any]] | None = None
         self._own_backward: Callable[..., Any] | None = None

@@ -116,6 +116,24 @@ def step_all(parameters: Iterable[Parameter]) -> None:
         parameter.grad = None
 
 
+# -- backwards that nobody has prepared ---------------------------------------------------------------------
+
+
+class BackwardEnds:
+    """Calls ``ended`` at the end of each backward in which `noticed` was called."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+        self._task = -1  # the latest graph task
+
+    def noticed(self) -> None:
+        """Inside a backward."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._ended)
+
+
 # -- the watch -----------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,11 @@ if TYPE_CHECKING:
     from lockstep.engines.ddp.comm_hooks import CommunicationHook, HookedLocalSteps
     from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
 
+RAW_BACKWARD = (
+    "{strategy}(static_graph=True): `loss.backward()` in manual optimization, of which the recorded graph does not "
+    "know: call self.manual_backward(loss) in its place, or leave static_graph out."
+)
+
 
 class DDPStrategy(RankedStrategy):
     """One process per device, over lockstep's own reducer, which is attached to the module's parameters.
@@ -229,10 +234,38 @@ class DDPStrategy(RankedStrategy):
             sparse=sparse,
             shared_memory=self._shared_memory and self._hook is None,
         )
+        self._listen(self._reducer)
         self.traffic = 0, 0
         self.waits_in = [(self._reducer, "_wait")]  # for sums in memory that ranks share
         if self._hook is not None:
             self._attach_hook(self._hook, self._reducer)
+
+    def _listen(self, reducer: Reducer) -> None:
+        """Reduce the gradients of a ``loss.backward()`` in the place of ``manual_backward``, at its end."""
+        if self.module.automatic_optimization or self.world.size == 1:
+            return
+        from lockstep.engines.ddp.backward_watcher import BackwardEnds
+
+        ends = BackwardEnds(partial(self._raw_backward_ended, reducer))
+
+        def unprepared() -> None:
+            if self.share_by_hand is not None and self.sync_gradients:
+                if self._static_graph:
+                    raise MisconfigurationException(RAW_BACKWARD.format(strategy=type(self).__name__))
+                ends.noticed()
+
+        reducer.on_unprepared_grad = unprepared
+
+    def _raw_backward_ended(self, reducer: Reducer) -> None:
+        share = self.share_by_hand
+        if share is not None and share != 1.0:
+            # What an earlier backward has reduced is alike on all ranks, and shares add up to their number: the mean
+            # leaves it as it is.
+            grads = [p.grad for p in self.named_parameters().values() if p.grad is not None and p.requires_grad]
+            with torch.no_grad():
+                torch._foreach_mul_(grads, float(share))
+        self._begin_round(reducer, False)
+        self._end_round(reducer)
 
     def _take_values(self, late: dict[str, Tensor]) -> None:
         """Take rank 0's values of what has come since the module was set up, in `configure_optimizers` say."""
