@@ -48,6 +48,7 @@ from lockstep.testing import leaks  # noqa: E402
 from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 from tests.accelerator.left_out import why_not  # noqa: E402
 from tests.copies import NURSERY, Copies, Files, by_file  # noqa: E402
+from tests.load import busy  # noqa: E402
 
 gc.enable()
 SECONDS_SLOW = 900
@@ -273,8 +274,8 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     before = leaks.snapshot(pool_processes())
     yield
     failed = request.node.stash.get(_failed, False)
-    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # what takes a moment to go takes that much longer
-    left = leaks.leaks(before, pool_processes(), patience=0.2 if failed else 2.0 * busy)
+    # what takes a moment to go takes that much longer
+    left = leaks.leaks(before, pool_processes(), patience=0.2 if failed else 2.0 * busy())
     if left:
         leaks.put_back(before, pool_processes())
         if not failed:

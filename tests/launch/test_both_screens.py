@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.sessions import disturb, kill, marked
+from tests.load import at_most
 
 SCRIPT = Path(__file__).with_name("two_nodes.py")
 
@@ -111,7 +112,7 @@ def test_nodes_whose_ranks_leave_where_nobody_misses_them_end_well(tmp_path: Pat
     run = Run(tmp_path, what, "ddp", True)
     assert run.codes == [0, 0], run.lines
     assert not [line for lines in run.lines for line in lines if "failed" in line]
-    assert run.seconds < most
+    assert run.seconds < at_most(most)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.sessions import kill, left_of, marked
+from tests.load import at_most
 
 SCRIPT = Path(__file__).with_name("misfortunes.py")
 SECONDS = 15.0
@@ -75,7 +76,7 @@ class Run:
         told = "\n".join(self.errors)
         assert re.search(last, self.errors[-1]), told
         assert (self.code, self.left) == (code, []), told
-        assert self.seconds < SECONDS
+        assert self.seconds < at_most(SECONDS)
         others = [text for text in self.errors[:-1] if "closed by peer" in text or "reset by peer" in text]
         assert not others, told
 
@@ -167,7 +168,7 @@ def test_ctrl_c_ends_a_fit_with_its_result(
     assert run.code == 0, run.errors
     assert run.out.count("result interrupted by Ctrl-C") == (2 if strategy == "ddp" else 1)
     assert sum("a second Ctrl-C ends it at once" in text for text in run.errors) == 1
-    assert (run.left, run.seconds < SECONDS) == ([], True)
+    assert (run.left, run.seconds < at_most(SECONDS)) == ([], True)
 
 
 @pytest.mark.slow  # every day in one process: tests/launch/test_ctrl_c.py, by what the main thread cannot handle
