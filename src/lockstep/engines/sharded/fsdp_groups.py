@@ -26,6 +26,22 @@ def groups_of(part: FSDPModule) -> list[Any]:
     return groups_of_state(part._get_fsdp_state())
 
 
+# -- gradients of gathered parameters themselves, where `.grad` is that of the shard: see `gathered_parameter` ---
+
+_RAW_GRADIENT: Any = torch.Tensor.grad
+
+
+def own_gradient(gathered: Tensor) -> Tensor | None:
+    """The gradient that backwards of this rank have left in a gathered parameter."""
+    gradient: Tensor | None = _RAW_GRADIENT.__get__(gathered)
+    return gradient
+
+
+def set_own_gradient(gathered: Tensor, gradient: Tensor | None) -> None:
+    """Put one there, or take it away."""
+    _RAW_GRADIENT.__set__(gathered, gradient)
+
+
 # -- whole gradients that wait for a reduction: beside the parameter, and since torch 2.15 its own ------------
 
 
@@ -34,7 +50,7 @@ def waiting_gradient(param: FSDPParam) -> Tensor | None:
     if param.unsharded_accumulated_grad is not None:
         return param.unsharded_accumulated_grad
     gathered = getattr(param, "_unsharded_param", None)
-    return None if gathered is None else gathered.grad
+    return None if gathered is None else own_gradient(gathered)
 
 
 def set_waiting_gradient(param: FSDPParam, gradient: Tensor | None) -> None:
@@ -45,13 +61,13 @@ def set_waiting_gradient(param: FSDPParam, gradient: Tensor | None) -> None:
         param.unsharded_accumulated_grad = None
     if gathered is None:
         return
-    gathered.grad = None
+    set_own_gradient(gathered, None)
     if gradient is None:
         return
     if not beside:
-        gathered.grad = gradient.to(gathered.grad_dtype or gathered.dtype)
+        set_own_gradient(gathered, gradient.to(gathered.grad_dtype or gathered.dtype))
     elif gradient.dtype == gathered.dtype:
-        gathered.grad = gradient
+        set_own_gradient(gathered, gradient)
     else:
         param.unsharded_accumulated_grad = gradient
 
@@ -90,4 +106,4 @@ class _Filled:
         if gathered is None or not gathered.requires_grad:
             return
         if waiting_gradient(param) is None:
-            gathered.grad = torch.zeros_like(gathered)
+            set_own_gradient(gathered, torch.zeros_like(gathered))

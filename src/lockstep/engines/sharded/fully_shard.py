@@ -303,6 +303,8 @@ class ShardedModule:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
+        from lockstep.engines.sharded.gathered_parameter import watch
+
         self.module = module
         self._parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._params: dict[int, FSDPParam] = {}
@@ -311,6 +313,7 @@ class ShardedModule:
             part.reshard()
             type(part).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # torch's says less
             for group in groups_of(part):
+                watch(group)
                 self._groups.append(group)
                 self._params.update({id(param.sharded_param): param for param in group.fsdp_params})
         self.parameters = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}

@@ -1,0 +1,218 @@
+"""Parameters that are gathered now: what a step does to them reaches their shards.
+
+torch's ``fully_shard`` puts a whole parameter in the place of a shard while a layer is gathered, and throws it away
+behind that. Here writes in place, ``.data``, ``requires_grad`` and ``.grad`` of it are those of the shard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.nn.parameter import Parameter
+
+from lockstep.engines.sharded.fsdp_groups import own_gradient, set_own_gradient
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parts import local_part
+
+ROUNDED = (
+    "A step has written in parameter {name!r}, which is gathered in {low}, and whose shards are in {own}: they would "
+    "be rounded. Write in a hook (`on_before_zero_grad`, `on_train_batch_start`), where parameters are shards, or "
+    "gather in {own}: FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecisionPolicy())."
+)
+REPLACED = (
+    "Parameter {name!r} is about to be gathered, and its layer has another tensor in its place, which would be "
+    "ignored: torch.func.functional_call was given one, or it was assigned. A layer of which torch's FSDP gathers the "
+    "parameters by itself has those alone: choose other layers by FSDPStrategy(auto_wrap_policy=...), so that this "
+    'one is gathered with the module, or use strategy="ddp".'
+)
+DATA_SET = (
+    "`.data` of parameter {name!r} was set while the parameter was in shards, of which torch takes no notice. Write in "
+    "place: `parameter.copy_(values)` under torch.no_grad(), or `parameter.data.copy_(values)`."
+)
+WHOLE_GRADIENT = (
+    "The gradient of parameter {name!r} was set to a whole tensor in a step, and each rank has a shard of it. Let "
+    "`manual_backward` make gradients, or set it in `on_before_optimizer_step` to a DTensor that is cut as the "
+    "parameter is."
+)
+
+
+class GatheredParameter(Parameter):
+    """A whole parameter that stands for its shard.
+
+    In a backward ``.grad`` is that of this rank's samples; before and behind it, that of the shard.
+    """
+
+    _of: weakref.ref[FSDPParam]
+    _version_before: int
+    _needed_before: bool
+    _may_be_written: bool
+    _memory: Tensor | None  # that torch gathers into, where `.data` is another tensor by now
+
+    @property
+    def data(self) -> Tensor:
+        """The values, without a history; who has them may write there, which no counter tells."""
+        self._may_be_written = True
+        return _raw_data.__get__(self)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self._may_be_written = True
+        if self._memory is None:
+            self._memory = _raw_data.__get__(self)
+        _raw_data.__set__(self, values)
+
+    def _put_memory_back(self) -> None:
+        if self._memory is not None:
+            _raw_data.__set__(self, self._memory)
+            self._memory = None
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient."""
+        own = own_gradient(self)
+        if own is not None or _is_torchs_turn():
+            return own
+        return self._shard().grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if _is_torchs_turn():
+            set_own_gradient(self, gradient)
+            return
+        if gradient is not None and not hasattr(gradient, "placements"):
+            raise MisconfigurationException(WHOLE_GRADIENT.format(name=_name_of(self._param())))
+        set_own_gradient(self, None)
+        self._shard().grad = gradient
+
+    def _param(self) -> FSDPParam:
+        param = self._of()
+        assert param is not None
+        return param
+
+    def _shard(self) -> Parameter:
+        return self._param().sharded_param
+
+
+_raw_data: Any = torch.Tensor.data
+
+
+def _is_torchs_turn() -> bool:
+    """Whether a backward runs, in which torch takes gradients away, or a graph is traced."""
+    return torch._C._current_graph_task_id() != -1 or torch._guards.TracingContext.try_get() is not None
+
+
+class GatheredGroup(FSDPParamGroup):
+    """A group of parameters that are gathered together, of which nothing is lost where they are freed."""
+
+    def _to_unsharded(self) -> None:
+        if self.is_unsharded:
+            return
+        if self.is_sharded:
+            for param in self.fsdp_params:
+                _check_in_place(param)
+        super()._to_unsharded()
+        for param in self.fsdp_params:
+            _begin(param)
+
+    def _to_sharded(self) -> None:
+        self._carry()
+        super()._to_sharded()
+
+    def _to_sharded_post_forward(self) -> None:
+        self._carry()
+        super()._to_sharded_post_forward()
+
+    def _carry(self) -> None:
+        if not self.is_unsharded:
+            return
+        wrote = False
+        for param in self.fsdp_params:
+            wrote = _carry(param) or wrote
+        if wrote:  # the next gather reads shards on streams of its own
+            written = self.device_handle.Event()
+            written.record()
+            self._wait_all_gather_streams_on_event(written)
+
+
+def watch(group: Any) -> None:
+    """Let what steps do to the gathered parameters of a group reach its shards."""
+    if type(group) is FSDPParamGroup:
+        group.__class__ = GatheredGroup  # torch makes them itself
+    for param in group.fsdp_params:
+        _is_data_set(param.sharded_param)
+
+
+def _check_in_place(param: FSDPParam) -> None:
+    info = param._module_info
+    if info.module._parameters.get(info.param_name) is not param.sharded_param:
+        raise MisconfigurationException(REPLACED.format(name=_name_of(param)))
+    if _is_data_set(param.sharded_param):
+        raise MisconfigurationException(DATA_SET.format(name=_name_of(param)))
+
+
+def _is_data_set(shard: Parameter) -> bool:
+    """Whether ``shard.data = values`` was done since the first call: it replaces the empty memory of a DTensor."""
+    memory = shard.untyped_storage()._cdata
+    return bool(vars(shard).setdefault("_lockstep_memory", memory) != memory)
+
+
+def _begin(param: FSDPParam) -> None:
+    """Note how a parameter is that has just been gathered."""
+    gathered: Any = param._unsharded_param
+    if type(gathered) is Parameter:  # not a DTensor, of which torch asks for the class
+        made: Any = param._unsharded_param
+        made.__class__ = GatheredParameter  # torch makes it itself
+        made._of = weakref.ref(param)
+        made._memory = None
+    gathered._may_be_written = False
+    gathered._version_before = _version_of(gathered)
+    gathered._needed_before = gathered.requires_grad
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _carry(param: FSDPParam) -> bool:
+    """Let the shard be as the gathered parameter is by now; tells whether its values were written."""
+    gathered: Any = param._unsharded_param
+    shard = param.sharded_param
+    if gathered.requires_grad is not gathered._needed_before:
+        shard.requires_grad_(gathered.requires_grad)
+    is_written = _version_of(gathered) != gathered._version_before
+    if not (is_written or gathered._may_be_written):
+        return False
+    part = local_part(shard)
+    if hasattr(part, "fsdp_post_all_gather"):  # torch's subclasses write there as they gather
+        return False
+    with torch.no_grad():
+        values = _own_part(param, local_part(gathered.detach()))
+        if values.dtype == part.dtype:
+            part.copy_(values)
+        elif not torch.equal(values, part.to(values.device, values.dtype)):
+            low, own = (str(dtype).removeprefix("torch.") for dtype in (values.dtype, part.dtype))
+            raise MisconfigurationException(ROUNDED.format(name=_name_of(param), low=low, own=own))
+    if isinstance(gathered, GatheredParameter):
+        gathered._put_memory_back()
+    return True
+
+
+def _own_part(param: FSDPParam, whole: Tensor) -> Tensor:
+    """This rank's part of a whole parameter."""
+    mesh, dim = param.mesh_info, param.fsdp_placement.dim
+    if not isinstance(mesh, FSDPMeshInfo):
+        return whole
+    parts = torch.chunk(whole, mesh.shard_mesh_size, dim)
+    if mesh.shard_mesh_rank < len(parts):
+        return parts[mesh.shard_mesh_rank]
+    return whole.narrow(dim, 0, 0)
+
+
+def _name_of(param: FSDPParam) -> str:
+    return param._param_fqn or param._module_info.param_name
