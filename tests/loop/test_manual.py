@@ -391,3 +391,24 @@ def probes() -> list[Any]:
 
 def test_backwards_that_are_not_to_be_reduced_stay_on_their_rank(ranks: RankPool) -> None:
     assert ranks(2).run(probes) == [[1.0, 3.0], [2.0, 4.0]]
+
+
+class LeavesOut(Duel):
+    """Leaves out its second batch on rank 0, its third one on rank 1: as many backwards on both."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1 + self.global_rank:
+            super().training_step(batch, batch_idx)
+
+
+def left_out() -> str:
+    with pytest.raises(RuntimeError) as raised:
+        quiet(strategy=DDPStrategy(check_reduction=True), devices=2, max_epochs=1).fit(LeavesOut(), numbers(8))
+    return str(raised.value)
+
+
+def test_ranks_that_reduce_different_batches_are_named(ranks: RankPool) -> None:
+    """The rounds paired up, and each rank trained with a mean over two batches, in silence."""
+    for text in ranks(2).run(left_out):
+        assert "rank 0 in 2, rank 1 in 1" in text
+        assert "manual_backward(0 * loss)" in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -72,6 +72,18 @@ class MicroBatch:
     empty: bool = False
 
 
+class BatchByHand(NamedTuple):
+    """A batch of manual optimization, whose backwards may pass the engine by.
+
+    Attributes:
+        number: of the batch, in its epoch.
+        share: by which a ``loss.backward()`` in the place of ``manual_backward`` is weighed.
+    """
+
+    number: int
+    share: float
+
+
 class WindowPlayer(Protocol):
     """An engine's own way through a window: all forwards and backwards, in the order that suits it.
 
@@ -101,8 +113,7 @@ class Engine:
         optimizers, lr_scheduler_configs: of the fit.
         sync_gradients: whether the next backward reduces over the ranks; the loops set it before each forward.
         drops_gradients: the batch at hand is a padding batch: gradients of its backward are to be dropped.
-        share_by_hand: the share of the batch at hand while ``training_step`` runs in manual optimization; None outside.
-            It weighs a ``loss.backward()`` in the place of ``manual_backward``.
+        by_hand: the batch at hand while ``training_step`` runs in manual optimization; None outside.
         launcher: how ranks are started: None (nothing to start), "script", "spawn" or "fork".
         drives_all_devices: one process works with all devices of its node; else each rank has one.
         window: an engine that plays whole windows has a method of this name; it is asked for once, when a fit begins.
@@ -141,7 +152,7 @@ class Engine:
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self.sync_gradients = True
         self.drops_gradients = False
-        self.share_by_hand: float | None = None
+        self.by_hand: BatchByHand | None = None
         self.left_out = False  # by the engine itself: the last step, whose gradients overflowed
         self.context: Callable[[], AbstractContextManager[Any]] | None = None
         self._own_backward: Callable[..., Any] | None = None

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 from lockstep.data.weighing import Share
 from lockstep.data.window import Window
+from lockstep.engines.engine import BatchByHand
 from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.padding import padding
 from lockstep.loop.session import Session
@@ -39,13 +40,13 @@ class Manual:
             self._update.watch.forget_depth()
             rounds = strategy.rounds
             self._update.share = share if weight else 1.0
-            strategy.share_by_hand = share
+            strategy.by_hand = BatchByHand(micro_batch.number, share)
             if type(share) is Share:
                 tell_of_uneven()
             with padding(self._session) if weight == 0.0 else nullcontext():
                 skips = batch is None and not self._shared
                 output = None if skips else strategy.run(batches.training_step, *batches.arguments(micro_batch))
-            strategy.share_by_hand = None
+            strategy.by_hand = None
             shown = shown_by_hand(output)
             if self._shared:
                 self._session.agreement.settle(strategy.rounds != rounds)

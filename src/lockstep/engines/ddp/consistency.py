@@ -328,16 +328,21 @@ class DesyncCheck:
             return
         self._sums = {name: checksum(p.grad) for name, p in self._named if p.grad is not None}
 
-    def compare(self, stage: str, missing: list[str]) -> None:
+    def compare(self, stage: str, missing: list[str], batch: int | None = None) -> None:
         """Say where this rank is, and hear where the others are.
 
+        Args:
+            stage: of the step.
+            missing: parameters whose gradients were not reduced.
+            batch: the number of the batch, where ``training_step`` makes the backwards.
+
         Raises:
-            RuntimeError: on every rank, if they are not at the same stage, reductions were not issued, or gradients
-                differ.
+            RuntimeError: on every rank, if they are not at the same stage or in the same batch, reductions were not
+                issued, or gradients differ.
         """
-        found: list[Any] = comm.all_gather_object((stage, missing, self._sums), self._group)
+        found: list[Any] = comm.all_gather_object((stage, missing, self._sums, batch), self._group)
         self._sums = {}
-        stages = [theirs for theirs, _, _ in found]
+        stages = [theirs for theirs, *_ in found]
         if len(set(stages)) > 1:
             places = ", ".join(f"rank {rank} {STAGES[theirs]}" for rank, theirs in enumerate(stages))
             ahead = ", ".join(str(rank) for rank, theirs in enumerate(stages) if theirs == "forward")
@@ -346,13 +351,24 @@ class DesyncCheck:
                 f"outputs of the last forward on rank {ahead}: let the loss depend on them (loss + 0 * outputs.sum()), "
                 "or call skip_backward() there"
             )
-        for rank, (_, names, _) in enumerate(found):
+        self._compare_batches([theirs for *_, theirs in found])
+        for rank, (_, names, *_) in enumerate(found):
             if names:
                 raise RuntimeError(
                     f"check_reduction: rank {rank} did not reduce the gradient of parameter {names[0]!r} in the last "
                     f"backward ({len(names)} in all): it ended early (did it raise?)"
                 )
-        self._compare_gradients([sums for _, _, sums in found])
+        self._compare_gradients([sums for _, _, sums, _ in found])
+
+    @staticmethod
+    def _compare_batches(batches: list[int | None]) -> None:
+        if len(set(batches)) > 1:
+            places = ", ".join(f"rank {rank} in {batch}" for rank, batch in enumerate(batches))
+            raise RuntimeError(
+                f"check_reduction: the ranks reduce gradients of different batches: {places}. A `training_step` of "
+                "manual optimization has to make the same backwards on every rank: where one rank leaves a batch out, "
+                "call self.manual_backward(0 * loss) there, and step as the others do"
+            )
 
     @staticmethod
     def _compare_gradients(sums: list[dict[str, int]]) -> None:

@@ -249,7 +249,7 @@ class DDPStrategy(RankedStrategy):
         ends = BackwardEnds(partial(self._raw_backward_ended, reducer))
 
         def unprepared() -> None:
-            if self.share_by_hand is not None and self.sync_gradients:
+            if self.by_hand is not None and self.sync_gradients:
                 if self._static_graph:
                     raise MisconfigurationException(RAW_BACKWARD.format(strategy=type(self).__name__))
                 ends.noticed()
@@ -257,8 +257,8 @@ class DDPStrategy(RankedStrategy):
         reducer.on_unprepared_grad = unprepared
 
     def _raw_backward_ended(self, reducer: Reducer) -> None:
-        share = self.share_by_hand
-        if share is not None and share != 1.0:
+        share = 1.0 if self.by_hand is None else self.by_hand.share
+        if share != 1.0:
             # What an earlier backward has reduced is alike on all ranks, and shares add up to their number: the mean
             # leaves it as it is.
             grads = [p.grad for p in self.named_parameters().values() if p.grad is not None and p.requires_grad]
@@ -367,7 +367,7 @@ class DDPStrategy(RankedStrategy):
             self.rounds, self.traffic = reducer.rounds, (reducer.collectives, reducer.bytes)
             if self._checks is not None and not self.copies.are_apart:
                 self._checks.remember()
-                self._checks.compare("backward", [])
+                self._checks.compare("backward", [], None if self.by_hand is None else self.by_hand.number)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
         """Update the parameters of one optimizer; under local steps, average over the ranks where it is time."""
