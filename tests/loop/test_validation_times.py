@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from lockstep.loop import validation_timing
 from lockstep.testing.pool import RankPool
@@ -48,6 +49,23 @@ def test_validation_of_a_stream_without_a_length(flags: dict[str, Any], times: l
     module = Validated()
     quiet(max_epochs=2, num_sanity_val_steps=0, **flags).fit(module, DataLoader(Stream(10)), numbers(1))
     assert module.validated == times
+
+
+class Short(Sampler[int]):
+    """Tells twelve samples, and gives eight."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def test_an_epoch_that_is_shorter_than_its_loader_told_is_validated_at_its_end() -> None:
+    """No validation came, and nothing said so: the number of batches that it waited for was never reached."""
+    module = Validated()
+    quiet(max_epochs=2, num_sanity_val_steps=0).fit(module, numbers(12, sampler=Short()), numbers(1))
+    assert module.validated == [8, 16]
 
 
 @pytest.mark.parametrize("stream", [False, True])

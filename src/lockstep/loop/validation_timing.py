@@ -22,6 +22,7 @@ class ValidationTiming:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.every: int | float | None = None
+        self._at_end = True
         self._seconds = math.inf
         self._since = 0.0
         self._flag = 0
@@ -39,7 +40,9 @@ class ValidationTiming:
         Raises:
             MisconfigurationException: an interval that does not go with this number.
         """
+        interval = self._session.config.val_check_interval
         self.every = _interval(self._session.config, batches)
+        self._at_end = self.every == math.inf or (isinstance(interval, float) and interval == 1.0)
 
     def in_epoch(self, epoch: int) -> bool:
         """Whether this epoch is validated at all."""
@@ -51,8 +54,8 @@ class ValidationTiming:
         every = self.every
         if every is None:
             return at_window_end and self._time_is_up()
-        if every == math.inf:
-            return progress.last
+        if self._at_end:
+            return progress.last  # which may come before the length that a loader has told
         earlier = progress.earlier if self._session.config.check_val_every_n_epoch is None else 0
         counted = self._session.fit.counted
         before, after = (earlier + counted(number) for number in (progress.batch - batches, progress.batch))
