@@ -28,6 +28,7 @@ from lockstep.data.source import (
     Reshare,
     Sampling,
     SourceSpec,
+    begun,
     holders,
     length_of,
     of_all_ranks,
@@ -426,6 +427,7 @@ class Mixed(LoaderSource):
         )
         self._states: dict[str, Any] | None = None  # random states at the beginning of the pass
         self._own_states: list[Any] = []  # those of generators that loaders hold
+        self._epoch = 0  # of the pass
         self._resume: dict[str, Any] | None = None
 
     def _measure(self) -> None:
@@ -491,6 +493,8 @@ class Mixed(LoaderSource):
         return [leaf for part in self._parts for leaf in part.leaves()]
 
     def state_dict(self) -> dict[str, Any]:
+        if self._resume is not None:
+            return self._resume
         states: list[dict[str, Any]] = []
         for part in self._parts:
             if not self._rereads and self._mode != "max_size_cycle":
@@ -501,7 +505,8 @@ class Mixed(LoaderSource):
                 states.append(of_all_ranks(part.state_dict()))
         found: dict[str, Any] = {"parts": states} if any(states) else {}
         if self._rereads and self._states is not None:
-            found |= {"random": self._states, "own": self._own_states}
+            now = [part.generator_states() for part in self._parts]
+            found |= {"random": self._states, "own": self._own_states, "now": now, "epoch": self._epoch}
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -534,16 +539,24 @@ class Mixed(LoaderSource):
 
         openers = [opener(number) for number in range(len(self._parts))]
         opened = partial(rows, openers, self._mode, [turn for turn, _ in begins])
-        resume, self._resume = self._resume, None
-        if not self._rereads:
-            return opened()
-        if resume is None or start == 0:
+        return self._reread(opened, epoch, start) if self._rereads else opened()
+
+    def _reread(self, opened: Callable[[], Iterator[list[Any]]], epoch: int, start: int) -> Iterator[list[Any]]:
+        """The rows from ``start`` on of a pass that is read from its beginning; a checkpoint's as it was begun."""
+        resume, self._resume = self._resume or {}, None
+        self._epoch = epoch
+        same = resume.get("epoch", epoch if start else None) == epoch  # versions before did not tell
+        if not (resume and same):
+            self._set_own_states(resume.get("now", []))
             self._states = random_states(include_cuda=False)
             self._own_states = [part.generator_states() for part in self._parts]
             return skipped(opened(), start)
         self._states, self._own_states = resume["random"], resume.get("own", [])
-        for part, states in zip(self._parts, self._own_states, strict=False):
-            part.set_generator_states(states)
+        self._set_own_states(self._own_states)
         with isolate_rng(include_cuda=False):
             set_random_states(resume["random"])
-            return skipped(opened(), start)
+            return skipped(opened(), start) if start else begun(opened())
+
+    def _set_own_states(self, states: Sequence[Any]) -> None:
+        for part, of_part in zip(self._parts, states, strict=False):
+            part.set_generator_states(of_part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from lockstep.data.source import (
     Measure,
     SourceSpec,
     Stateful,
+    begun,
     call_set_epoch,
     copy_loader,
     holders,
@@ -45,8 +47,10 @@ class Untouched(LoaderSource):
     """An iterable that is taken as it stands, with the process' own random numbers.
 
     Its state holds the random states at the beginning of the pass, so that a resumed run draws the same
-    order, those of a sampler's own generators included; and the loader's own state, if it has one, instead of
-    reading again. What a sampler of the user's draws is hashed: another order after a resume is refused.
+    order, those of a sampler's own generators included, and how these are now, for the next pass. Of a loader
+    that has a state it is that one, instead of reading again; but until a batch of the pass was read, that may
+    still be the state of the pass before, and a resumed run begins the pass anew. What a sampler of the user's
+    draws is hashed: another order after a resume is refused.
 
     Args:
         loader: any iterable of batches.
@@ -64,6 +68,8 @@ class Untouched(LoaderSource):
         self._states: dict[str, Any] | None = None
         self._pass: list[int] | None = None
         self._resume: dict[str, Any] = {}
+        self._newest: dict[str, Any] = {}  # the newest state with one of the loader's own, of the pass before perhaps
+        self._unread: dict[str, Any] | None = None  # the state until the first batch of the pass was read
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         length = length_of(loader)
         self.length = math.inf if length is None else length
@@ -88,26 +94,62 @@ class Untouched(LoaderSource):
         resume, self._resume = self._resume, {}
         announce_epoch(self._loader, epoch)
         self._pass = [epoch, turn]
+        same = _is_of(resume, self._pass, start)
+        if not (same and "loader" in resume):
+            iterator = self._open_again(resume, start) if same and resume else self._open_anew(resume, start)
+            return self._reading(iterator) if self._stateful else iterator
+        self._newest = self._unread = resume
+        cast(Stateful, self._loader).load_state_dict(resume["loader"])
+        iterator = opened(self._loader)
+        if start < min(stop, self.length):
+            return self._reading(iterator)
+        next(iterator, None)  # the checkpoint is of the end of a pass, which is over with this
+        return iter(())
+
+    def _open_anew(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
+        """Begins a pass that no checkpoint is of; ``resume`` is of the pass before, or empty."""
         if "loader" in resume:
-            cast(Stateful, self._loader).load_state_dict(resume["loader"])
-            iterator = opened(self._loader)
-            same = resume.get("pass", self._pass) == self._pass
-            if same and start < min(stop, self.length):
-                return iterator
-            next(iterator, None)  # the checkpoint is of the end of a pass, which is over with this
-            if same:
-                return iter(())
-        if "random" not in resume or start == 0:
-            self._states = random_states(include_cuda=False)
-            self._own_states = self.generator_states()
-            return skipped(opened(self._loader), start)
+            self._end_pass(resume)
+        self.set_generator_states(resume.get("now", []))
+        if self._watched is not None:
+            self._watched.order.begin()  # it has drawn nothing, also while nobody reads
+        self._states = random_states(include_cuda=False)
+        self._own_states = self.generator_states()
+        self._unread = self._beginning()
+        return skipped(opened(self._loader), start)
+
+    def _open_again(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
+        """Begins the pass that a checkpoint is of as it was begun."""
+        if resume.get("before"):
+            self._end_pass(resume["before"])
         self._states, self._own_states = resume["random"], resume.get("own", [])
+        self._unread = self._beginning()
         self.set_generator_states(self._own_states)
         if self._watched is not None:
             self._watched.resume = resume.get("drawn", [])
         with isolate_rng(include_cuda=False):
             set_random_states(self._states)
-            return skipped(opened(self._loader), start)
+            iterator = opened(self._loader)
+            return skipped(iterator, start) if start else begun(iterator)
+
+    def _end_pass(self, state: dict[str, Any]) -> None:
+        """Brings a loader with a state of its own to the end of an earlier pass, whose last batches were read."""
+        self._newest = state
+        cast(Stateful, self._loader).load_state_dict(state["loader"])
+        with isolate_rng(include_cuda=False):
+            next(opened(self._loader), None)
+
+    def _beginning(self) -> dict[str, Any]:
+        """How the pass began."""
+        found = {"random": self._states, "own": self._own_states, "pass": self._pass}
+        return {**found, "before": self._newest} if self._stateful else found
+
+    def _reading(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for first in itertools.islice(batches, 1):
+            self._unread = None
+            yield first
+            del first  # or it would stay for all of the pass
+        yield from batches
 
     def generator_states(self) -> list[Any]:
         return [*(held.state() for held in self._generators), *states_of(self._samplers)]
@@ -148,12 +190,17 @@ class Untouched(LoaderSource):
             self._loader = copy_loader(self._loader, batch_sampler=_Noted(batches, self.noted))
 
     def state_dict(self) -> dict[str, Any]:
-        if self._stateful and self._pass is not None:
-            return {"loader": cast(Stateful, self._loader).state_dict(), "pass": self._pass}
-        if self._states is None:
+        if self._resume:
+            return self._resume
+        if self._states is None and self._pass is None:
             return {}
-        drawn = {} if self._watched is None else {"drawn": self._watched.order.saved()}
-        return {"random": self._states, "own": self._own_states, **drawn}
+        if not self._stateful:
+            drawn = {} if self._watched is None else {"drawn": self._watched.order.saved()}
+            return {**self._beginning(), "now": self.generator_states(), **drawn}
+        if self._unread is not None:
+            return self._unread
+        self._newest = {"loader": cast(Stateful, self._loader).state_dict(), "pass": self._pass}
+        return self._newest
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._resume = state
@@ -178,6 +225,13 @@ class _Noted:
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
+
+
+def _is_of(resume: dict[str, Any], now: list[int], start: int) -> bool:
+    """Whether a state is of the pass that begins; versions before did not tell."""
+    if "pass" not in resume:
+        return "loader" in resume or start > 0
+    return bool(resume["pass"] == now)
 
 
 def announce_epoch(loader: object, epoch: int) -> None:

@@ -667,6 +667,11 @@ def skipped(iterator: Iterator[Any], count: int) -> Iterator[Any]:
     return iterator
 
 
+def begun(iterator: Iterator[Any]) -> Iterator[Any]:
+    """The iterator with its first batch read: what it draws at its beginning is drawn now."""
+    return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+
+
 def length_of(sized: object) -> int | None:
     """``len()`` of something, or None where it has none."""
     try:

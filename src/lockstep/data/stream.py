@@ -85,6 +85,8 @@ class Stream(LoaderSource):
         self._ended: dict[str, Any] = {}  # the state of a pass that had come to its end before it was resumed
         self._over = False  # the pass has come to its end: a loader with a state would begin anew there
         self._resume: dict[str, Any] = {}
+        self._newest: dict[str, Any] = {}  # the newest state, of the pass before perhaps
+        self._unread: dict[str, Any] | None = None  # the state until the first batch of the pass was read
         self._name = measure.name
         self._first_sample: list[Any] = []  # pass, ranks, workers, and what stands for its first sample
         self._was_first: list[Any] = []  # the same of the checkpoint
@@ -95,9 +97,11 @@ class Stream(LoaderSource):
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
         self._over = bool(self._resume.get("over")) and self._resume["pass"] == [epoch, turn]
         if self._over:
-            self._ended, self._resume = self._resume, {}
+            self._ended = self._newest = self._resume
+            self._resume = {}
             return iter(())
         self._ended = {}
+        self._newest = self._unread = self._resume or self._newest
         goes_on = self._go_back(epoch, turn)
         self._begin(epoch, turn)
         iterator = opened(self._copy)
@@ -106,6 +110,7 @@ class Stream(LoaderSource):
             iterator = self._told(iterator)
         if hasattr(self._copy, "state_dict"):
             iterator = self._to_the_end(iterator)
+        iterator = self._reading(iterator)
         if self._own_process:
             iterator = unmixed(iterator)
         if self._counts and not goes_on and not self._shard.attempts:
@@ -171,6 +176,14 @@ class Stream(LoaderSource):
             del batch
             yield from iterator
 
+    def _reading(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Until a batch was read the data set may tell where the pass before has ended: its state is not asked for."""
+        for first in itertools.islice(iterator, 1):
+            self._unread = None
+            yield first
+            del first
+        yield from iterator
+
     def _to_the_end(self, iterator: Iterator[Any]) -> Iterator[Any]:
         yield from iterator
         self._over = True
@@ -209,14 +222,19 @@ class Stream(LoaderSource):
         return [[attempt.ranks, attempt.workers, attempt.taken] for attempt in [*self._shard.attempts, here]]
 
     def state_dict(self) -> dict[str, Any]:
-        if self._ended:
-            return self._ended
+        if self._ended or self._resume:
+            return self._ended or self._resume
         about = {"pass": self._pass, "own": self.own}
-        if hasattr(self._copy, "state_dict"):
-            return {"loader": cast(Stateful, self._copy).state_dict(), "over": self._over, **about}
-        if self._own_process and isinstance(self._shard, StatefulShard):
-            return {"stream": self._shard.state_dict(), **about}
-        return {"first": self._first_sample} if self._first_sample else {}
+        by_loader = hasattr(self._copy, "state_dict")
+        if not by_loader and not (self._own_process and isinstance(self._shard, StatefulShard)):
+            return {"first": self._first_sample} if self._first_sample else {}
+        if self._unread is not None:
+            return self._unread
+        if by_loader:
+            self._newest = {"loader": cast(Stateful, self._copy).state_dict(), "over": self._over, **about}
+        else:
+            self._newest = {"stream": cast(StatefulShard, self._shard).state_dict(), **about}
+        return self._newest
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._was_first = state.get("first", [])
