@@ -60,8 +60,8 @@ def play(
     found: list[list[int]] = []
     for rank in range(size):
 
-        def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
-            return count_batches(saved, RunAttempt(size, accumulate, batches, flexible, keep=keep))
+        def counting(size: int, batches: list[int], flexible: bool, workers: int | None) -> BatchCounting:
+            return count_batches(saved, RunAttempt(size, accumulate, batches, flexible, keep=keep, workers=workers))
 
         planned = None if saved is None else saved.ranks
         feed = feed_of(make(), rank, size, counting=counting, planned=planned, **flags)
@@ -194,7 +194,7 @@ def test_several_loaders_go_on_together() -> None:
         found: list[Any] = []
         for rank in range(life_size):
 
-            def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
+            def counting(size: int, batches: list[int], flexible: bool, workers: int | None) -> BatchCounting:
                 return count_batches(saved, RunAttempt(size, 1, batches, flexible))
 
             feed = feed_of(make(), rank, life_size, seed=1, counting=counting)

@@ -43,7 +43,7 @@ def calls(make: Any, size: int, planned: int | None = None) -> int:
     """Calls of functions, Python's own among them, while the middle rank draws an epoch."""
     # the last global batch is not full, and no number of ranks divides the windows of a plan of 3
     length = GLOBAL_BATCHES * size * 2 - 1
-    counting = {} if planned is None else {"counting": lambda of, batch, flexible: BatchCounting(planned, of)}
+    counting = {} if planned is None else {"counting": lambda of, *rest: BatchCounting(planned, of)}
     feed = feed_of(make(length), size // 2, size, **counting)
     found = 0
 

@@ -170,7 +170,7 @@ def test_shares_of_another_number_of_ranks_do_not_hold() -> None:
 
 def test_a_run_goes_on_with_other_ranks_whose_shares_change_too() -> None:
     def life(size: int, saved: BatchPlan | None, stop: int, changes: Any) -> tuple[list[list[int]], BatchPlan]:
-        def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
+        def counting(size: int, batches: list[int], flexible: bool, workers: int | None) -> BatchCounting:
             return count_batches(saved, RunAttempt(size, 1, batches, flexible))
 
         feeds = of(lambda: loader(113, 4), size, counting=counting, planned=3)

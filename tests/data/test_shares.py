@@ -189,7 +189,7 @@ def test_a_run_goes_on_with_other_shares_and_other_ranks() -> None:
         size = len(shares)
         for rank in range(size):
 
-            def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
+            def counting(size: int, batches: list[int], flexible: bool, workers: int | None) -> BatchCounting:
                 return count_batches(saved, RunAttempt(size, 1, batches, flexible))
 
             feed = feed_of(loader(61, 4), rank, size, shares=shares, counting=counting, planned=3)

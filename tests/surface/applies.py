@@ -37,6 +37,8 @@ PROSE: dict[str, tuple[str, ...]] = {
     "random numbers in `__getitem__`": (),
     "resume in mid-epoch": RESUMED,
     "resume with another number of processes": RESUMED,
+    "resume of an `IterableDataset`": (),
+    "a data set or an order that has changed": (),
     "resume with another `batch_size`": (),
     "checkpoints": ("name load_from_checkpoint", "name save_checkpoint"),
     "`fit()`": (),

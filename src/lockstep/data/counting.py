@@ -59,6 +59,42 @@ def _check_counts(state: dict[str, Any], names: tuple[str, ...], least: int) -> 
             raise ValueError(f"{name} is {state[name]!r:.50}")
 
 
+IN_ORDER = "in order"
+"""The kind of a loader that does not shuffle: of a longer data set, too, it gives the same samples first."""
+
+
+class LoaderOrder(NamedTuple):
+    """In which order a loader gives its samples."""
+
+    kind: str
+    """As messages say it: shuffled, in order, and the like."""
+    samples: int = -1
+    """Positions of a pass on all ranks; -1: not known, or a rank's own."""
+    workers: int = 0
+    """That read a stream at once; 0 of other loaders, whose order does not depend on them."""
+
+    @classmethod
+    def load(cls, state: object) -> LoaderOrder:
+        """From a list.
+
+        Raises:
+            ValueError: it is none of an order.
+        """
+        match state:
+            case [str(kind), int(samples), int(workers)]:
+                return cls(kind, samples, workers)
+        raise ValueError(f"an order is {state!r:.50}")
+
+    def change(self, before: LoaderOrder) -> str:
+        """What of another order has become of ``before``; empty where positions are the samples that they were."""
+        if self.kind != before.kind:
+            return f"{self.kind}, before {before.kind}"
+        if self.workers != before.workers:
+            return f"read by {_counted(self.workers, 'worker')}, before by {before.workers}"
+        known = self.samples >= 0 and before.samples >= 0 and self.kind != IN_ORDER and not self.workers
+        return f"{self.samples}, before {before.samples}" if known and self.samples != before.samples else ""
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """What the batches of a run are, and how far this attempt of it has come: what a checkpoint keeps."""
@@ -76,12 +112,15 @@ class BatchPlan:
     """Where that attempt had begun, if that was in the same epoch."""
     by_process: bool | None = None
     """Whether the order was drawn by the generators of one process; None: a checkpoint that does not tell."""
+    orders: list[LoaderOrder] | None = None
+    """Of each loader; None: a checkpoint that does not tell."""
 
     def state_dict(self) -> dict[str, Any]:
         """As a plain dict."""
         origin = None if self.resumed_at is None else self.resumed_at.state_dict()
         named = {name: getattr(self, name) for name in ("ranks", "accumulate", "batches", "size", "by_process")}
-        return {**named, "at": self.at.state_dict(), "origin": origin}
+        orders = None if self.orders is None else list(map(list, self.orders))
+        return {**named, "at": self.at.state_dict(), "origin": origin, "orders": orders}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> BatchPlan:
@@ -95,8 +134,15 @@ class BatchPlan:
         if not isinstance(batches, list) or not all(isinstance(each, int) for each in batches):
             raise ValueError(f"batches is {batches!r:.50}")
         at, resumed_at = ResumePoint.load(state["at"]), None if origin is None else ResumePoint.load(origin)
-        drawn = state.get("by_process")
-        return cls(state["ranks"], state["accumulate"], batches, state["size"], at, resumed_at, drawn)
+        drawn, orders = state.get("by_process"), state.get("orders")
+        known = None if orders is None else list(map(LoaderOrder.load, orders))
+        return cls(state["ranks"], state["accumulate"], batches, state["size"], at, resumed_at, drawn, known)
+
+    @property
+    def workers(self) -> int | None:
+        """The loader workers of each rank that read a stream up to the last boundary; None of other loaders."""
+        position = self.at.position
+        return position[-1][1] if isinstance(position, list) and position else None
 
 
 @dataclass(frozen=True)
@@ -116,7 +162,7 @@ class BatchCounting:
     said: str = ""
     """What the user is told about it."""
     differs: bool = field(default=False, compare=False)
-    """Whether a step has another number of samples than it had in that attempt."""
+    """Whether a step has another number of samples than it had in that attempt, or a stream other workers."""
 
     def tell(self) -> None:
         """Tell the user that this attempt counts otherwise than the one that left off."""
@@ -176,13 +222,16 @@ class RunAttempt:
     """Whether windows are lockstep's (automatic optimization) and not the user's."""
     keep: bool = True
     """``Trainer(keep_global_batch=...)``."""
+    workers: int | None = None
+    """Loader workers of each rank that read a stream that lockstep shares out; None of other loaders."""
 
 
 def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting:
     """By what a run counts that goes on from ``saved``; pure.
 
     The plan holds where only the number of ranks has changed. Where the user has changed ``batch_size`` or
-    ``accumulate_grad_batches``, theirs hold from the last boundary on.
+    ``accumulate_grad_batches``, theirs hold from the last boundary on. A stream that other loader workers read
+    is moved as to other ranks.
 
     Raises:
         MisconfigurationException: the plan's windows cannot be shared out over these ranks.
@@ -192,22 +241,39 @@ def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting
     as_planned = _table(attempt.accumulate) == _table(saved.accumulate) and attempt.batches == saved.batches
     planned = as_planned and (attempt.keep or saved.ranks == attempt.size) and _can_step(saved, attempt)
     ranks = saved.ranks if planned else attempt.size
-    if saved.size == attempt.size and planned:
+    if saved.size == attempt.size and planned and not _has_other_workers(saved, attempt):
         return BatchCounting(ranks, attempt.size, saved.resumed_at)
     if planned and not attempt.flexible:
         _check_divides(saved, attempt)
-    made, epoch = BatchCounting(ranks, attempt.size), saved.at.epoch
-    before = StepSize(saved.ranks, batches_of_window(saved.accumulate, epoch), saved.batches)
-    now = StepSize(ranks, batches_of_window(attempt.accumulate, epoch), attempt.batches)
-    said = _plan_holds(before, made) if planned else _users_hold(before, now, attempt, as_planned)
-    differs = before.samples != now.samples
+    made = BatchCounting(ranks, attempt.size)
+    said, differs = _changes(saved, attempt, made, as_planned, planned)
     return BatchCounting(ranks, attempt.size, _resume_point(saved, attempt, made), True, said, differs)
+
+
+def _changes(
+    saved: BatchPlan, attempt: RunAttempt, made: BatchCounting, as_planned: bool, planned: bool
+) -> tuple[str, bool]:
+    """What the user is told about an attempt that does not go on as the one before, and whether it is a warning."""
+    epoch = saved.at.epoch
+    before = StepSize(saved.ranks, batches_of_window(saved.accumulate, epoch), saved.batches)
+    now = StepSize(made.ranks, batches_of_window(attempt.accumulate, epoch), attempt.batches)
+    told = [_plan_holds(before, made) if planned else _users_hold(before, now, attempt, as_planned)]
+    if not _has_other_workers(saved, attempt):
+        return told[0], before.samples != now.samples
+    if planned and saved.size == attempt.size:
+        told = []
+    return " ".join([*told, _other_workers(saved, attempt)]), True
 
 
 def _table(flag: Accumulation) -> dict[int, int]:
     """The epochs from which on another number holds, and that number."""
     table = {0: 1, **flag} if isinstance(flag, dict) else {0: flag}
     return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != batches_of_window(table, epoch - 1)}
+
+
+def _has_other_workers(saved: BatchPlan, attempt: RunAttempt) -> bool:
+    """Whether a stream is shared out otherwise, by its loader's workers, than the epoch under way has begun."""
+    return saved.workers is not None and attempt.workers not in (None, saved.workers)
 
 
 def _can_step(saved: BatchPlan, attempt: RunAttempt) -> bool:
@@ -290,6 +356,15 @@ def _plan_holds(before: StepSize, made: BatchCounting) -> str:
         f"trainer.fit: the run was planned as {before}. On {_counted(made.size, 'rank')} each step is the same, "
         f"as {micro} micro-batch{'' if micro == 1 else 'es'} of {parts} on each rank; flags that count batches go on "
         f"counting those of {_counted(before.ranks, 'rank')}."
+    )
+
+
+def _other_workers(saved: BatchPlan, attempt: RunAttempt) -> str:
+    return (
+        f"trainer.fit: num_workers is not that of the checkpoint: each rank reads its stream by {attempt.workers} at "
+        f"once, before by {saved.workers}. This epoch's stream is read again, without the samples that were drawn "
+        "before. One that shards itself over its workers (`torch.utils.data.get_worker_info`) does so anew, so that "
+        "some of its samples come twice and some never: resume that with the number of workers that it had."
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from lockstep.data.combined import LENGTHS, Mixed, RowWeight, checked_shares, make_sources, unpack
-from lockstep.data.counting import BatchCounting, ResumePoint
+from lockstep.data.counting import BatchCounting, LoaderOrder, ResumePoint
 from lockstep.data.cut import WindowPlan
 from lockstep.data.loader_checks import Limit, check_alike, check_batches, check_trainable, limited, longest, no_batches
 from lockstep.data.source import LoaderSource, Replicas, Reshare, SourceSpec
@@ -24,9 +24,9 @@ from lockstep.data.window import Window, empty_ranks, first_gap
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, rank_zero_warn
 
-CountingFor = Callable[[int, list[int], bool], BatchCounting]
-"""How a run counts batches, given the number of replicas, the ``batch_size`` of its loaders and whether they can be cut
-into windows of any size."""
+CountingFor = Callable[[int, list[int], bool, int | None], BatchCounting]
+"""How a run counts batches, given the number of replicas, the ``batch_size`` of its loaders, whether they can be cut
+into windows of any size, and the loader workers that read a stream."""
 
 _END = object()
 
@@ -144,7 +144,9 @@ class Feed:
         parts, loaders, names = make_sources(loaders, spec, overfit)
         ahead, batches = check_alike(parts, spec, names), [part.batch for part in parts]
         made = parts[0] if nest is None else Mixed(parts, nest, mode)
-        counted = BatchCounting(size, size) if counting is None else counting(size, batches, made.flexible)
+        counted = (
+            BatchCounting(size, size) if counting is None else counting(size, batches, made.flexible, made.workers)
+        )
         check_batches(parts, loaders, names, counted.ranks)
         whole = made.planned(counted.ranks)
         count = limited(limit, whole, "overfit_batches" if overfit else "limit_train_batches")
@@ -260,6 +262,11 @@ class Feed:
             self._latest = begins
             after = number + (self._first - number) % self.micro
             self._shares = [each for each in self._shares if each[0] < after] + [(after, begins)]
+
+    @property
+    def orders(self) -> list[LoaderOrder]:
+        """In which order each loader gives its samples."""
+        return [leaf.order() for leaf in self._source.leaves()]
 
     # -- batches of the plan
 

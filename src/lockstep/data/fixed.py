@@ -7,6 +7,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import NoneType
 from typing import Any, cast
 
@@ -20,12 +21,14 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lockstep.data.counting import LoaderOrder
 from lockstep.data.cut import Cut
 from lockstep.data.randomness import HeldGenerator, generators_of
 from lockstep.data.sampler import DrawnOrder, WatchedSampler
 from lockstep.data.source import (
     LoaderSource,
     Measure,
+    Sampling,
     SourceSpec,
     Stateful,
     begun,
@@ -80,10 +83,13 @@ class Untouched(LoaderSource):
         self._cut: Cut | None = None  # of this rank's samples, as if it were alone
         # A plain loader over a map-style data set keeps to its length; what others say of theirs is not built on.
         self._indexed = False
+        self._sampling: Sampling | None = None
         if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
             self._indexed = not isinstance(loader.dataset, IterableDataset)
             if self._indexed:
                 self._cut = _cut_of(loader)
+                as_torch = replace(spec, torch_order=True)
+                self._sampling = Sampling.of(loader, as_torch, 0, measure.name)
             if self._indexed and not self._stateful:
                 self._watch_order(loader, measure.name)
         self.ahead = self.fixed = self._cut is not None
@@ -182,6 +188,12 @@ class Untouched(LoaderSource):
 
     def position(self, number: int) -> int | None:
         return None if self._cut is None or self._size > 1 else min(self._cut.n, number * self.batch)
+
+    def order(self) -> LoaderOrder:
+        if self._sampling is not None:
+            return self._sampling.order(-1 if self._cut is None or self._size > 1 else self._cut.n)
+        samples = -1 if math.isinf(self.length) or self._size > 1 else int(self.length)
+        return LoaderOrder(f"as a {type(self._loader).__name__} gives them", samples)
 
     def note_indices(self) -> None:
         batches = getattr(self._loader, "batch_sampler", None)

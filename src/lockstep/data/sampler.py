@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from lockstep.data.counting import LoaderOrder
 from lockstep.data.cut import Cut, WindowPlan
 from lockstep.data.order import Order, Shuffled, WithReplacement, make_key, sequential, table
 from lockstep.data.randomness import SeparateStates, generators_of
@@ -177,6 +178,9 @@ class Drawn(Indexed):
             number += 1
             if self._mine:  # else this rank has no part of the last global batch
                 yield self._seeds(*self._mine.popleft())
+
+    def order(self) -> LoaderOrder:
+        return self._sampling.order(self.samples)
 
     def planned(self, ranks: int) -> int | float:
         return self._length_on(ranks)
@@ -347,6 +351,9 @@ class OwnShare(Drawn):
         super().__init__(sampling, among=(0, 1))
         self.pads = self.divisible = False
         self._ranks = sampling.spec.size
+
+    def order(self) -> LoaderOrder:
+        return self._sampling.order(-1)  # a rank's own
 
     def weights(self, number: int) -> Sequence[float]:
         return list(super().weights(number)) * self._ranks

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from lockstep.data.counting import IN_ORDER, LoaderOrder
 from lockstep.data.cut import Cut, Position, WindowPlan
 from lockstep.data.order import Order, generator, make_key, sequential
 from lockstep.data.randomness import SeededIndex, SeededIndices, capture, draws_nothing, put_back
@@ -257,6 +258,15 @@ class LoaderSource(ABC):
     def set_generator_states(self, states: list[Any]) -> None:  # noqa: B027
         """Puts back what :meth:`generator_states` gave."""
 
+    @property
+    def workers(self) -> int | None:
+        """Loader workers that read a stream which is shared out here; None: there is none."""
+        return None
+
+    def order(self) -> LoaderOrder:
+        """In which order it gives its samples, for a checkpoint in the middle of an epoch."""
+        return LoaderOrder("in an order of its own", self.samples)
+
     def leaves(self) -> list[LoaderSource]:
         """The sources of single loaders that this one is made of."""
         return [self]
@@ -302,6 +312,17 @@ class Sampling(NamedTuple):
         if type(batches) is BatchSampler:
             return cls(loader, spec, key, name, batches.sampler, batches.batch_size, batches.drop_last, False)
         return cls(loader, spec, key, name, batches, None, False, False)
+
+    def order(self, samples: int) -> LoaderOrder:
+        """The order of so many positions."""
+        kind = type(self.sampler)
+        if kind is SequentialSampler:
+            return LoaderOrder(IN_ORDER, samples)
+        if not isinstance(self.sampler, RandomSampler) or kind is not RandomSampler:
+            return LoaderOrder(f"drawn by {kind.__name__}", samples)
+        if self.sampler.replacement:
+            return LoaderOrder("drawn with replacement", samples)
+        return LoaderOrder("shuffled as torch does" if self.spec.torch_order else "shuffled", samples)
 
 
 class Indexed(LoaderSource):
@@ -428,6 +449,9 @@ class Ordered(Indexed):
         self._order_of = order
         self._order: Order = sequential
         self._start = 0
+
+    def order(self) -> LoaderOrder:
+        return self._sampling.order(self.samples)
 
     def planned(self, ranks: int) -> int:
         return dataclasses.replace(self._whole, size=ranks, weights=()).length

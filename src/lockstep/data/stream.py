@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
+from lockstep.data.counting import LoaderOrder
 from lockstep.data.cut import WindowPlan
 from lockstep.data.order import generator, make_key, mix
 from lockstep.data.own_parts import EMPTY, FAILED, OTHER_RANKS, UNKNOWN, OwnParts, shards_itself
@@ -37,6 +38,11 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
 
 _END = object()
+OTHER_WORKERS = (
+    "{kind} shards itself over the loader's workers, of which there are {now} now and were {then} when the epoch was "
+    "begun: nobody can tell which of its samples are left. Resume with num_workers={then}, or from a checkpoint of the "
+    "end of an epoch."
+)
 
 # -- the source ----------------------------------------------------------------------------------------------
 
@@ -193,6 +199,14 @@ class Stream(LoaderSource):
             self.own = bool(self._own_parts.found)
         if self.moved and self.own:
             raise MisconfigurationException(OTHER_RANKS.format(name=self._name, kind=self._kind))
+
+    @property
+    def workers(self) -> int | None:
+        """That read a stream which is shared out here; None of one that shards itself over the ranks."""
+        return None if self.own else self._workers
+
+    def order(self) -> LoaderOrder:
+        return LoaderOrder("a stream", self.samples, self._workers)
 
     def planned(self, ranks: int) -> int | float:
         if self._samples is None:
@@ -412,8 +426,7 @@ class Shard(IterableDataset[Any]):
             samples = self._asked(samples, None if info is None else info.worker, self._own_parts)
         for number, item in samples:
             rank, size = (0, 1) if self._own else (self.rank, self.size)
-            own = info is not None and self._looked
-            left = self._left(number, info.worker if own and info is not None else None) if self.attempts else number
+            left = self._left(number, info) if self.attempts else number
             if left is None:
                 continue
             if info is None or self._looked:
@@ -422,6 +435,13 @@ class Shard(IterableDataset[Any]):
                 mine = left % (info.workers * size) == info.worker * size + rank
             if mine:
                 yield item
+
+    def _check_workers(self, workers: int) -> None:
+        """Refuse attempts by other workers, of a data set that shards itself over them."""
+        for attempt in self.attempts:
+            if attempt.workers != workers:
+                kind = type(self.dataset).__name__
+                raise MisconfigurationException(OTHER_WORKERS.format(kind=kind, now=workers, then=attempt.workers))
 
     def _samples(self, key: int, info: WatchedInfo | None) -> Iterator[tuple[int, Any]]:
         """The stream, numbered."""
@@ -467,8 +487,12 @@ class Shard(IterableDataset[Any]):
         yield from head
         yield from samples
 
-    def _left(self, number: int, worker: int | None) -> int | None:
+    def _left(self, number: int, info: WatchedInfo | None) -> int | None:
         """The number of a sample among those that were left by all attempts; None if one of them has drawn it."""
+        worker = None
+        if info is not None and self._looked:
+            self._check_workers(info.workers)
+            worker = info.worker
         for index, attempt in enumerate(self.attempts):
             if attempt.has(number, worker):
                 self._drawn[index] += 1

@@ -7,18 +7,9 @@ from typing import Any
 from lockstep.config.run import RunConfig
 from lockstep.data.counting import Accumulation, BatchCounting, BatchPlan, ResumePoint, RunAttempt, count_batches
 from lockstep.data.feed import Feed
-from lockstep.ground.rank import rank_zero_warn
+from lockstep.loop.changed_loaders import warn_within_epoch
 from lockstep.loop.progress import EPOCH_START, Progress
 from lockstep.loop.saved_ranks import at_window_start
-
-
-def _warn_of_other_order(saved: BatchPlan, feed: Feed) -> None:
-    """Where an epoch in torch's order goes on: one process and several draw differently."""
-    if saved.at.rows > 0 and saved.by_process not in (None, feed.by_process):
-        rank_zero_warn(
-            'Trainer(order="torch"): one process draws another permutation than several, so that of what is left '
-            "of this epoch some samples come twice and some never."
-        )
 
 
 class RunBatches:
@@ -45,7 +36,13 @@ class RunBatches:
             self.saved = BatchPlan.load(own["plan"])
 
     def counting(
-        self, config: RunConfig, automatic: bool, ranks: int, batches: list[int], flexible: bool
+        self,
+        config: RunConfig,
+        automatic: bool,
+        ranks: int,
+        batches: list[int],
+        flexible: bool,
+        workers: int | None = None,
     ) -> BatchCounting:
         """How the fit counts.
 
@@ -55,11 +52,12 @@ class RunBatches:
             ranks: that see samples of their own.
             batches: the ``batch_size`` of its loaders.
             flexible: whether these can be cut into windows of any size.
+            workers: that read a stream.
         """
         if self.saved is None:
             return BatchCounting(self._ranks or ranks, ranks)
         attempt = RunAttempt(
-            ranks, config.accumulate_grad_batches, batches, flexible, automatic, config.keep_global_batch
+            ranks, config.accumulate_grad_batches, batches, flexible, automatic, config.keep_global_batch, workers
         )
         return count_batches(self.saved, attempt)
 
@@ -93,8 +91,7 @@ class RunBatches:
         self._ranks, self._flag = found.ranks, config.accumulate_grad_batches
         if saved is None or resumed is None:
             return resumed
-        if config.order == "torch" and not progress.last:
-            _warn_of_other_order(saved, feed)
+        warn_within_epoch(config, saved, feed, progress)
         found.tell()
         inside = progress.batch > saved.at.number and not progress.last
         again = inside and (found.moved or not holds)
@@ -119,4 +116,6 @@ class RunBatches:
             at = feed.reached(progress.batch - begun)
         point = found.resumed_at
         before = point if point is not None and point.epoch == progress.epoch else None
-        return BatchPlan(found.ranks, self._flag, feed.batches, found.size, at, before, feed.by_process).state_dict()
+        return BatchPlan(
+            found.ranks, self._flag, feed.batches, found.size, at, before, feed.by_process, feed.orders
+        ).state_dict()
