@@ -301,11 +301,14 @@ def after_exception(program: Program, d: Difference, theirs: Record, ours: Recor
         return "resume" in str(program.calls) and ended_before(theirs, d)
     goes_on = "resume" in d.call or "fit on" in d.call
     number = d.name == "arguments" and "epoch" in d.theirs
-    if not goes_on or not ended_before(theirs, d) or not (d.kind == "order" or number):
+    raised = d.kind == "end" and d.name == "raised"
+    if not goes_on or not ended_before(theirs, d) or not (d.kind == "order" or number or raised):
         return False
     before = [label for label, _ in by_call(ours.events).get(d.call, [])[: d.place]]
     message = end(ours, d.call).get("message")
     fails_again = message is not None and message in [facts.get("message") for _, facts in ours.ends[:-1]]
+    if raised:
+        return fails_again
     return fails_again or before.count("callback.on_train_batch_end") <= 1
 
 
