@@ -98,3 +98,38 @@ def test_close_ends_persistent_workers() -> None:
     feed = made(DataLoader(Augmented(8), 4, num_workers=1, persistent_workers=True))
     assert len(list(feed)) == len(list(feed)) == 2
     feed.close()
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_loaders_side_by_side_end_and_begin_anew_on_all_ranks_alike(mode: Any, shuffle: bool) -> None:
+    """The samples that the last row has for one rank alone came twice, or never."""
+
+    def seen(size: int, rows: int) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {"a": [], "b": []}
+        for rank in range(size):
+            both = CombinedLoader({"a": loader(3, 1, shuffle), "b": loader(6, 2, shuffle)}, mode)
+            drawn = list(made(both, rank, size))
+            assert [batch_idx for _, batch_idx, _, _ in drawn] == list(range(len(drawn)))
+            assert len(drawn) <= rows
+            for batch, _, _, weight in drawn:
+                assert weight > 0
+                for name, part in batch.items():
+                    found[name] += indices(part)
+        return {name: sorted(samples) for name, samples in found.items()}
+
+    whole = {"a": list(range(3)), "b": list(range(6))}
+    assert seen(1, 3) == whole
+    assert seen(2, 2) == whole
+    assert seen(4, 1) == whole
+
+
+def test_a_loader_that_cycles_begins_anew_on_all_ranks_at_once() -> None:
+    found: dict[str, list[int]] = {"a": [], "b": []}
+    for rank in range(2):
+        both = CombinedLoader({"a": loader(3, 1, False), "b": loader(9, 1, False)}, "max_size_cycle")
+        for batch, *_ in made(both, rank, 2):
+            for name, part in batch.items():
+                found[name] += indices(part)
+    assert sorted(found["b"]) == list(range(9))
+    assert sorted(found["a"]) == [0, 0, 0, 1, 1, 1, 2, 2]  # five rows: two passes of two rows, and one row more

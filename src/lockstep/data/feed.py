@@ -524,6 +524,7 @@ class EvaluationFeed:
     ) -> None:
         self.sources = sources
         self._compared = spec.compared
+        self._gaps = spec.gaps
         self.num_batches, self.by_loader = num_batches, by_loader or num_batches
         self.sequential = sequential
         self.batch_indices: list[Any] = []
@@ -556,12 +557,14 @@ class EvaluationFeed:
             flag: the name of the limit, "limit_{stage}_batches".
             overfit: as of :meth:`Feed.train`.
         """
+        loaders, nest, mode = unpack(source, "sequential")
+        side_by_side = nest is not None and mode != "sequential"
         spec = SourceSpec(
             *(replicas.index, replicas.count, seed, flag.split("_")[1], False, distribute, order == "torch"),
             gather=replicas.agreed_gather(),
             gather_members=replicas.gather_members,
+            gaps=side_by_side and replicas.count > 1,
         )
-        loaders, nest, mode = unpack(source, "sequential")
         parts, loaders, names = make_sources(loaders, spec, overfit)
         check_alike(parts, spec, names)
         for part, loader, name in zip(parts, loaders, names, strict=True):
@@ -570,7 +573,7 @@ class EvaluationFeed:
         limits = limit if isinstance(limit, Sequence) else [limit] * len(parts)
         flag = "overfit_batches" if overfit else flag
         counts = [limited(each, part.length, flag) for each, part in zip(limits, parts, strict=True)]
-        if nest is None or mode == "sequential":
+        if nest is None or not side_by_side:
             return cls(parts, spec, counts, True)
         return cls([Mixed(parts, nest, mode, counts)], spec, [LENGTHS[mode](counts)], False, counts)
 
@@ -584,7 +587,8 @@ class EvaluationFeed:
             stop = count if self._limit is None else min(count, self._limit)
             batches = self._compared(source.weighed(self._epoch, 0, 0, stop))
             wanted = itertools.islice(batches, None if math.isinf(stop) else int(stop))
-            for batch_idx, (batch, weight) in enumerate(wanted):
+            mine = (each for each in wanted if each[1]) if self._gaps else wanted
+            for batch_idx, (batch, weight) in enumerate(mine):
                 self.batch_indices = source.noted.popleft() if source.noted else []
                 yield batch, batch_idx, number, weight
 

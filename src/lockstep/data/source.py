@@ -140,6 +140,9 @@ class SourceSpec:
     """The shares change while an epoch runs."""
     gather_members: Gather | None = None
     """The tensors of the ranks of this replica, stacked; None where it has but one."""
+    gaps: bool = False
+    """In evaluation, too, give an item without weight where a rank's part of a micro-batch is empty: then loaders side
+    by side end and begin anew on all ranks alike. Training does so in any case."""
 
     @property
     def by_process(self) -> bool:
@@ -342,7 +345,7 @@ class Indexed(LoaderSource):
         self.rank = spec.rank
         self.pads = spec.pads
         self.batch = sampling.batch_size or 1
-        self._trains = spec.stage == "train"
+        self._gaps = spec.gaps or spec.stage == "train"
         # of what the data set gives as a batch by itself
         self._measure = Measure(sampling.name, spec.stage) if sampling.single else None
         self.ahead = self._measure is None
@@ -394,7 +397,7 @@ class Indexed(LoaderSource):
         yield from batches
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        if not self._trains:
+        if not self._gaps:
             weighed = super().weighed(epoch, turn, start, stop)
             return weighed if self._measure is None else self._measure.each(batch for batch, _ in weighed)
         return self._with_gaps(self.open(epoch, turn, start, stop), start, stop)
