@@ -16,6 +16,7 @@ from lockstep.ground.columns import padded
 from lockstep.ground.copies import kept
 from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.rank import warn_once
+from lockstep.ground.seed import random_states_of
 from lockstep.ground.types import RunningStage
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.call import Asked, call
@@ -138,6 +139,8 @@ class EvaluationLoop:
         outer_sync, results = strategy.sync_gradients, LogCollector.of(strategy, session.module)
         outer = session.collect_in(results)
         strategy.sync_gradients = False
+        if session.fitting and not sanity_steps:
+            session.fit.random_before = random_states_of(strategy.own_devices)
         try:
             with strategy.copies.one_model(), self._no_gradients(), self._eval_mode():
                 hooks.call(f"on_{name}_start")
@@ -184,6 +187,7 @@ class EvaluationLoop:
         if for_loggers and to_loggers:
             session.log_metrics(for_loggers, None)
         if to_loggers and session.fitting:
+            session.fit.random_before = None
             session.fit.progress.phase = VALIDATED  # for a checkpoint of `on_validation_end`
         elif to_loggers:
             session.record()

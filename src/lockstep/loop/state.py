@@ -171,7 +171,8 @@ def _parts(session: Session, progress: Progress, begun: int, start: dict[str, An
     """
     fit, strategy = session.fit, session.strategy
     cut = fit.cut_epoch or logged(session)
-    part: dict[str, Any] = {"random": random_states_of(strategy.own_devices), "data": _of_data(session)}
+    random = fit.random_before or random_states_of(strategy.own_devices)
+    part: dict[str, Any] = {"random": random, "data": _of_data(session)}
     part.update({"results": cut["results"], "metrics": cut["metrics"]} if start is None else start)
     if begun:
         part["window_start"] = fit.window_start.state(progress.batch - begun, session.is_global_zero)

@@ -1,0 +1,74 @@
+"""A checkpoint that is saved while a validation runs: the resumed run begins it anew, to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.callbacks import Callback
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+
+
+class Killed(Exception):
+    """In the place of a SIGKILL."""
+
+
+class Cut(Callback):
+    """Saves at the second call of ``hook`` in training and ends the run there."""
+
+    def __init__(self, hook: str, path: Path) -> None:
+        self.path, self.left = path, 2
+        setattr(self, hook, self.cut)
+
+    def cut(self, trainer: Any, *args: Any) -> None:
+        self.left -= not trainer.sanity_checking
+        if not self.left:
+            trainer.save_checkpoint(self.path)
+            raise Killed
+
+
+class Draws(Slope):
+    """Draws random numbers in both steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch * torch.rand(()), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", torch.rand(()))
+
+
+HOOKS = ["on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"]
+
+
+def in_two(hook: str, path: Path, start: Any) -> tuple[list[Any], list[Any]]:
+    """The weight and the metric of an unbroken fit and of one in two parts."""
+    found = []
+    flags = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    torch.manual_seed(3)
+    expected = Draws(lr=0.1)
+    result = start(**flags).fit(expected, numbers(8, 2), numbers(4, 2))
+    found.append([expected.w.item(), result.metrics["value"]])
+    torch.manual_seed(3)
+    with pytest.raises(Killed):
+        start(**flags, callbacks=[Cut(hook, path)]).fit(Draws(lr=0.1), numbers(8, 2), numbers(4, 2))
+    torch.manual_seed(4)
+    second = Draws(lr=0.1)
+    result = start(**flags).fit(second, numbers(8, 2), numbers(4, 2), ckpt_path=path)
+    found.append([second.w.item(), result.metrics["value"]])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_save_in_a_validation_that_draws_resumes_to_the_same_bits(hook: str, tmp_path: Path) -> None:
+    """The validation was run again from random states behind its first draws."""
+    expected, found = in_two(hook, tmp_path / "cut.ckpt", quiet)
+    assert found == expected
+
+
+def test_a_save_in_a_validation_that_draws_resumes_to_the_same_bits_on_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    for expected, found in ranks(2).run(in_two, "on_validation_epoch_end", tmp_path / "cut.ckpt", on_ranks):
+        assert found == expected
