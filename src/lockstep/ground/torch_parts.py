@@ -251,6 +251,12 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(f"{_FSDP}._fsdp_common.FSDPMeshInfo", "engines/sharded/gathered_parameter.py", "this rank's part", FSDP),
     Part(f"{_PARAM}._param_fqn", "engines/sharded/gathered_parameter.py", "a parameter's name", FSDP),
+    Part(
+        "torch.Tensor._backward_hooks",
+        "engines/sharded/fully_shard.py engines/sharded/gathered_parameter.py",
+        "hooks on gradients, for the parameters that torch makes",
+        FSDP,
+    ),
     Part("torch._guards.TracingContext", "engines/sharded/gathered_parameter.py", "whether a graph is traced", FSDP),
     Part("torch.nn.Module._parameters", "engines/sharded/gathered_parameter.py", "what a layer has now", FSDP),
     Part(
@@ -297,7 +303,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch.Tensor._post_accumulate_grad_hooks",
-        "engines/pipeline/split_check.py",
+        "engines/pipeline/split_check.py engines/sharded/fsdp_groups.py",
         "whether somebody waits for a gradient",
         PIPELINES,
     ),

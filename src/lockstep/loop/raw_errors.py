@@ -181,6 +181,15 @@ def _no_output(module: LightningModule, strategy: str, found: re.Match[str]) -> 
     )
 
 
+def _through_blocks(module: LightningModule, strategy: str, found: re.Match[str]) -> str:
+    return (
+        f"{type(module).__name__}.training_step: a backward came to a layer whose parameters {strategy} had freed. "
+        "Gradients of gradients (`autograd.grad(..., create_graph=True)`, as of a gradient penalty) cannot go through "
+        "a layer that is gathered by itself. Choose other layers by FSDPStrategy(auto_wrap_policy=...), so that these "
+        'are gathered with the module, or use strategy="ddp".'
+    )
+
+
 def _outside(module: LightningModule, strategy: str, found: re.Match[str]) -> str | None:
     if "Tensor and DTensor" not in found[0]:
         return None
@@ -223,6 +232,7 @@ TOLD: list[tuple[re.Pattern[str], Teller]] = [
         (r"loss must be a scalar tensor\. If you need", _no_scalar),
         (r"^vars\(\) argument must have __dict__ attribute", _no_output),
         (r"got mixed torch\.Tensor and DTensor", _outside),
+        (r"^setStorage: .* storage of size 0", _through_blocks),
         (r"meta|CUDA enabled|list index out of range|has no attribute 'ds_tensor'", _meta),
     )
 ]

@@ -360,3 +360,86 @@ class CallsOwnWithOthers(Blocks):
 
 def test_functional_call_over_a_layer_of_the_modules_own_takes_the_values(ranks: RankPool) -> None:
     agree(ranks, CallsOwnWithOthers)
+
+
+# -- hooks on gradients, and what torch's FSDP cannot take -------------------------------------------------------
+
+
+class MasksByHook(Blocks):
+    """Hooks that are there before the module is cut, and one that comes later and goes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in (self.back.weight, self.get_parameter("blocks.0.inner.weight")):
+            parameter.register_hook(lambda gradient: gradient.tril())
+
+    def on_train_start(self) -> None:
+        self.handle = self.back.bias.register_hook(torch.zeros_like)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.update_of(batch_idx) == 2:
+            self.handle.remove()
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_on_parameters_change_the_gradients_of_shards(ranks: RankPool, accumulate: int) -> None:
+    agree(ranks, MasksByHook, accumulate)
+
+
+class Accumulates(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.back.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+class AccumulatesLate(Blocks):
+    def on_train_start(self) -> None:
+        self.get_parameter("blocks.0.inner.weight").register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@pytest.mark.parametrize("module", [Accumulates, AccumulatesLate])
+def test_hooks_on_accumulated_gradients_are_refused(ranks: RankPool, module: type[Blocks]) -> None:
+    refused(ranks, module, "has a hook of register_post_accumulate_grad_hook")
+
+
+class Empty(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+
+def test_an_empty_parameter_stays_whole(ranks: RankPool) -> None:
+    agree(ranks, Empty)
+
+
+class Penalty(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].requires_grad_()
+        found = self.through(x)
+        (slope,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+        return found.square().mean() + slope.square().mean()
+
+
+class PenaltyOfOwn(Penalty):
+    def through(self, x: Tensor) -> Tensor:
+        out: Tensor = self.back(x.sin())
+        return out
+
+    def configure_model(self) -> None:
+        self.blocks = nn.Sequential()
+
+
+def test_a_gradient_penalty_through_layers_of_the_modules_own_is_that_of_one_process(ranks: RankPool) -> None:
+    agree(ranks, PenaltyOfOwn)
+
+
+def message(module: Callable[[], LightningModule]) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        fitted(module)
+    return str(raised.value)
+
+
+def test_a_gradient_penalty_through_blocks_is_told_by_name(ranks: RankPool) -> None:
+    for found in ranks(2).run(partial(message, Penalty), timeout=60):
+        assert "Gradients of gradients" in found

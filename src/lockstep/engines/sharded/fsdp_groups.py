@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.ground.errors import MisconfigurationException
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -40,6 +42,18 @@ def own_gradient(gathered: Tensor) -> Tensor | None:
 def set_own_gradient(gathered: Tensor, gradient: Tensor | None) -> None:
     """Put one there, or take it away."""
     _RAW_GRADIENT.__set__(gathered, gradient)
+
+
+ACCUMULATED = (
+    "Parameter {name!r} has a hook of register_post_accumulate_grad_hook, and under fsdp no rank accumulates the whole "
+    "gradient of all samples: look at `.grad` in `on_after_backward`, where it is this rank's shard of that."
+)
+
+
+def refuse_accumulated(name: str, parameter: Tensor) -> None:
+    """Refuse a hook that would be given a gradient of this rank's samples, or none."""
+    if parameter._post_accumulate_grad_hooks:
+        raise MisconfigurationException(ACCUMULATED.format(name=name))
 
 
 # -- whole gradients that wait for a reduction: beside the parameter, and since torch 2.15 its own ------------

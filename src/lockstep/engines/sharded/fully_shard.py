@@ -21,6 +21,7 @@ from lockstep.engines.ddp.transport import Flags
 from lockstep.engines.sharded.fsdp_groups import (
     groups_of,
     reduce_unused_parameters,
+    refuse_accumulated,
     set_waiting_gradient,
     waiting_gradient,
 )
@@ -190,7 +191,7 @@ def shard(
     Raises:
         ValueError: the ranks' modules are not alike.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule
 
     check_same_module(module)
     buffers = with_memory(module.buffers())
@@ -207,7 +208,7 @@ def shard(
         for parameter in mine:
             parameter.data = parameter.data.to(device)
         comm.broadcast_tensors([parameter.data for parameter in mine], 0, None)
-        fully_shard(
+        _cut(
             block,
             mesh=mesh,
             reshard_after_forward=reshard_after_forward if block is not module else False,
@@ -222,18 +223,37 @@ def shard(
         done.update(id(parameter) for parameter in block.parameters())
 
 
+def _cut(block: nn.Module, **given: Any) -> None:
+    """``fully_shard``, which makes new parameters; these keep the hooks that users have put on their gradients.
+
+    Raises:
+        MisconfigurationException: a hook is to be called when a gradient has been accumulated.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    hooked = []
+    for layer in block.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            refuse_accumulated(name, parameter)
+            if parameter._backward_hooks:
+                hooked.append((layer, name, parameter))
+    fully_shard(block, **given)
+    for layer, name, parameter in hooked:
+        layer.get_parameter(name)._backward_hooks = parameter._backward_hooks
+
+
 def with_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Those that are not on the meta device."""
     return [tensor for tensor in tensors if not tensor.is_meta]
 
 
 def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
-    """The parameters that cannot be shards beside the others of their block: of another dtype, complex, or 0-d.
+    """The parameters that cannot be shards beside the others of their block: of another dtype, complex, 0-d, or empty.
 
-    torch refuses the first and the last. Adam on shards of complex ones gives wrong values: it works on views of them
-    as pairs of real numbers.
+    torch refuses all but complex ones. Adam on shards of those gives wrong values: it works on views of them as pairs
+    of real numbers.
     """
-    odd = [parameter for parameter in module.parameters() if parameter.is_complex() or not parameter.dim()]
+    odd = [p for p in module.parameters() if p.is_complex() or not p.dim() or not p.numel()]
     done = {id(parameter) for parameter in odd}
     for block in (*blocks, module):
         mine = [parameter for parameter in block.parameters() if id(parameter) not in done]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parameter import Parameter
 
-from lockstep.engines.sharded.fsdp_groups import own_gradient, set_own_gradient
+from lockstep.engines.sharded.fsdp_groups import own_gradient, refuse_accumulated, set_own_gradient
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parts import local_part
 
@@ -152,6 +152,7 @@ def _check_in_place(param: FSDPParam) -> None:
     info = param._module_info
     if info.module._parameters.get(info.param_name) is not param.sharded_param:
         raise MisconfigurationException(REPLACED.format(name=_name_of(param)))
+    refuse_accumulated(_name_of(param), param.sharded_param)
     if _is_data_set(param.sharded_param):
         raise MisconfigurationException(DATA_SET.format(name=_name_of(param)))
 
@@ -170,6 +171,9 @@ def _begin(param: FSDPParam) -> None:
         made.__class__ = GatheredParameter  # torch makes it itself
         made._of = weakref.ref(param)
         made._memory = None
+    shard = param.sharded_param
+    if shard._backward_hooks and shard._backward_hooks is not gathered._backward_hooks:
+        gathered._backward_hooks = shard._backward_hooks  # the same dict: a handle takes its hook out of both
     gathered._may_be_written = False
     gathered._version_before = _version_of(gathered)
     gathered._needed_before = gathered.requires_grad
