@@ -58,7 +58,6 @@ class GradientAccumulationScheduler(Callback):
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
         self._in_charge_of: Trainer | None = None
-        self._told: int | None = None  # what the Trainer was told in place of the schedule
 
     def going_to_accumulate_grad_batches(self) -> bool:
         """Whether a step has several micro-batches in any epoch."""
@@ -85,15 +84,13 @@ class GradientAccumulationScheduler(Callback):
                 "both say how many micro-batches a step has: drop one of them."
             )
         _set_flag(trainer, dict(self.scheduling))
-        self._in_charge_of, self._told = trainer, None
+        self._in_charge_of = trainer
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow a subclass that answers otherwise than ``scheduling``."""
         epoch = trainer.current_epoch
         wanted = self.get_accumulate_grad_batches(epoch)
-        told = GradientAccumulationScheduler.get_accumulate_grad_batches(self, epoch)
-        if wanted != (told if self._told is None else self._told):
-            self._told = wanted
+        if wanted != trainer.config.accumulation(epoch):
             _set_flag(trainer, wanted)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

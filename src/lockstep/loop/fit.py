@@ -236,6 +236,7 @@ class FitLoop:
         self.setup_data()
         holds = not session.strategy.steps_itself and not self.step.update.needs_closure
         fit.resumed = fit.run_batches.settle(session.config, fit.loaded, fit.progress, fit.resumed, holds)
+        session.config = fit.run_batches.as_hooks_left_it(session.config)
         if fit.shares is not None:
             with taking(session.ckpt_path, "its shares"):
                 fit.loaded.load_shares(fit.shares, fit.progress.batch, session.config.balance)

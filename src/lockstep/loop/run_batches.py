@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.config.run import RunConfig
+from lockstep.config.run import RunConfig, accumulation, set_flag
 from lockstep.data.counting import Accumulation, BatchCounting, BatchPlan, ResumePoint, RunAttempt, count_batches
 from lockstep.data.feed import Feed
 from lockstep.loop.changed_loaders import warn_within_epoch
@@ -23,6 +23,7 @@ class RunBatches:
         self.saved: BatchPlan | None = None
         self._ranks: int | None = None  # those of the plan, once it is settled
         self._flag: Accumulation = 1  # as it is given to the fit, whatever callbacks make of it later
+        self._by_hooks: Accumulation | None = None  # what those of a checkpoint's run had made of it
 
     @property
     def planned(self) -> int | None:
@@ -31,9 +32,11 @@ class RunBatches:
 
     def read(self, own: dict[str, Any]) -> None:
         """Take in lockstep's part of a checkpoint that a fit is to go on from."""
-        self._ranks = None
+        self._ranks = self._by_hooks = None
         if own.get("plan") is not None:
             self.saved = BatchPlan.load(own["plan"])
+            by_hooks = own["plan"].get("by hooks")
+            self._by_hooks = None if by_hooks is None else accumulation("accumulate_grad_batches", by_hooks)
 
     def counting(
         self,
@@ -89,6 +92,8 @@ class RunBatches:
         saved, self.saved = self.saved, None
         found = feed.counting
         self._ranks, self._flag = found.ranks, config.accumulate_grad_batches
+        if saved is not None and saved.accumulate != self._flag:
+            self._by_hooks = None  # the user has set the flag anew
         if saved is None or resumed is None:
             return resumed
         warn_within_epoch(config, saved, feed, progress)
@@ -101,10 +106,16 @@ class RunBatches:
         progress.reshare(saved.at.number, number)
         return at_window_start(resumed, number is None) if again else resumed
 
-    def state_dict(self, feed: Feed | None, progress: Progress, begun: int) -> dict[str, Any] | None:
+    def as_hooks_left_it(self, config: RunConfig) -> RunConfig:
+        """The config of a fit that goes on, with the accumulation that hooks had set which do not run again."""
+        by_hooks, self._by_hooks = self._by_hooks, None
+        return config if by_hooks is None else set_flag(config, "accumulate_grad_batches", by_hooks)
+
+    def state_dict(self, config: RunConfig, feed: Feed | None, progress: Progress, begun: int) -> dict[str, Any] | None:
         """For a checkpoint: the plan, and how far it has come.
 
         Args:
+            config: of the fit, as hooks have left it.
             feed: the training loaders; None before they are asked for.
             progress: the fit's.
             begun: batches of a window under way.
@@ -116,6 +127,8 @@ class RunBatches:
             at = feed.reached(progress.batch - begun)
         point = found.resumed_at
         before = point if point is not None and point.epoch == progress.epoch else None
-        return BatchPlan(
+        plan = BatchPlan(
             found.ranks, self._flag, feed.batches, found.size, at, before, feed.by_process, feed.orders
         ).state_dict()
+        newest = config.accumulate_grad_batches
+        return plan if newest == self._flag else {**plan, "by hooks": newest}

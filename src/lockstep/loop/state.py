@@ -130,7 +130,7 @@ def _resume(session: Session, engine: EngineState, progress: Progress, alone: bo
         **{key: value for key, value in if_any.items() if value},
         "progress": {**progress.state_dict(), "seconds": fit.seconds()},
         "seed": session.seed,
-        "plan": fit.run_batches.state_dict(fit.feed, progress, begun),
+        "plan": fit.run_batches.state_dict(session.config, fit.feed, progress, begun),
         "strategy": engine.own or {},
         "replicas": list(session.strategy.replicas.of_rank),
         "metrics": {name: value.cpu() for name, value in published.items()},
