@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.engines.ddp import bucket
 from lockstep.engines.ddp.reducer import Reducer
+from lockstep.ground.rank import forget_warnings
 from lockstep.testing.pool import RankPool
 
 Gradients = list[Tensor | None]
@@ -466,6 +467,7 @@ def test_gradients_that_are_kept_outlive_the_next_backward(ranks: RankPool, sett
 
 def _copied(keep: str) -> tuple[int, list[str]]:
     """(new views in the later steps, warnings) of a loop that keeps something of the gradients."""
+    forget_warnings()  # an earlier call in this process of the pool may have been told
     net = _layers()
     reducer = Reducer(net.named_parameters())
     kept: list[list[Tensor]] = []
