@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from lockstep.data.counting import LoaderOrder
 from lockstep.data.cut import Cut
+from lockstep.data.passes import Passes
 from lockstep.data.randomness import HeldGenerator, generators_of
 from lockstep.data.sampler import DrawnOrder, WatchedSampler
 from lockstep.data.source import (
@@ -65,6 +66,7 @@ class Untouched(LoaderSource):
 
     def __init__(self, loader: Iterable[Any], spec: SourceSpec, measure: Measure) -> None:
         self._measure = measure
+        self._passes = Passes(loader, measure.name, spec.stage)
         self.rank = spec.rank
         self._loader = loader
         self._size = spec.size
@@ -103,6 +105,7 @@ class Untouched(LoaderSource):
         same = _is_of(resume, self._pass, start)
         if not (same and "loader" in resume):
             iterator = self._open_again(resume, start) if same and resume else self._open_anew(resume, start)
+            iterator = iterator if self._indexed else self._passes.watched(iterator)
             return self._reading(iterator) if self._stateful else iterator
         self._newest = self._unread = resume
         cast(Stateful, self._loader).load_state_dict(resume["loader"])

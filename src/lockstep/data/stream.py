@@ -20,6 +20,7 @@ from lockstep.data.counting import LoaderOrder
 from lockstep.data.cut import WindowPlan
 from lockstep.data.order import generator, make_key, mix
 from lockstep.data.own_parts import EMPTY, FAILED, OTHER_RANKS, UNKNOWN, OwnParts, shards_itself
+from lockstep.data.passes import Passes
 from lockstep.data.randomness import capture, put_back, seed_all
 from lockstep.data.source import (
     LoaderSource,
@@ -59,6 +60,7 @@ class Stream(LoaderSource):
     def __init__(self, loader: DataLoader[Any], spec: SourceSpec, key: int, measure: Measure) -> None:
         self.rank = spec.rank
         self._measure = measure  # of what the data set gives as a batch by itself
+        self._passes = Passes(loader, measure.name, spec.stage)
         self._key = key
         samples, batches = length_of(loader.dataset), loader.batch_sampler
         kind = type(loader.dataset).__name__
@@ -116,7 +118,7 @@ class Stream(LoaderSource):
             iterator = self._told(iterator)
         if hasattr(self._copy, "state_dict"):
             iterator = self._to_the_end(iterator)
-        iterator = self._reading(iterator)
+        iterator = self._reading(self._passes.watched(iterator))
         if self._own_process:
             iterator = unmixed(iterator)
         if self._counts and not goes_on and not self._shard.attempts:

@@ -102,6 +102,7 @@ class FitLoop:
         self.balance: Balance | None = None  # where somebody wants to know how long steps take
         self._reason: str | None = None
         self._stops = False
+        self._nothing_came = False  # the last epoch had no batches
         self._told_to_stay = False  # that a stop waits for the least number of epochs and steps
         self._most_steps = math.inf
         self.nan_watch = NanWatch(session)
@@ -218,7 +219,7 @@ class FitLoop:
         session.fit = FitState(before.progress.go_on(), given=before.given, run_batches=before.run_batches)
         self._reason = self.validation.feed = before.run_batches.saved = None
         session.should_stop = session.received_sigterm = self.nan_watch.told = self.begun = self.starts = False
-        self._told_to_stay = False
+        self._told_to_stay = self._nothing_came = False
         session.fit.started = time.monotonic()
         return Signals(session)
 
@@ -445,6 +446,7 @@ class FitLoop:
                 whole = progress.last
                 if self._stops:
                     break
+            self._nothing_came = not whole and not progress.batch
         self._end_epoch(whole, feed)
 
     def _go_on_after_batch(self, accumulate: int) -> bool:
@@ -588,10 +590,17 @@ class FitLoop:
         else:
             self.session.agree_on_ending()
             self._act_on_signals()
-            reason = self._done_in_epoch()
+            reason = self._done_in_epoch() or self._spins()
         if reason is not None:
             self._reason = reason
         return reason
+
+    def _spins(self) -> str | None:
+        """Why a fit ends that nothing else would end: its loader gives no batches any more."""
+        config = self.session.config
+        if not self._nothing_came or config.max_epochs != -1 or config.max_time is not None:
+            return None
+        return f"epoch {self.session.fit.progress.epoch - 1} had no training batches, and there is no limit of epochs"
 
     def _early_reason(self) -> str:
         if self.session.interruption is not None:

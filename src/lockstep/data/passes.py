@@ -1,0 +1,53 @@
+"""Loaders that can be read once, such as a generator: what a later pass lacks is said."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.ground.rank import warn_once
+
+NOTHING_LEFT = (
+    "{name} gives no batches in this pass, and gave some in an earlier one: it reads something that can be read once, "
+    "such as a generator or a file that stays open. {way_out}"
+)
+GOES_ON = (
+    "{name} is an iterator ({kind}): this pass begins where an earlier one has ended, a sanity check perhaps, and what "
+    "that has read does not come again. {way_out}"
+)
+WAY_OUT = "Give a DataLoader, a list, or an object whose `__iter__` begins anew with each call."
+
+
+class Passes:
+    """The passes over one loader.
+
+    Args:
+        loader: as the user made it.
+        name: what messages call it.
+        stage: "train", "val", "test" or "predict". A training that goes on in an iterator, by ``limit_train_batches``
+            batches an epoch, is meant so.
+    """
+
+    def __init__(self, loader: object, name: str, stage: str) -> None:
+        self._loader, self._name = loader, name
+        self._goes_on = isinstance(loader, Iterator) and stage != "train"
+        self._had_batches = False
+
+    def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a pass."""
+        if self._goes_on and self._had_batches:
+            self._tell(GOES_ON)
+        had_batches = False
+        for first in itertools.islice(batches, 1):
+            had_batches = self._had_batches = True
+            yield first
+            del first  # or it would stay for all of the pass
+        if self._had_batches and not had_batches:
+            self._tell(NOTHING_LEFT)
+        for batch in batches:  # `yield from` would close a generator of the user's with this one
+            yield batch
+            del batch
+
+    def _tell(self, text: str) -> None:
+        warn_once(text.format(name=self._name, kind=type(self._loader).__name__, way_out=WAY_OUT))
