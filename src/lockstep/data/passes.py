@@ -9,8 +9,8 @@ from typing import Any
 from lockstep.ground.rank import warn_once
 
 NOTHING_LEFT = (
-    "{name} gives no batches in this pass, and gave some in an earlier one: it reads something that can be read once, "
-    "such as a generator or a file that stays open. {way_out}"
+    "{name} gives no batches in this pass: it reads something that can be read once, such as a generator or an open "
+    "file, and that has been read. {way_out}"
 )
 GOES_ON = (
     "{name} is an iterator ({kind}): this pass begins where an earlier one has ended, a sanity check perhaps, and what "
@@ -31,19 +31,20 @@ class Passes:
 
     def __init__(self, loader: object, name: str, stage: str) -> None:
         self._loader, self._name = loader, name
-        self._goes_on = isinstance(loader, Iterator) and stage != "train"
+        self._is_iterator = isinstance(loader, Iterator)
+        self._may_go_on = stage == "train"
         self._had_batches = False
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of a pass."""
-        if self._goes_on and self._had_batches:
+        if self._is_iterator and self._had_batches and not self._may_go_on:
             self._tell(GOES_ON)
         had_batches = False
         for first in itertools.islice(batches, 1):
             had_batches = self._had_batches = True
             yield first
             del first  # or it would stay for all of the pass
-        if self._had_batches and not had_batches:
+        if not had_batches and (self._had_batches or self._is_iterator):
             self._tell(NOTHING_LEFT)
         for batch in batches:  # `yield from` would close a generator of the user's with this one
             yield batch
