@@ -65,6 +65,7 @@ class FakeTrainer:
             progress=SimpleNamespace(windows=self.global_step, batch=0),
             lacks_metrics=None,
             is_interrupted=False,
+            expects_validation=self.enable_validation and sum(self.num_val_batches) > 0,
             validation=SimpleNamespace(num_batches=self.num_val_batches),
         )
 

@@ -12,6 +12,8 @@ import pytest
 import lockstep.callbacks
 from lockstep import Trainer
 from lockstep.callbacks.base import Callback
+from lockstep.callbacks.early_stopping import EarlyStopping
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.models import BoringModel
 
 PLAIN = """
@@ -99,3 +101,49 @@ def test_a_stand_in_keeps_its_place_among_callbacks() -> None:
     trainer = Trainer(callbacks=first, accelerator="cpu", logger=False, fast_dev_run=True, enable_progress_bar=False)
     trainer.fit(Configured())
     assert trainer.callbacks[-1] is second
+
+
+class OwnStopping(EarlyStopping):
+    """A class below the Trainer's."""
+
+
+class Counted(Callback):
+    """Has a state, and the key of its class."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1}
+
+
+def configured(given: Any, *callbacks: Callback) -> Trainer:
+    """A Trainer of these callbacks that has fitted a module which configures others."""
+
+    class Configured(BoringModel):
+        def configure_callbacks(self) -> Any:
+            return given
+
+    flags = {"accelerator": "cpu", "logger": False, "fast_dev_run": True, "enable_progress_bar": False}
+    trainer = Trainer(callbacks=[*callbacks], **flags)
+    trainer.fit(Configured())
+    return trainer
+
+
+def test_a_callback_of_the_module_takes_the_place_of_the_classes_above_its_own() -> None:
+    plain, own, other = EarlyStopping("loss", strict=False), OwnStopping("loss", strict=False), Callback()
+    trainer = configured([own], plain, other)
+    assert own in trainer.callbacks
+    assert other in trainer.callbacks
+    assert plain not in trainer.callbacks
+    trainer = configured([EarlyStopping("loss", strict=False)], own)
+    assert own in trainer.callbacks  # not the other way round
+
+
+def test_a_module_may_configure_no_callbacks() -> None:
+    other = Callback()
+    assert other in configured(None, other).callbacks
+
+
+def test_callbacks_of_the_module_are_checked_as_the_trainers() -> None:
+    with pytest.raises(MisconfigurationException, match=r"configure_callbacks\(\): 2 callbacks share the state_key"):
+        configured([Counted(), Counted()])
+    with pytest.raises(TypeError, match=r"configure_callbacks\(\)"):
+        configured([3])

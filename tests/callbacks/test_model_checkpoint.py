@@ -81,9 +81,11 @@ class FakeTrainer:
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.global_step = self.current_epoch = 0
         self.is_last_batch = self.sanity_checking = False
-        validation = SimpleNamespace(feed=object())
         self.fit_loop = SimpleNamespace(
-            lacks_metrics=None, is_interrupted=False, validation=validation, validation_follows=self.validation_follows
+            lacks_metrics=None,
+            is_interrupted=False,
+            expects_validation=self.val_batches > 0,
+            validation_follows=self.validation_follows,
         )
         self.published = SimpleNamespace(measured={})
         self.saves: list[tuple[int, str]] = []
@@ -529,6 +531,18 @@ class TestState:
             run(tmp_path, second, epochs=1, values=losses(0), ckpt_path=first.last_model_path)
         assert files(second) == ["last.ckpt", "step=16.ckpt", "step=8.ckpt"]
         assert os.path.basename(second.best_model_path) == "step=16.ckpt"
+
+    @pytest.mark.parametrize(("before", "kept"), [(3, 1), (-1, 2), (3, 3), (1, 3)])
+    def test_a_resume_may_keep_more_or_fewer(self, before: int, kept: int, tmp_path: Path) -> None:
+        """The ranking of the run before was taken over whole, and its second save was a KeyError."""
+        first = ModelCheckpoint(tmp_path / "c", monitor="loss", save_top_k=before, filename="{step}", save_last=True)
+        run(tmp_path, first, epochs=4, values=losses(6, 9, 7, 8))
+        second = ModelCheckpoint(tmp_path / "c", monitor="loss", save_top_k=kept, filename="{step}")
+        run(tmp_path, second, epochs=4, values=losses(5, 4, 10, 3), ckpt_path=first.last_model_path)
+        ranked = sorted(int(float(score)) for score in second.best_k_models.values())
+        assert ranked == [3, 4, 5][:kept]
+        assert all(os.path.exists(path) for path in second.best_k_models)
+        assert second.kth_best_model_path == max(second.best_k_models, key=lambda path: second.best_k_models[path])
 
     def test_a_checkpoint_knows_itself(self, tmp_path: Path) -> None:
         callback = ModelCheckpoint(monitor="loss", save_last=True)

@@ -232,3 +232,20 @@ def test_a_rank_that_fails_alone_saves_what_all_have_in_common(ranks: RankPool, 
         assert w == pytest.approx(whole.w.item(), rel=1e-12)
         assert steps == 9
     assert os.listdir(folder) == []
+
+
+class Judged(Validated):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.w)
+
+
+def test_best_is_of_the_callback_that_has_one(tmp_path: Path) -> None:
+    """It stood first among those that write checkpoints, and "best" was looked for in it."""
+    kept = ModelCheckpoint(tmp_path, monitor="val_loss", mode="max")
+    trainer, module = guarded(tmp_path, kept), Judged(lr=0.1)
+    result = trainer.fit(module, numbers(8), numbers(4))
+    assert kept.best_model_path
+    assert result.best_model_path == kept.best_model_path
+    assert result.best_model_score == pytest.approx(float(kept.best_model_score))
+    trainer.validate(module, numbers(4), ckpt_path="best")
+    assert trainer.ckpt_path == kept.best_model_path

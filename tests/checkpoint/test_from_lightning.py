@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lockstep import LightningModule
+from lockstep import LightningModule, Trainer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import AttributeDict
 
@@ -119,3 +119,20 @@ def test_hyperparameters_are_collected_as_lightning_collects_them() -> None:
         return [(dict(m.hparams), dict(m.hparams_initial), m._hparams_name, m._log_hyperparams) for m in made]
 
     assert kinds(LightningModule) == kinds(pl.LightningModule)
+
+
+def test_lightning_goes_on_from_our_checkpoint_at_its_step(tmp_path: Path) -> None:
+    """It began to count at 0: the counters of its optimizers were not in the file."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    ours = Trainer(max_epochs=2, accelerator="cpu", enable_checkpointing=False, **quiet)
+    ours.fit(Ours(lr=0.5), DataLoader(torch.ones(6, 2), 2))
+    ours.save_checkpoint(tmp_path / "ours.ckpt")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = pl.Trainer(max_epochs=3, accelerator="cpu", enable_checkpointing=False, **quiet)
+        theirs.fit(net := Theirs(lr=0.5), DataLoader(torch.ones(6, 2), 2), ckpt_path=tmp_path / "ours.ckpt")
+    assert (theirs.global_step, theirs.current_epoch) == (9, 3)
+    whole = Ours(lr=0.5)
+    whole.load_state_dict(torch.load(tmp_path / "ours.ckpt", weights_only=True)["state_dict"])
+    assert not torch.equal(net.layer.bias, whole.layer.bias)

@@ -131,8 +131,12 @@ class EarlyStopping(Callback):
         self.stopping_reason_message = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check here, if validation runs once an epoch or the user said so; a resume checks an interrupted epoch."""
-        if self._check_on_train_epoch_end and not trainer.fit_loop.is_interrupted:
+        """Check here, if validation runs once an epoch or never, or the user said so; a resume checks an interrupted
+        epoch."""
+        is_due = self._check_on_train_epoch_end
+        if self._asked_for_train_epoch_end is None and not trainer.fit_loop.expects_validation:
+            is_due = True
+        if is_due and not trainer.fit_loop.is_interrupted:
             self._check(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -416,9 +416,9 @@ class ModelCheckpoint(Checkpoint):
         """Whether epochs are saved in ``on_train_epoch_end``; otherwise it is in ``on_validation_end``."""
         if self._save_on_train_epoch_end is not None:
             return self._save_on_train_epoch_end
-        if trainer.check_val_every_n_epoch != 1:
-            return False
-        return sum(trainer.num_val_batches) == 0 or trainer.val_check_interval == 1.0
+        if not trainer.fit_loop.expects_validation:
+            return True
+        return trainer.check_val_every_n_epoch == 1 and trainer.val_check_interval == 1.0
 
     # -- what ----------------------------------------------------------------------------------------------
 
@@ -578,9 +578,7 @@ class ModelCheckpoint(Checkpoint):
         rank_zero_warn(f"{message} {why}")
 
     def _awaits_validation(self, trainer: Trainer) -> bool:
-        if not trainer.enable_validation or self._has_validated:
-            return False
-        return trainer.fit_loop.validation.feed is None or sum(trainer.num_val_batches) > 0  # asked for when it begins
+        return not self._has_validated and trainer.fit_loop.expects_validation
 
     # -- where ---------------------------------------------------------------------------------------------
 
@@ -683,7 +681,12 @@ class ModelCheckpoint(Checkpoint):
         self.kth_best_model_path = state_dict.get("kth_best_model_path", self.kth_best_model_path)
         self.kth_value = state_dict.get("kth_value", self.kth_value)
         full = 0 < self.save_top_k <= len(self.best_k_models)
-        if foreign or ((full or self.kth_best_model_path) and self.kth_best_model_path not in self.best_k_models):
+        too_many = 0 < self.save_top_k < len(self.best_k_models)  # the run had another `save_top_k`
+        if too_many:
+            kept = sorted(self.best_k_models, key=self._place)[: self.save_top_k]
+            self.best_k_models = {path: self.best_k_models[path] for path in kept}
+        lacks_worst = (full or self.kth_best_model_path) and self.kth_best_model_path not in self.best_k_models
+        if foreign or too_many or lacks_worst:
             self._rank_anew()
 
     def _rank_anew(self) -> None:

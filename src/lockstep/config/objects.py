@@ -194,17 +194,29 @@ def _reason(plugin: object) -> str:
 # -- callbacks -----------------------------------------------------------------------------------------------
 
 
-def _refuse_alike(callbacks: Sequence[Callback]) -> None:
-    """Refuse callbacks that a checkpoint could not tell apart, and a second progress bar."""
+def refuse_one_key(callbacks: Sequence[Callback], where: str) -> None:
+    """Refuse callbacks that a checkpoint could not tell apart.
+
+    Args:
+        callbacks: of a run.
+        where: what named them, for the message.
+
+    Raises:
+        MisconfigurationException: two have states, and one key for both.
+    """
     stateful = [callback for callback in callbacks if is_overridden("state_dict", callback, Callback)]
     states = {(callback.state_key, callback._shares_state or id(callback)) for callback in stateful}
     keys = Counter(key for key, _ in states)
     key, times = max(keys.items(), key=itemgetter(1), default=("", 0))
     if times > 1:
         raise MisconfigurationException(
-            f"Trainer(callbacks=...): {times} callbacks share the state_key {key!r}, so a checkpoint could keep only "
-            "one: give their classes a `state_key` property that tells them apart."
+            f"{where}: {times} callbacks share the state_key {key!r}, so a checkpoint could keep only one: give their "
+            "classes a `state_key` property that tells them apart."
         )
+
+
+def _refuse_bars(callbacks: Sequence[Callback]) -> None:
+    """Refuse a second progress bar."""
     bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
     if len(bars) > 1:
         raise MisconfigurationException(
@@ -246,7 +258,8 @@ def make_callbacks(
     callbacks = several(given)
     for callback in callbacks:
         check_kind("Trainer(callbacks=...)", callback, Callback, "Callback")
-    _refuse_alike(callbacks)
+    refuse_one_key(callbacks, "Trainer(callbacks=...)")
+    _refuse_bars(callbacks)
     defaults: list[tuple[str, bool | None, type[Callback], Callable[[], Callback]]] = [
         ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),
         ("enable_progress_bar", bar, ProgressBar, choose_progress_bar),

@@ -15,14 +15,14 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
-from lockstep.config.objects import in_order
+from lockstep.config.objects import check_kind, in_order, refuse_one_key
 from lockstep.config.run import RunConfig
 from lockstep.data.workers import name_death
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import merged_hyperparameters
 from lockstep.ground.parameters import whole_shapes
-from lockstep.ground.rank import does, rank_zero_warn
+from lockstep.ground.rank import does, rank_zero_info, rank_zero_warn
 from lockstep.ground.replaced import replace_until
 from lockstep.ground.seed import current_seed
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerFn, TrainerStatus
@@ -326,17 +326,33 @@ def _check_manual(config: RunConfig) -> None:
 
 
 def _with_model_callbacks(session: Session) -> list[Callback]:
-    """The Trainer's callbacks with the model's: one of the model's replaces the Trainer's of the same type."""
+    """The Trainer's callbacks with the model's: one of the model's replaces the Trainer's of its class and those above.
+
+    Raises:
+        MisconfigurationException: what the model gave is no callback, or a checkpoint could not tell two apart.
+    """
     callbacks, module = session.base_callbacks, session.module
     if not is_overridden("configure_callbacks", module, LightningModule):
         return in_order(callbacks)
     session.hooks = Hooks(session.trainer, module, callbacks, session.results)  # on_exception of what it raises
     own = module.configure_callbacks()
     del session.hooks
+    if not own:
+        return in_order(callbacks)
+    where = f"{type(module).__name__}.configure_callbacks()"
     own = list(own) if isinstance(own, (list, tuple)) else [own]
-    kinds = {type(callback) for callback in own}
-    merged = [callback for callback in callbacks if type(callback) not in kinds] + own
-    return in_order(merged)
+    for callback in own:
+        check_kind(where, callback, Callback, "Callback")
+    kept: list[Callback] = []
+    replaced: list[Callback] = []
+    for callback in callbacks:
+        kind = type(callback)
+        is_replaced = kind is not Callback and any(isinstance(each, kind) for each in own)
+        (replaced if is_replaced else kept).append(callback)
+    if replaced:
+        rank_zero_info(f"{where}: these take the place of {', '.join(type(each).__name__ for each in replaced)}.")
+    refuse_one_key([*kept, *own], where)
+    return in_order([*kept, *own])
 
 
 def _give_logs(callbacks: list[Callback], module: LightningModule, end: ExitStack) -> None:

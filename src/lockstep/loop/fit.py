@@ -570,6 +570,12 @@ class FitLoop:
         return None
 
     @property
+    def expects_validation(self) -> bool:
+        """Whether the fit validates, as far as is known: loaders are asked for where the first validation begins."""
+        feed = self.validation.feed
+        return self.session.enable_validation and (feed is None or sum(feed.by_loader) > 0)
+
+    @property
     def lacks_metrics(self) -> str | None:
         """Why metrics of this epoch may be missing; see `Session.lacks_metrics`."""
         return self.session.lacks_metrics
@@ -694,7 +700,7 @@ class FitLoop:
 
     def _result(self) -> Result:
         session = self.session
-        best = next(iter(session.checkpoint_callbacks), None)
+        best = state.best_of(session)
         score = getattr(best, "best_model_score", None)
         return Result(
             stopped=self._interruption() if session.interruption is not None else self._reason or "",

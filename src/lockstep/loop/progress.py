@@ -140,8 +140,16 @@ class Progress:
         total = dict.fromkeys(batch, self.total_batches)
         epochs = {"ready": self.epoch + 1, "started": self.epoch + 1, "processed": self.epoch + ended}
         epochs["completed"] = self.epoch
+        steps = {"ready": self.global_step, "completed": self.global_step}
+        stepped = {"total": steps, "current": dict(steps)}
+        dropped = {"total": {**steps, "started": self.global_step}, "current": {**steps, "started": self.global_step}}
         return {
             "fit_loop": {
+                # one of the two is read, by how the module optimizes
+                "epoch_loop.automatic_optimization.optim_progress": {
+                    "optimizer": {"step": stepped, "zero_grad": dropped}
+                },
+                "epoch_loop.manual_optimization.optim_step_progress": stepped,
                 "epoch_loop.batch_progress": {"total": total, "current": batch, "is_last_batch": self.last},
                 "epoch_loop.state_dict": {"_batches_that_stepped": self.windows},
                 "epoch_progress": {"total": dict(epochs), "current": epochs},

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import frozen, storage
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
@@ -284,9 +285,15 @@ def finish_alone(session: Session) -> None:
 # -- loading -----------------------------------------------------------------------------------------------
 
 
+def best_of(session: Session) -> Checkpoint | None:
+    """The first callback that has kept a best checkpoint; None where none has."""
+    keepers = (callback for callback in session.checkpoint_callbacks if getattr(callback, "best_model_path", ""))
+    return next(keepers, None)
+
+
 def _best_of_last_fit(session: Session) -> str | None:
     """What a call without a module loads, if there is one; it is told."""
-    best = getattr(next(iter(session.checkpoint_callbacks), None), "best_model_path", "")
+    best = getattr(best_of(session), "best_model_path", "")
     if not best:
         return None
     rank_zero_info(
@@ -313,18 +320,18 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
         return _requeued(session)
     if asked not in ("best", "last"):
         return os.fspath(asked)
-    callback = next(iter(session.checkpoint_callbacks), None)
-    if callback is None:
+    if not session.checkpoint_callbacks:
         raise MisconfigurationException(
             f'trainer.{fn}(ckpt_path="{asked}"): `ModelCheckpoint` is not configured; give a path, or leave '
             "`enable_checkpointing` on."
         )
-    path = getattr(callback, "best_model_path", "") if asked == "best" else _last(session)
+    path = getattr(best_of(session), "best_model_path", "") if asked == "best" else _last(session)
     if path:
-        if asked == "best" and len(session.checkpoint_callbacks) > 1:
+        keepers = sum(hasattr(callback, "best_model_score") for callback in session.checkpoint_callbacks)
+        if asked == "best" and keepers > 1:
             warn_once(
-                f'trainer.{fn}(ckpt_path="best"): this Trainer has {len(session.checkpoint_callbacks)} ModelCheckpoint '
-                f"callbacks; the best checkpoint of the first is taken, {path}. Give a path for another.",
+                f'trainer.{fn}(ckpt_path="best"): this Trainer has {keepers} ModelCheckpoint callbacks; the best '
+                f"checkpoint of the first is taken, {path}. Give a path for another.",
                 key="the best of several",
             )
         return str(path)
@@ -376,17 +383,16 @@ def read(session: Session, path: str, weights_only: bool | None) -> dict[str, An
 
 
 def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
-    """The data module's state, the module's hook that may change the checkpoint, then the weights."""
+    """The module's hook that may change the checkpoint, the weights, and the data module's state."""
     module, datamodule = session.module, session.datamodule
-    if datamodule is not None:
-        saved = checkpoint.get(type(datamodule).__qualname__)
-        if saved is not None and isinstance(datamodule, LightningDataModule):
-            datamodule.load_state_dict(saved)
     session.hooks.own("on_load_checkpoint", checkpoint)
     if not session.strategy.places_first:  # else it has been done
         session.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
     with taking(session.ckpt_path, "'state_dict'"):
         load_weights(session, checkpoint["state_dict"], frozen.absent_of(checkpoint, module) or ())
+    saved = checkpoint.get(type(datamodule).__qualname__)
+    if saved is not None and isinstance(datamodule, LightningDataModule):
+        datamodule.load_state_dict(saved)
 
 
 def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
