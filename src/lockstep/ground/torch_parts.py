@@ -405,6 +405,7 @@ PARTS: tuple[Part, ...] = (
         "as above",
         COMPILE,
     ),
+    Part("torch.nn.Module._call_impl", "engines/pipeline/chain.py", "forward with the hooks around it", PIPELINES),
     Part(
         "torch.nn.Module._compiled_call_impl",
         "ground/compiled.py engines/ddp/container.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,3 +142,45 @@ REFUSED = [
 def test_what_cannot_be_is_refused(ranks: RankPool, learned: bool, late: bool, said: str) -> None:
     with pytest.raises(RankFailure, match=said):
         ranks(2).run(fit, learned, late, timeout=40)
+
+
+# -- hooks on blocks -----------------------------------------------------------------------------------------
+
+
+class Hooked(LightningModule):
+    """Notes what a forward hook of each block sees of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        self.seen: dict[int, list[Tensor]] = {}
+        for number, layer in enumerate(self.layers):
+            layer.register_forward_hook(partial(self._see, number))
+
+    def _see(self, number: int, layer: nn.Module, given: Any, output: Tensor) -> None:
+        self.seen.setdefault(number, []).append(output.detach())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def hooked(world: int) -> dict[int, Tensor]:
+    module, rows = Hooked().double(), torch.arange(32, dtype=torch.float64).reshape(8, 4).cos()
+    strategy: Any = BalancedStrategy(micro_batches=2, split="equal") if world > 1 else "auto"
+    trainer = quiet(max_steps=1, strategy=strategy, devices=world)
+    trainer.fit(module, DataLoader(TensorDataset(rows), 8))
+    return {number: torch.cat(outputs[-2:] if world > 1 else outputs) for number, outputs in module.seen.items()}
+
+
+def test_forward_hooks_of_blocks_see_what_the_blocks_compute(ranks: RankPool) -> None:
+    """They saw the chain's output behind each block, and on ranks that have other blocks."""
+    (whole,) = ranks(1).run(hooked, 1)
+    found = ranks(2).run(hooked, 2)
+    assert sorted(number for mine in found for number in mine) == [0, 1, 2, 3]
+    for mine in found:
+        for number, output in mine.items():
+            torch.testing.assert_close(output, whole[number], rtol=1e-12, atol=1e-12)

@@ -171,7 +171,7 @@ EVERY = ("muon", "exact", "adafactor", "transformers", "shampoo", "muon + adamw"
 
 @contextmanager
 def rounds_of(size: int) -> Iterator[None]:
-    """Rounds of that many bytes, and then of as many as before: a rank of the pool that an earlier test did not use must
+    """Rounds of that many bytes, and then of as many as before: a rank of the pool that a test did not use must
     not make other rounds than one that it used."""
     whole_updates.ROUND, before = size, whole_updates.ROUND
     try:

@@ -82,8 +82,9 @@ class _Mode(Enum):
     GIVES = "gives"
 
 
-class _BlockForward:
-    """Stands in the place of a block's ``forward``."""
+class _BlockCall:
+    """Stands in the place of a block's ``forward``, and of ``_call_impl``, which runs the hooks around it: these are to
+    see what the block computes, where it does, and not what the chain gives."""
 
     def __init__(self, chain: Chain, place: int, own: Callable[..., Any]) -> None:
         self.chain, self.place, self.own = chain, place, own
@@ -149,11 +150,13 @@ class Chain:
     def attach(self) -> None:
         """Let calls of the blocks come here."""
         for place, block in enumerate(self.blocks):
-            vars(block)["forward"] = _BlockForward(self, place, block.forward)
+            vars(block)["forward"] = _BlockCall(self, place, block.forward)
+            vars(block)["_call_impl"] = _BlockCall(self, place, block._call_impl)
 
     def detach(self) -> None:
         """Let the blocks be what they were."""
         for block in self.blocks:
+            vars(block).pop("_call_impl", None)
             patched = vars(block).pop("forward", None)
             own = getattr(patched, "own", None)
             if own is not None and getattr(own, "__func__", None) is not type(block).forward:
