@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from lockstep.engines.pipeline.block_random import BlockRandom
 from lockstep.engines.pipeline.chain import Chain, Extras
 from lockstep.engines.pipeline.layout import Layout
 from lockstep.engines.pipeline.split_check import SplitCheck
@@ -195,6 +196,7 @@ class Stages:
         context: around forwards, of the run's precision; None: nothing.
         times: measure the windows, by place; None: nobody does.
         held: this rank's parameters.
+        random: what blocks draw from in training.
 
     Attributes:
         root: the place of what is outside of the chain.
@@ -213,7 +215,9 @@ class Stages:
         context: Callable[[], AbstractContextManager[Any]] | None = None,
         times: Mapping[int, StageTimes] | None = None,
         held: Sequence[Parameter] = (),
+        random: BlockRandom | None = None,
     ) -> None:
+        self._random = random or BlockRandom(devices)
         self.chain, self.layout, self.group, self.devices, self.schedule = chain, layout, group, devices, schedule
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext if context is None else context
         self.root = min(devices)
@@ -289,7 +293,9 @@ class Stages:
                     raise MisconfigurationException(OTHER_ARGUMENTS.format(chain=self.chain.name))
             elif self._takes_more:
                 extras = self.extras_of(turn.take)
-            out: Tensor = stage.run(stage.moved(x), extras)
+            x = stage.moved(x)
+            with self._random.at(self.layout.place_of(stage.number)):
+                out: Tensor = stage.run(x, extras)
             if stage.expected is not None and not stage.is_last and out.shape != stage.expected:
                 found, expected = tuple(out.shape), tuple(stage.expected)
                 raise MisconfigurationException(

@@ -25,6 +25,7 @@ from lockstep.engines.collectives import ReplicaMap
 from lockstep.engines.ddp.consistency import check_same_module
 from lockstep.engines.engine import EngineState, MicroBatch
 from lockstep.engines.pipeline import gradients
+from lockstep.engines.pipeline.block_random import BlockRandom
 from lockstep.engines.pipeline.chain import Chain
 from lockstep.engines.pipeline.control import Resplit
 from lockstep.engines.pipeline.layout import Layout, Ownership, StagePlacement, equal_split, torn_apart
@@ -191,6 +192,7 @@ class BalancedStrategy(RankedStrategy):
         self._stages: Stages | None = None
         self._owned: Ownership | None = None
         self._whole: WholeModule | None = None
+        self._drawn: BlockRandom | None = None
         self._measured: MeasuredSplit | None = None
         self._counts_now: tuple[int, ...] = ()
         self.times: dict[int, StageTimes] = {}
@@ -259,6 +261,7 @@ class BalancedStrategy(RankedStrategy):
         self._refuse_compiled(chain)
         self.times = {place: StageTimes(device) for place, device in self._places().items()}
         self._measured = None
+        self._drawn = BlockRandom(self._places())
         placement = self._lay_out(self._counts(chain))
         self._whole = self.copies.parts = WholeModule(module, self._ownership, self.members, placement)
         self.gradients = gradients.StageGradients(self, self._whole)
@@ -298,6 +301,7 @@ class BalancedStrategy(RankedStrategy):
             self.precision.context,
             self.times,
             self._owned.held,
+            self._drawn,
         )
         return placement
 
@@ -511,7 +515,9 @@ class BalancedStrategy(RankedStrategy):
         states: list[dict[str, Any] | None] = [
             self._parts.optimizer_state(o, sends, self.collectives.gather_on_zero) for o in self.optimizers
         ]
-        return EngineState(module, states, {"split": list(self._counts_now)})
+        drawn = None if self._drawn is None else self._drawn.state_dict()
+        by_rank = [drawn] if alone else self.collectives.gather_on_zero(drawn)
+        return EngineState(module, states, {"split": list(self._counts_now)}, by_rank)
 
     def load(self, state: EngineState) -> None:
         """Take what this rank holds of a whole state; the split is the saved one, if it is of this chain and ranks."""
@@ -524,6 +530,8 @@ class BalancedStrategy(RankedStrategy):
         same = (len(split), sum(split)) == (len(self._counts_now), sum(self._counts_now))
         if self._asked_split == "measured" and same and tuple(split) != self._counts_now:
             self.resplit(split)
+        if self._drawn is not None and len(state.by_rank) == self.world.size:
+            self._drawn.load_state_dict(state.by_rank[self.world.rank])
 
 
 def _is_number(value: object, least: int) -> bool:
