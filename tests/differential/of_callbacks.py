@@ -6,7 +6,18 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tests.differential.causes import PAGE, Row, by_call, end, ended_before, later, refused, saved_besides
+from tests.differential.causes import (
+    PAGE,
+    Row,
+    by_call,
+    end,
+    ended_before,
+    has,
+    later,
+    refused,
+    saved_besides,
+    validates_nothing,
+)
 from tests.differential.forms import program_in_forms
 from tests.differential.further import program_of
 from tests.differential.program import PLAIN, Program
@@ -52,6 +63,15 @@ def saved_behind_another(program: Program, d: Difference, theirs: Record, ours: 
     if not averages or not judged or d.kind != "checkpoint" or d.name != "keys":
         return False
     return set(d.theirs) - set(d.ours) == {"averaging_state", "current_model_state"}
+
+
+def waits_for_no_validation(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What callbacks save or stop at the end of an epoch, of which Lightning's wait for a validation."""
+    if not validates_nothing(program):
+        return False
+    saves = program.flags.get("check_val_every_n_epoch", 1) != 1
+    stops = has(program, "EarlyStopping") and program.flags.get("val_check_interval", 1.0) != 1.0
+    return saves or stops
 
 
 def stopped_before(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -163,6 +183,19 @@ OF_CALLBACKS = [
             callbacks=(("WeightAveraging", {}), ("ModelCheckpoint", {})),
         ),
         saved_behind_another,
+    ),
+    Row(
+        "Without validation ModelCheckpoint and EarlyStopping act at the end of each epoch, also beside "
+        "check_val_every_n_epoch and val_check_interval, where Lightning's do nothing.",
+        PAGE,
+        replace(
+            PLAIN,
+            flags={**PLAIN.flags, "check_val_every_n_epoch": 2},
+            callbacks=(("ModelCheckpoint", {}),),
+            val_loaders=(),
+        ),
+        waits_for_no_validation,
+        then="all",
     ),
     Row(
         "EarlyStopping's stopped_epoch is that of the last fit, 0 where that was not stopped; Lightning keeps an "

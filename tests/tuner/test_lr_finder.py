@@ -465,3 +465,20 @@ def test_ctrl_c_in_the_search_of_a_fit_ends_the_fit() -> None:
     module = Interrupted()
     result = quiet(callbacks=LearningRateFinder(num_training_steps=20)).fit(module, datamodule=Data())
     assert (result.interrupted, result.global_step, module.lr) == (True, 0, 0.05)
+
+
+def test_a_resumed_fit_goes_on_with_the_rate_of_its_run(tmp_path: Path) -> None:
+    """It tested again, with the weights of the checkpoint, and the module had another rate than its optimizer."""
+    found = []
+    for path in (None, tmp_path / "last.ckpt"):
+        seed_everything(1)
+        module, finder = Net(), LearningRateFinder(num_training_steps=20, **FREE)
+        kept = ModelCheckpoint(tmp_path, save_last=True)
+        trainer = quiet(enable_checkpointing=None, callbacks=[finder, kept], max_epochs=2 if path is None else 3)
+        trainer.fit(module, datamodule=Data(), ckpt_path=path)
+        found.append((module.lr, trainer.optimizers[0].param_groups[0]["lr"], finder.optimal_lr is not None))
+    (rate, _, _), (again, used, tested) = found
+    assert rate == again
+    assert used == pytest.approx(found[0][1] * 0.9)  # after one epoch more
+    assert found[0][2]
+    assert not tested

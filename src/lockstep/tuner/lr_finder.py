@@ -29,6 +29,7 @@ from lockstep.tuner.trial import (
     train,
     trial,
     undoable,
+    values_of,
 )
 
 if TYPE_CHECKING:
@@ -325,6 +326,8 @@ def _bar(steps: int) -> Any:
 class LearningRateFinder(Callback):
     """Finds a learning rate by a range test when a fit begins, and goes on with it.
 
+    A fit that is resumed goes on with the rate that its run has found, without another test.
+
     Args:
         min_lr: the first rate.
         max_lr: the rate that the test rises to.
@@ -368,11 +371,31 @@ class LearningRateFinder(Callback):
             min_lr, max_lr, num_training_steps, mode.lower(), early_stop_threshold, update_attr, attr_name
         )
         self.optimal_lr: LRFinder | None = None
+        self._found: float | None = None
+        self._is_restored = False
 
     def lr_find(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Play the range test now; everything but the learning rate is afterwards what it was."""
         show = trainer.progress_bar_callback is not None
         self.optimal_lr = lr_find(trainer, self._settings, show_progress=show)
+        if self._settings.update_attr and self.optimal_lr is not None:
+            name = _attribute_name(trainer, self._settings.attr_name)
+            self._found = next(iter(values_of(trainer, name).values()))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.lr_find(trainer, pl_module)
+        is_restored, self._is_restored = self._is_restored, False
+        if not is_restored:
+            self.lr_find(trainer, pl_module)
+        elif self._found is not None:
+            name = _attribute_name(trainer, self._settings.attr_name)
+            set_everywhere(trainer, name, self._found)  # the optimizers have what the checkpoint holds
+            rank_zero_info(f"`{name}` is {self._found}, as the run has found it; no other test is made.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rate that the module was given."""
+        return {"found": self._found}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back: the fit that follows goes on with it."""
+        self._found = None if state_dict["found"] is None else float(state_dict["found"])
+        self._is_restored = True
