@@ -18,9 +18,16 @@ from lockstep.callbacks.progress.base import PlainProgressBar, ProgressBar, in_n
 from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.checkpoint.io import CheckpointIO
-from lockstep.cluster.environments import DescribesRanks, LightningEnvironment, describes_ranks, environment_named
+from lockstep.cluster.environments import (
+    DescribesRanks,
+    LightningEnvironment,
+    SLURMEnvironment,
+    describes_ranks,
+    environment_named,
+)
 from lockstep.config.run import RunConfig, switch
 from lockstep.ground.errors import MisconfigurationException, WrongType
+from lockstep.ground.rank import rank_zero_info
 from lockstep.loggers.base import DummyLogger, Logger
 from lockstep.loggers.tensorboard import default_logger
 from lockstep.loop.hooks import is_overridden
@@ -158,7 +165,17 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
         )
     if "cluster" in found:
         found["cluster"] = _cluster(found["cluster"])
+        if any(found["cluster"] is plugin for plugin in several(given)) and _is_elsewhere(found["cluster"]):
+            del found["cluster"]
     return Plugins(**found)
+
+
+def _is_elsewhere(plugin: object) -> bool:
+    """Whether a plugin holds the settings of a SLURM job, and this is none: ranks are found as without it."""
+    elsewhere = isinstance(plugin, SLURMEnvironment) and "SLURM_JOB_ID" not in os.environ
+    if elsewhere:
+        rank_zero_info("Trainer(plugins=SLURMEnvironment(...)): this is no SLURM job; what it sets holds in one.")
+    return elsewhere
 
 
 def _cluster(given: Any) -> Any:
