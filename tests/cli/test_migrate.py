@@ -286,6 +286,13 @@ def test_what_is_to_be_done_by_hand(text: str, said: list[tuple[int, str]]) -> N
     assert found == re.sub("(import|from) pytorch_lightning", r"\1 lockstep", text)  # bodies stay
 
 
+def test_what_is_behind_a_property_is_not_told_of() -> None:
+    lines = ["self.trainer.logger.log_metrics({})", "self.trainer.strategy.root_device", "self.trainer.model.eval()"]
+    assert told(module("def on_fit_end(self):\n    " + "\n    ".join(lines))) == []
+    text = "import lightning as L\ntrainer = L.Trainer()\ntrainer.checkpoint_callback.best_model_path\n"
+    assert told(f"{text}L.seed_everything.cache\n") == []
+
+
 def test_every_hook_of_old_is_told_of() -> None:
     ends = {name for names in EPOCH_ENDS.values() for name in names}
     for kind, names in (

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from lockstep.cli.run import CommandParser
 from lockstep.ground.errors import MisconfigurationException
@@ -265,6 +266,8 @@ def refusal(path: str) -> str | None:
     found: object = import_module(ROOT)
     try:
         for part in path.split(".")[1:]:
+            if not isinstance(found, ModuleType | type):
+                return None  # what is behind a property or a function is known when the script runs
             found = getattr(found, part)
     except (AttributeError, ImportError) as error:
         if isinstance(found, type) and " is gone since " not in str(error):
