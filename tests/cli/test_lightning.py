@@ -282,6 +282,24 @@ def test_callbacks_and_loggers_by_class_path() -> None:
     assert (type(checkpoint), Path(checkpoint.dirpath).name) == (ModelCheckpoint, "here")
 
 
+def test_class_paths_of_lightnings_are_read_as_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}
+    given = {"trainer": {"logger": logger, "callbacks": ["pytorch_lightning.callbacks.LearningRateMonitor"]}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(given))
+    words = ["--trainer.logger=lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir=logs"]
+    for args in (["--config=c.yaml"], given, words):
+        caplog.clear()
+        assert isinstance(made(args, save_config_callback=None).trainer.logger, CSVLogger)
+        assert caplog.text.count("lightning.pytorch.loggers.CSVLogger as lockstep.loggers.CSVLogger") == 1
+    (tmp_path / "c.yaml").write_text("trainer: {callbacks: [lightning.pytorch.callbacks.XLAStatsMonitor]}")
+    for args in (["--config=c.yaml"], ["--trainer.callbacks=lightning.pytorch.callbacks.XLAStatsMonitor"]):
+        with pytest.raises(SystemExit):
+            made(args)
+        assert "error: lightning.pytorch.callbacks.XLAStatsMonitor: it is made for torch_xla" in capsys.readouterr().err
+
+
 SHORT = """
 import argparse
 from importlib import import_module

@@ -35,6 +35,7 @@ from lockstep.ground.seed import current_seed, seed_everything
 from lockstep.launch.topology import directly
 from lockstep.loop.hooks import is_overridden
 from lockstep.module import LightningModule
+from lockstep.names.class_paths import known_here
 from lockstep.trainer import Trainer
 
 # -- objects made from what was parsed -----------------------------------------------------------------------
@@ -417,7 +418,12 @@ class LightningCLI:
                 f"LightningCLI(args={args!r:.100}) was given, so that the command line {sys.argv[1:]} is ignored."
             )
         if isinstance(args, (dict, jsonargparse.Namespace)):
-            self.config = parser.parse_object(args)
+            given = args if isinstance(args, dict) else args.as_dict()
+            try:
+                given = known_here(given)
+            except TypeError as error:
+                parser.error(str(error), error)
+            self.config = parser.parse_object(given)
         else:
             self.config = parser.parse_args(args)
 

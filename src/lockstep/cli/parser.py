@@ -114,7 +114,11 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
     ) -> jsonargparse.Namespace:
         """Parse words of a command line; arguments as of `jsonargparse.ArgumentParser.parse_args`."""
         words = sys.argv[1:] if args is None else args
-        return super().parse_args([_known_word(word) if isinstance(word, str) else word for word in words], namespace, **kwargs)
+        try:
+            words = [_known_word(word) if isinstance(word, str) else word for word in words]
+        except TypeError as error:
+            self.error(str(error), error)
+        return super().parse_args(words, namespace, **kwargs)
 
     def add_lightning_class_args(
         self, lightning_class: Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
@@ -210,12 +214,11 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
 
 
 def _known_word(word: str) -> str:
-    """A word of a command line, when the classes that it names have been imported; help names all that there are."""
-    flag, _, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    """A word of a command line as `known_here` has it; help names all classes that there are."""
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     if word in ("-h", "--help") or flag.endswith(".help"):
         import_all()
-    known_here(value)
-    return word
+    return f"{flag}{equals}{known_here(value)}"
 
 
 def _with_class(kind: type) -> Callable[[Any], dict[str, Any]]:
