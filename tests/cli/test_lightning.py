@@ -657,6 +657,22 @@ def test_an_earlier_config_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert (tmp_path / "other.yaml").exists()
 
 
+def test_an_earlier_config_at_a_url_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    flags = {**QUIET, "default_root_dir": f"memory://{tmp_path.name}"}
+    try:
+        made(["fit"], run=True, trainer_defaults=flags)
+        with pytest.raises(RuntimeError, match=r"config.yaml is there already"):
+            made(["fit", "--model.lr=0.75"], run=True, trainer_defaults=flags)
+        saved = f"/{tmp_path.name}/config.yaml"
+        assert yaml.safe_load(memory.cat(saved))["model"]["lr"] == 0.1
+        made(["fit", "--model.lr=0.75"], run=True, trainer_defaults=flags, save_config_kwargs={"overwrite": True})
+        assert yaml.safe_load(memory.cat(saved))["model"]["lr"] == 0.75
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        memory.rm(f"/{tmp_path.name}", recursive=True)
+
+
 def test_nothing_is_saved_where_it_is_not_wanted(tmp_path: Path) -> None:
     made(["fit"], run=True, save_config_callback=None)
     made(["fit", "--trainer.fast_dev_run=true"], run=True)
