@@ -282,6 +282,75 @@ def test_callbacks_and_loggers_by_class_path() -> None:
     assert (type(checkpoint), Path(checkpoint.dirpath).name) == (ModelCheckpoint, "here")
 
 
+def test_class_paths_of_lightnings_are_read_as_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}
+    given = {"trainer": {"logger": logger, "callbacks": ["pytorch_lightning.callbacks.LearningRateMonitor"]}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(given))
+    words = ["--trainer.logger=lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir=logs"]
+    for args in (["--config=c.yaml"], given, words):
+        caplog.clear()
+        assert isinstance(made(args, save_config_callback=None).trainer.logger, CSVLogger)
+        assert caplog.text.count("lightning.pytorch.loggers.CSVLogger as lockstep.loggers.CSVLogger") == 1
+    (tmp_path / "c.yaml").write_text("trainer: {callbacks: [lightning.pytorch.callbacks.XLAStatsMonitor]}")
+    for args in (["--config=c.yaml"], ["--trainer.callbacks=lightning.pytorch.callbacks.XLAStatsMonitor"]):
+        with pytest.raises(SystemExit):
+            made(args)
+        assert "error: lightning.pytorch.callbacks.XLAStatsMonitor: it is made for torch_xla" in capsys.readouterr().err
+
+
+SHORT = """
+import argparse
+from importlib import import_module
+import lockstep
+from lockstep.cli import LightningArgumentParser, LightningCLI
+
+bases = {"callbacks": "Callback", "loggers": "Logger", "profilers": "Profiler", "strategies": "Strategy"}
+missing = []
+for face, base in ((import_module(f"lockstep.{face}"), base) for face, base in bases.items()):
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_argument("--it", type=getattr(face, base))
+    for name in face.__all__:
+        try:
+            parser.parse_args([f"--it={name}"])
+        except argparse.ArgumentError as error:  # for want of arguments, or since it is abstract, are others
+            found = issubclass(getattr(face, name), getattr(face, base))
+            missing += [name] if found and "Expected a dot import path" in str(error) else []
+print("missing", missing)
+"""
+
+
+def test_every_name_of_a_face_is_a_short_name(tmp_path: Path) -> None:
+    done = python("-c", SHORT, folder=tmp_path)
+    assert done.stdout == "missing []\n", done.stderr
+
+
+PARSED = """
+import sys
+from lockstep import LightningModule
+from lockstep.cli import LightningCLI
+
+def parsed(*words):
+    return LightningCLI(LightningModule, run=False, save_config_callback=None, args=list(words)).config.trainer
+
+assert "lockstep.callbacks.timer" not in sys.modules
+print(parsed("--trainer.strategy=DDPStrategy", "--trainer.strategy.find_unused_parameters=true").strategy)
+print(parsed("--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_interval=epoch").callbacks)
+print(parsed("--config=c.yaml").callbacks)
+parsed("--trainer.callbacks.help=DeviceStatsMonitor")
+"""
+
+
+def test_classes_that_nobody_has_imported_are_found_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "trainer:\n  callbacks:\n  - class_path: Timer\n    init_args: {duration: '00:01:00:00'}\n  - LambdaCallback\n"
+    )
+    done = python("-c", PARSED, folder=tmp_path)
+    for said in ("find_unused_parameters=True", "logging_interval='epoch'", "Timer", "LambdaCallback", "cpu_stats"):
+        assert said in done.stdout, done.stderr
+
+
 def test_subclasses_of_model_and_data() -> None:
     words = [
         f"--model={__name__}.Other",
@@ -586,6 +655,22 @@ def test_an_earlier_config_is_not_overwritten_unasked(tmp_path: Path) -> None:
     other = {"config_filename": "other.yaml"}
     made(["fit"], run=True, trainer_defaults=flags, save_config_kwargs=other)
     assert (tmp_path / "other.yaml").exists()
+
+
+def test_an_earlier_config_at_a_url_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    flags = {**QUIET, "default_root_dir": f"memory://{tmp_path.name}"}
+    try:
+        made(["fit"], run=True, trainer_defaults=flags)
+        with pytest.raises(RuntimeError, match=r"config.yaml is there already"):
+            made(["fit", "--model.lr=0.75"], run=True, trainer_defaults=flags)
+        saved = f"/{tmp_path.name}/config.yaml"
+        assert yaml.safe_load(memory.cat(saved))["model"]["lr"] == 0.1
+        made(["fit", "--model.lr=0.75"], run=True, trainer_defaults=flags, save_config_kwargs={"overwrite": True})
+        assert yaml.safe_load(memory.cat(saved))["model"]["lr"] == 0.75
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        memory.rm(f"/{tmp_path.name}", recursive=True)
 
 
 def test_nothing_is_saved_where_it_is_not_wanted(tmp_path: Path) -> None:

@@ -286,6 +286,13 @@ def test_what_is_to_be_done_by_hand(text: str, said: list[tuple[int, str]]) -> N
     assert found == re.sub("(import|from) pytorch_lightning", r"\1 lockstep", text)  # bodies stay
 
 
+def test_what_is_behind_a_property_is_not_told_of() -> None:
+    lines = ["self.trainer.logger.log_metrics({})", "self.trainer.strategy.root_device", "self.trainer.model.eval()"]
+    assert told(module("def on_fit_end(self):\n    " + "\n    ".join(lines))) == []
+    text = "import lightning as L\ntrainer = L.Trainer()\ntrainer.checkpoint_callback.best_model_path\n"
+    assert told(f"{text}L.seed_everything.cache\n") == []
+
+
 def test_every_hook_of_old_is_told_of() -> None:
     ends = {name for names in EPOCH_ENDS.values() for name in names}
     for kind, names in (
@@ -393,7 +400,7 @@ def test_nothing_to_be_done(text: str, tmp_path: Path, capsys: pytest.CaptureFix
     told = capsys.readouterr()
     assert (told.out, told.err) == (
         "",
-        f"{tmp_path / 'a.py'}: nothing is to be done: it imports nothing of Lightning\n",
+        f"{tmp_path / 'a.py'}: nothing is to be done: it names nothing of Lightning\n",
     )
     assert (tmp_path / "a.py").read_text() == text
 
@@ -416,6 +423,31 @@ def test_what_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert re.match(f"lockstep migrate: .*{said}", line), line
     assert (tmp_path / "fine.py").read_text() == "import lightning\n"  # all are read before one is written
     assert main(["migrate"]) == 2
+
+
+CONFIG = """# lightning.pytorch==2.6.6
+trainer:
+  logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: é}}  # lightning.pytorch.loggers.CSVLogger
+  callbacks:
+  - class_path: 'pytorch_lightning.callbacks.EarlyStopping'
+    init_args: {monitor: lightning.pytorch}\r
+  - lightning.pytorch.callbacks.XLAStatsMonitor
+"""
+
+
+def test_class_paths_of_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_bytes(CONFIG.encode())
+    (tmp_path / "b.json").write_text('{"a": [\n\t"lightning.pytorch.loggers.CSVLogger", "say \\"x\\""]}')
+    assert main(["migrate", "--write", str(tmp_path / "a.yaml"), str(tmp_path / "b.json")]) == 0
+    wanted = CONFIG.replace("path: lightning.pytorch", "path: lockstep").replace("pytorch_lightning", "lockstep")
+    assert (tmp_path / "a.yaml").read_bytes() == wanted.encode()
+    assert (tmp_path / "b.json").read_text() == '{"a": [\n\t"lockstep.loggers.CSVLogger", "say \\"x\\""]}'
+    said = capsys.readouterr().err
+    assert re.search(r"to be done by hand:\n  line 7: lightning.pytorch.callbacks.XLAStatsMonitor: \w+", said)
+    for name, text in (("wrong.yaml", "a: ]"), ("wrong.json", "{")):
+        (tmp_path / name).write_text(text)
+        assert main(["migrate", str(tmp_path / name)]) == 2
+        assert f"{name} is no {name[-4:]}: " in capsys.readouterr().err
 
 
 def test_line_ends_encodings_and_odd_characters_stay(tmp_path: Path) -> None:

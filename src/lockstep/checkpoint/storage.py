@@ -423,6 +423,15 @@ def opened(path: PathLike) -> Iterator[IO[bytes]]:
             yield file
 
 
+def make_folder(folder: PathLike) -> None:
+    """Make a folder, and those above it, where they are not there."""
+    if is_remote(folder):
+        system, name = _remote(folder)
+        system.makedirs(name, exist_ok=True)
+    else:
+        local(folder).mkdir(parents=True, exist_ok=True)
+
+
 def create(path: PathLike) -> IO[bytes]:
     """A new binary file in a folder that is there; whoever asks for it closes it."""
     if is_remote(path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from functools import partial, update_wrapper
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
 from lockstep.checkpoint.sharded import load as load_checkpoint
+from lockstep.checkpoint.storage import exists, inside, make_folder
 from lockstep.cli.parser import (
     ArgsType,
     LightningArgumentParser,
@@ -35,6 +35,7 @@ from lockstep.ground.seed import current_seed, seed_everything
 from lockstep.launch.topology import directly
 from lockstep.loop.hooks import is_overridden
 from lockstep.module import LightningModule
+from lockstep.names.class_paths import known_here
 from lockstep.trainer import Trainer
 
 # -- objects made from what was parsed -----------------------------------------------------------------------
@@ -188,14 +189,14 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def _write(self, folder: str) -> None:
-        path = os.path.join(folder, self.config_filename)
-        if not self.overwrite and os.path.isfile(path):
+        path = inside(folder, self.config_filename)
+        if not self.overwrite and exists(path):
             raise RuntimeError(
                 f"{type(self).__name__}: {path} is there already, of an earlier run. Move it away, or give "
                 'LightningCLI(save_config_kwargs={"overwrite": True}) to replace it, or '
                 "LightningCLI(save_config_callback=None) to save none."
             )
-        os.makedirs(folder, exist_ok=True)
+        make_folder(folder)
         self.parser.save(self.config, path, skip_unset=False, overwrite=self.overwrite, multifile=self.multifile)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -417,7 +418,12 @@ class LightningCLI:
                 f"LightningCLI(args={args!r:.100}) was given, so that the command line {sys.argv[1:]} is ignored."
             )
         if isinstance(args, (dict, jsonargparse.Namespace)):
-            self.config = parser.parse_object(args)
+            given = args if isinstance(args, dict) else args.as_dict()
+            try:
+                given = known_here(given)
+            except TypeError as error:
+                parser.error(str(error), error)
+            self.config = parser.parse_object(given)
         else:
             self.config = parser.parse_args(args)
 

@@ -2,14 +2,14 @@
 
 It prints as a diff what has to change in the imports and in the flags of the Trainer (to stdout); and line by line what
 is to be done by hand, and what behaves otherwise for this script (to stderr). Nothing is imported or run of the script,
-and bodies of functions stay as they are: `lockstep run --lightning` runs a script unchanged.
+and bodies of functions stay as they are: `lockstep run --lightning` runs a script unchanged. Of a config (.yaml, .json)
+the class paths change.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
-import functools
 import io
 import itertools
 import json
@@ -22,8 +22,9 @@ from importlib import import_module
 from pathlib import Path
 
 from lockstep.cli.run import CommandParser
-from lockstep.ground.errors import MisconfigurationException
-from lockstep.names.finder import LIGHTNINGS, ROOT, TEST_TUBE
+from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.names.class_paths import class_at_home, home_of, refusal
+from lockstep.names.finder import ROOT
 from lockstep.names.old_flags import OLD_FLAGS, TOGETHER, Today, Translation, meaning, old_flags_of
 from lockstep.trainer import FLAGS
 
@@ -37,16 +38,16 @@ def migrate(words: Sequence[str]) -> int:
         words: behind ``lockstep migrate``.
 
     Raises:
-        MisconfigurationException: a file that is not there, or is no Python.
+        MisconfigurationException: a file that is not there, or is no Python, yaml or json.
     """
     parser = CommandParser("lockstep migrate", None, __doc__)
-    parser.add_argument("files", nargs="+", metavar="script.py", help="a script, or a folder of scripts")
+    parser.add_argument("files", nargs="+", metavar="script.py", help="a script, a folder of scripts, or a config")
     parser.add_argument("--write", action="store_true", help="make the changes of the diff in the files")
     given = parser.parse_args(words)
     files = [file for path in given.files for file in _files(Path(path))]
     read = [(file, *_read(file)) for file in files]  # all, before the first is written
     for file, text, encoding in read:
-        moved, notes = migrated(text, str(file))
+        moved, notes = migrated_config(text, str(file)) if _is_config(file) else migrated(text, str(file))
         if given.write and moved != text:
             with open(file, "w", encoding=encoding, newline="") as out:
                 out.write(moved)
@@ -71,13 +72,24 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
+def _is_config(file: Path) -> bool:
+    return file.suffix in (".yaml", ".yml", ".json")
+
+
 def _read(file: Path) -> tuple[str, str]:
     """Text, its line ends as they are, and encoding.
 
     Raises:
-        MisconfigurationException: the file is no Python.
+        MisconfigurationException: the file is no Python, yaml or json.
     """
     data = file.read_bytes()
+    if _is_config(file):
+        try:
+            text = data.decode()
+            migrated_config(text, str(file))
+        except ValueError as error:
+            raise MisconfigurationException(f"{file} is no {file.suffix[1:]}: {error}") from None
+        return text, "utf-8"
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         text = data.decode(encoding)
@@ -110,7 +122,7 @@ class ReportLine:
 
 def _report(name: str, changed: bool, notes: Sequence[ReportLine], written: bool) -> Iterator[str]:
     if not changed and not notes:
-        yield f"{name}: nothing is to be done: it imports nothing of Lightning"
+        yield f"{name}: nothing is to be done: it names nothing of Lightning"
     elif not changed or written:
         yield f"{name}: {'written' if changed else 'no line has to change'}"
     for by_hand, title in ((True, "to be done by hand"), (False, "what differs for this script")):
@@ -247,32 +259,48 @@ class _Script:
                 yield kind
 
 
-def home_of(module: str) -> str | None:
-    """The path that a module of Lightning's has in lockstep; None for other packages.
+# -- a config --------------------------------------------------------------------------------------------------
 
-    Example:
-        >>> home_of("pytorch_lightning.callbacks"), home_of("lightning.fabric.utilities.seed"), home_of("torch")
-        ('lockstep.callbacks', 'lockstep.utilities.seed', None)
+
+def migrated_config(text: str, name: str) -> tuple[str, list[ReportLine]]:
+    """A config of Lightning's command line as one for lockstep, and the report: class paths change, all else stays.
+
+    Args:
+        text: of the config.
+        name: of its file, which ends in ``.json`` or else is yaml.
+
+    Raises:
+        ValueError: it is none.
     """
-    lightnings = rf"lightning\.(?:pytorch|fabric)|{'|'.join(LIGHTNINGS)}"
-    found = re.fullmatch(rf"(?:{lightnings})((?:\.\w+)*)|{TEST_TUBE}[.\w]*", module)
-    return None if found is None else ROOT + (found[1] or "")
+    notes, moved, end = [], "", 0
+    for start, stop, value in _json_texts(text) if name.endswith(".json") else _yaml_texts(text):
+        home = class_at_home(value)
+        why = None if home is None else refusal(home)
+        if why is not None:
+            notes.append(ReportLine(len(_lines(text[:start] + "x")), f"{value}: {why}"))
+        elif home is not None:
+            moved, end = f"{moved}{text[end:start]}{text[start:stop].replace(value, home)}", stop
+    return moved + text[end:], notes
 
 
-@functools.cache
-def refusal(path: str) -> str | None:
-    """Why a name cannot be imported from lockstep; None where it can be."""
-    found: object = import_module(ROOT)
+def _json_texts(text: str) -> Iterator[tuple[int, int, str]]:
+    """Where the texts of a config begin and end, and what they are."""
+    json.loads(text)
+    for found in re.finditer(r'"((?:[^"\\]|\\.)*)"', text):
+        yield (*found.span(1), found[1])
+
+
+def _yaml_texts(text: str) -> Iterator[tuple[int, int, str]]:
     try:
-        for part in path.split(".")[1:]:
-            found = getattr(found, part)
-    except (AttributeError, ImportError) as error:
-        if isinstance(found, type) and " is gone since " not in str(error):
-            return None  # of what a class has not, a type checker tells
-        said = re.sub(rf"^{ROOT}[\w.]*: ", "", str(error))
-        known = "lockstep has nothing of this name; docs/lightning.md has the names that there are."
-        return known if said.startswith("module ") else said
-    return None
+        yaml = import_module("yaml")
+    except ModuleNotFoundError:
+        raise missing_extra("yaml", "cli", "lockstep migrate FILE.yaml") from None
+    try:
+        for event in yaml.parse(text):
+            if isinstance(event, yaml.ScalarEvent):
+                yield event.start_mark.index, event.end_mark.index, event.value
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 # -- flags of the Trainer --------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any, Union
 
@@ -15,6 +16,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.module import LightningModule
+from lockstep.names.class_paths import import_all, known_here
 from lockstep.trainer import Trainer
 
 __all__ = ["docstring_parser", "jsonargparse", "yaml"]
@@ -32,6 +34,16 @@ except ModuleNotFoundError as error:
 jsonargparse.register_unresolvable_import_paths(torch)
 if find_spec("fsspec") is not None:
     jsonargparse.set_parsing_settings(config_read_mode_fsspec_enabled=True)
+
+PARSER_MODE = "lockstep"
+"""The mode of our parsers: yaml, whose classes are looked up here first. Other parsers of the process keep theirs."""
+
+
+def _load(text: str) -> Any:
+    return known_here(jsonargparse.get_loader("yaml")(text))
+
+
+jsonargparse.set_loader(PARSER_MODE, _load, (yaml.YAMLError,))
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -86,10 +98,27 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         default_env: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
+        mode = kwargs.pop("parser_mode", "yaml")
+        if mode in ("yaml", PARSER_MODE):
+            mode = PARSER_MODE
+        else:
+            import_all()  # what is read in other modes, such as omegaconf, is not seen here
+        kwargs |= {"env_prefix": env_prefix, "default_env": default_env, "parser_mode": mode}
+        super().__init__(*args, description=description, **kwargs)
         self.callback_keys: list[str] = []
         self._optimizers: Registered = {}
         self._lr_schedulers: Registered = {}
+
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: jsonargparse.Namespace | None = None, **kwargs: Any
+    ) -> jsonargparse.Namespace:
+        """Parse words of a command line; arguments as of `jsonargparse.ArgumentParser.parse_args`."""
+        words = sys.argv[1:] if args is None else args
+        try:
+            words = [_known_word(word) if isinstance(word, str) else word for word in words]
+        except TypeError as error:
+            self.error(str(error), error)
+        return super().parse_args(words, namespace, **kwargs)
 
     def add_lightning_class_args(
         self, lightning_class: Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
@@ -182,6 +211,14 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         """What was parsed for an optimizer or scheduler, with ``class_path`` where the class was fixed."""
         kind, _ = {**self._optimizers, **self._lr_schedulers}[key]
         return parsed if isinstance(kind, tuple) else _with_class(kind)(parsed)
+
+
+def _known_word(word: str) -> str:
+    """A word of a command line as `known_here` has it; help names all classes that there are."""
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    if word in ("-h", "--help") or flag.endswith(".help"):
+        import_all()
+    return f"{flag}{equals}{known_here(value)}"
 
 
 def _with_class(kind: type) -> Callable[[Any], dict[str, Any]]:
