@@ -90,8 +90,39 @@ def test_what_has_completed_is_not_run_again(at_once: type[Ended], tmp_path: Pat
 
 def test_a_folder_of_another_search_is_refused(at_once: type[Ended], tmp_path: Path) -> None:
     options([1, 2]).optimize_parallel_cpu(print, log_path=tmp_path)
-    with pytest.raises(MisconfigurationException, match="holds a trial with other values, of another search"):
+    with pytest.raises(MisconfigurationException, match=r"option 'x' is .*\[1, 2\].* there, and .*\[1, 3\].* here"):
         options([1, 3]).optimize_parallel_cpu(print, log_path=tmp_path)
+
+
+def test_another_search_got_the_results_of_the_first_as_its_own(at_once: type[Ended], tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+
+    def begun(name: str = "lr", high: float = 1.0, epochs: int = 3, nb_trials: int = 2, **settings: Any) -> int:
+        parser = HyperOptArgumentParser(**{"strategy": "optuna", **settings})
+        parser.opt_range(f"--{name}", low=0.0, high=high, tunable=True)
+        parser.add_argument("--epochs", default=epochs)
+        at_once.started = []
+        parser.parse_args([]).optimize_parallel_cpu(print, nb_trials, log_path=tmp_path)
+        return len(at_once.started)
+
+    assert begun() == 2
+    for other, said in (
+        ({"strategy": "random_search"}, 'strategy is "optuna" there, and "random_search" here'),
+        ({"mode": "max"}, 'mode is "min" there, and "max" here'),
+        ({"name": "width"}, "option 'lr' is .* there, and unknown here; option 'width' is unknown there"),
+        ({"high": 2.0}, "option 'lr' is .*1.0.* there, and .*2.0.* here"),
+        ({"epochs": 5}, "option 'epochs' is 3 there, and 5 here: give another log_path"),
+    ):
+        with pytest.raises(MisconfigurationException, match=said):
+            begun(**other)  # type: ignore[arg-type]
+        assert at_once.started == []
+    assert begun(nb_trials=3, seed=7) == 1  # the same one goes on
+
+
+def test_a_random_search_with_another_seed_is_refused(at_once: type[Ended], tmp_path: Path) -> None:
+    options([1, 2, 3], strategy="random_search").optimize_parallel_cpu(print, 3, log_path=tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"holds a trial with other values .* the seed that it had"):
+        options([1, 2, 3], strategy="random_search", seed=9).optimize_parallel_cpu(print, 3, log_path=tmp_path)
 
 
 def test_devices_are_shared_out(at_once: type[Ended], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
+from lockstep.hpc.search import Search
 from lockstep.hpc.trials import STDERR, STDOUT, TrialFolder, read_events
 from lockstep.launch.environment import trial_environment
 
@@ -55,6 +56,7 @@ class Trials:
 
     Attributes:
         folder: of the search.
+        searched: what makes it this search, by name, as JSON holds it.
         values: of each trial, by number, made when the trial is started; None where the trial draws them itself.
         keeps: whether what the trials print goes into their folders, and not to this process' screen.
         devices: of each trial that runs at a time, as CUDA_VISIBLE_DEVICES has them; None: that stays as it is.
@@ -63,6 +65,7 @@ class Trials:
     """
 
     folder: Path
+    searched: Mapping[str, Any]
     values: Iterable[tuple[int, Mapping[str, Any] | None]]
     keeps: bool
     devices: Sequence[str | None]
@@ -85,6 +88,7 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
         RuntimeError: all have failed.
     """
     trials.folder.mkdir(parents=True, exist_ok=True)
+    Search(trials.folder).claim(trials.searched)
     _write_call(call, trials.folder)
     outcomes: dict[int, TrialOutcome] = {}
     free, running = list(reversed(trials.devices)), dict[_Process, str | None]()
@@ -131,7 +135,8 @@ def _to_run(trials: Trials, outcomes: dict[int, TrialOutcome]) -> Iterator[Trial
         known = trial.values()
         if known is not None and values is not None and known != values:
             raise MisconfigurationException(
-                f"{trial.path} holds a trial with other values, of another search: give another folder"
+                f"{trial.path} holds a trial with other values ({known}, and here {values}), of another search: give "
+                "another log_path, the seed that it had, or remove that folder"
             )
         if values is not None and known is None:
             trial.write_values(values)

@@ -220,7 +220,8 @@ class Hyperparameters(argparse.Namespace):
             how each trial ended, by number.
 
         Raises:
-            MisconfigurationException: a number that cannot be, or a function that cannot travel.
+            MisconfigurationException: a number that cannot be, a function that cannot travel, or a folder with another
+                search: other options, lists or ranges, another strategy or mode.
             RuntimeError: all trials failed.
         """
         return self._play(train_function, nb_trials, dealt(visible_devices(), _workers(nb_workers)), log_path)
@@ -291,7 +292,7 @@ class Hyperparameters(argparse.Namespace):
                     StudyTrial(search, number, folder).lose()
 
             keeps = log_path is not None
-            trials = Trials(folder, values, keeps, list(devices), self.with_values, lost)
+            trials = Trials(folder, described(self), values, keeps, list(devices), self.with_values, lost)
             return run((function, dict(vars(self)), search), trials)
 
     @classmethod
@@ -311,6 +312,25 @@ class Hyperparameters(argparse.Namespace):
 
     def __reduce__(self) -> tuple[Callable[..., Hyperparameters], tuple[dict[str, Any], int | None]]:
         return _unpickled, (dict(vars(self)), self._number)
+
+
+def described(options: Hyperparameters) -> dict[str, Any]:
+    """What a search is, by name, as JSON holds it: strategy, mode, and each option with what it may be."""
+    search = options._known_search("described")
+    dimensions = search.space.dimensions
+    found: dict[str, Any] = {"strategy": search.strategy, "mode": search.mode, "tunable": [*dimensions]}
+    for name, value in options.values().items():
+        dimension = dimensions.get(name)
+        found[f"option {name!r}"] = value if dimension is None else _tried(dimension, search.strategy)
+    return found
+
+
+def _tried(dimension: Dimension, strategy: str) -> dict[str, Any]:
+    """What a tunable option may be, as JSON holds it."""
+    if not isinstance(dimension, Range):
+        return {"options": _plain(dimension.values)}
+    points = {"nb_samples": dimension.samples} if strategy == "grid_search" else {}
+    return {"low": dimension.low, "high": dimension.high, "whole": dimension.whole, "log": dimension.log, **points}
 
 
 def _workers(number: int) -> int:
