@@ -23,7 +23,8 @@ from lockstep.ground.errors import MisconfigurationException  # noqa: E402
 from lockstep.ground.rank import rank_zero_only  # noqa: E402
 from lockstep.hpc import journal, study  # noqa: E402
 from lockstep.hpc.grid import Options, SearchSettings, Space, range_of  # noqa: E402
-from lockstep.hpc.journal import CorruptJournal, FileLock, StudyJournal, held  # noqa: E402
+from lockstep.hpc.journal import CorruptJournal, StudyJournal  # noqa: E402
+from lockstep.hpc.lock import FileLock, held  # noqa: E402
 from lockstep.hpc.study import BEAT, LOST, NUMBER, StudyTrial, fail_dead  # noqa: E402
 from lockstep.hpc.trials import JOURNAL, TrialFolder  # noqa: E402
 

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
+from lockstep.hpc.lock import FileLock
 from lockstep.hpc.search import Search
 from lockstep.hpc.trials import STDERR, STDOUT, TrialFolder, read_events
 from lockstep.launch.environment import trial_environment
@@ -84,12 +85,49 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
         trials: which.
 
     Raises:
-        MisconfigurationException: the call cannot travel, or the folder holds another search.
+        MisconfigurationException: the call cannot travel, or the folder holds another search, or one that runs now.
         RuntimeError: all have failed.
     """
     trials.folder.mkdir(parents=True, exist_ok=True)
-    Search(trials.folder).claim(trials.searched)
-    _write_call(call, trials.folder)
+    with _alone(trials.folder):
+        Search(trials.folder).claim(trials.searched)
+        _write_call(call, trials.folder)
+        found = _played(trials)
+    if found and all(each.state == "failed" for each in found):
+        raise RuntimeError(f"all {len(found)} trial(s) have failed; trial {found[0].number}: {found[0].error}")
+    return found
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Nobody else runs the search of a folder meanwhile.
+
+    Raises:
+        MisconfigurationException: somebody does.
+    """
+    call = folder / CALL
+    call.touch()
+    lock = FileLock(str(call))
+    try:
+        holder = lock.take()
+    except OSError as error:
+        log.warning(
+            "%s: no lock can be made (%s): the same search started twice would run its trials twice", folder, error
+        )
+        holder = ""
+    if holder:
+        raise MisconfigurationException(
+            f"{str(folder)!r} holds a search that runs now, in {holder}: wait for its end, or give another log_path; "
+            f"if there is no such process any more, remove {lock.link}"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _played(trials: Trials) -> list[TrialOutcome]:
+    """Run the trials; gives how each ended, by number."""
     outcomes: dict[int, TrialOutcome] = {}
     free, running = list(reversed(trials.devices)), dict[_Process, str | None]()
     waiting = _to_run(trials, outcomes)
@@ -106,10 +144,7 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
                 outcomes[process.trial.number] = process.outcome(trials)
     finally:
         _end([*running])
-    found = [outcomes[number] for number in sorted(outcomes)]
-    if found and all(each.state == "failed" for each in found):
-        raise RuntimeError(f"all {len(found)} trial(s) have failed; trial {found[0].number}: {found[0].error}")
-    return found
+    return [outcomes[number] for number in sorted(outcomes)]
 
 
 def _write_call(call: object, folder: Path) -> None:

@@ -221,7 +221,7 @@ class Hyperparameters(argparse.Namespace):
 
         Raises:
             MisconfigurationException: a number that cannot be, a function that cannot travel, or a folder with another
-                search: other options, lists or ranges, another strategy or mode.
+                search: other options, lists or ranges, another strategy or mode; or one that runs now.
             RuntimeError: all trials failed.
         """
         return self._play(train_function, nb_trials, dealt(visible_devices(), _workers(nb_workers)), log_path)

@@ -14,7 +14,8 @@ from lockstep.data.order import make_key
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import log, rank_zero_only
 from lockstep.hpc.grid import Dimension, Options, SearchSettings
-from lockstep.hpc.journal import FileLock, StudyJournal, held
+from lockstep.hpc.journal import StudyJournal
+from lockstep.hpc.lock import FileLock, held
 from lockstep.hpc.trials import JOURNAL, End, TrialFolder
 
 try:
