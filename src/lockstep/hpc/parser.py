@@ -568,23 +568,41 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def _from_files(self, args: Sequence[str] | None) -> dict[str, Any]:
         """The values in the files that `json_config` options name."""
         found: dict[str, Any] = {}
-        by_name = {action.dest: action for action in self._actions}
-        for config in self._configs:
-            probe = argparse.ArgumentParser(add_help=False, prefix_chars=self.prefix_chars)
-            probe.add_argument(*config.option_strings, dest="path", default=config.default)
-            path = probe.parse_known_args(args)[0].path
-            if path is None:
-                continue
-            try:
-                for name, value in _read_config(Path(path)).items():
-                    action = by_name.get(name.replace("-", "_"))
-                    if action is None:
-                        found[name] = value
-                    else:
-                        found[action.dest] = self._checked(action, value)
-            except (MisconfigurationException, OSError) as error:
-                self.error(f"argument {'/'.join(config.option_strings)}: {error}")
+        configs = [config for config in self._configs if config in self._actions]
+        typed = vars(self._words(args)) if configs else {}
+        for config in configs:
+            named = typed.get(config.dest)
+            for path in named if isinstance(named, list) else [named]:
+                if path is not None:
+                    found.update(self._from_file(config, Path(path)))
         return found
+
+    def _from_file(self, config: argparse.Action, path: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        by_name = {action.dest: action for action in self._actions}
+        try:
+            for name, value in _read_config(path).items():
+                action = by_name.get(name.replace("-", "_"))
+                if action is None:
+                    found[name] = value
+                else:
+                    found[action.dest] = self._checked(action, value)
+        except (MisconfigurationException, OSError) as error:
+            self.error(f"argument {'/'.join(config.option_strings)}: {error}")
+        return found
+
+    def _words(self, args: Sequence[str] | None) -> argparse.Namespace:
+        """The words that each option of a command line gets; no type and no action of the user's is called."""
+        probe = argparse.ArgumentParser(
+            add_help=False,
+            prefix_chars=self.prefix_chars,
+            fromfile_prefix_chars=self.fromfile_prefix_chars,
+            allow_abbrev=self.allow_abbrev,
+        )
+        probe.error = self.error  # type: ignore[method-assign]
+        for action in self._actions:  # all of them: a word may be one option's name, and short for another's
+            probe._add_action(_Words(action.option_strings, action.dest, action.nargs, action.const, action.default))
+        return probe.parse_known_args(args)[0]
 
     def _checked(self, action: argparse.Action, value: Any) -> Any:
         value = through("/".join(action.option_strings) or action.dest, value, self._type_of(action))
@@ -592,6 +610,15 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
             there = ", ".join(map(repr, action.choices))
             raise MisconfigurationException(f"{action.dest}: {value!r} is not one of {there}")
         return value
+
+
+class _Words(argparse.Action):
+    """Keeps the words of an option."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option_string: object = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
