@@ -102,6 +102,18 @@ def test_reports_are_counted_on_over_a_resume(tmp_path: Path) -> None:
     assert entries(tmp_path / "study")[0].intermediate_values == {0: 0.0, 1: 1.0, 2: 2.0}
 
 
+def test_a_trial_that_began_anew_kept_the_values_of_its_failed_start(tmp_path: Path) -> None:
+    hparams = drawn(tmp_path, above=999)
+    quiet(max_epochs=3, callbacks=[PruneTrial("loss")]).fit(Rises(added=100.0), loader())
+    hparams.finish(0, "failed")
+    hparams = drawn(tmp_path, above=999)
+    quiet(max_epochs=2, callbacks=[PruneTrial("loss")]).fit(Rises(), loader())
+    assert hparams.finish(0, "completed") == "completed"
+    failed, completed = entries(tmp_path)
+    assert (failed.state.name, failed.intermediate_values) == ("FAIL", {0: 100.0, 1: 101.0, 2: 102.0})
+    assert (completed.value, completed.intermediate_values) == (1.0, {0: 0.0, 1: 1.0})
+
+
 def test_outside_of_a_trial_it_does_nothing() -> None:
     callback = PruneTrial("loss")
     trainer = quiet(max_epochs=2, callbacks=[callback])

@@ -138,10 +138,16 @@ def test_a_number_of_trials_that_is_none_is_refused(strategy: str, wrong: Any) -
 
 def test_more_trials_than_combinations_are_not_made_up() -> None:
     space = Space({"x": Options((1, 2, 3))})
-    assert len(numbers(space, "grid_search", 9)) == len(numbers(space, "random_search", 9)) == 3
+    assert len(numbers(space, "grid_search", 9)) == 3
+    with pytest.warns(UserWarning, match="nb_trials=9, and the lists have 3 combinations"):
+        assert len(numbers(space, "random_search", 9)) == 3
     assert len(numbers(Space({"x": Range(0.0, 1.0)}), "random_search", 99)) == 99
     with pytest.raises(MisconfigurationException, match="needs nb_trials"):
         numbers(space, "random_search", None)
+
+
+def test_optuna_ran_no_more_trials_than_lists_have_combinations() -> None:
+    assert list(numbers(Space({"x": Options((1, 2, 3))}), "optuna", 7)) == list(range(7))
 
 
 def test_a_type_that_takes_text_gets_text() -> None:

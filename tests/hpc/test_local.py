@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.hpc import local
 from lockstep.hpc import parser as parser_module
 from lockstep.hpc.local import Trials, dealt
+from lockstep.hpc.lock import FileLock, held
 from lockstep.hpc.parser import HyperOptArgumentParser, Hyperparameters
 from lockstep.hpc.trials import TrialFolder, read_events
 from lockstep.launch.environment import trial_environment, visible_devices
@@ -90,8 +92,66 @@ def test_what_has_completed_is_not_run_again(at_once: type[Ended], tmp_path: Pat
 
 def test_a_folder_of_another_search_is_refused(at_once: type[Ended], tmp_path: Path) -> None:
     options([1, 2]).optimize_parallel_cpu(print, log_path=tmp_path)
-    with pytest.raises(MisconfigurationException, match="holds a trial with other values, of another search"):
+    with pytest.raises(MisconfigurationException, match=r"option 'x' is .*\[1, 2\].* there, and .*\[1, 3\].* here"):
         options([1, 3]).optimize_parallel_cpu(print, log_path=tmp_path)
+
+
+def test_another_search_got_the_results_of_the_first_as_its_own(at_once: type[Ended], tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+
+    def begun(name: str = "lr", high: float = 1.0, epochs: int = 3, nb_trials: int = 2, **settings: Any) -> int:
+        parser = HyperOptArgumentParser(**{"strategy": "optuna", **settings})
+        parser.opt_range(f"--{name}", low=0.0, high=high, tunable=True)
+        parser.add_argument("--epochs", default=epochs)
+        at_once.started = []
+        parser.parse_args([]).optimize_parallel_cpu(print, nb_trials, log_path=tmp_path)
+        return len(at_once.started)
+
+    assert begun() == 2
+    for other, said in (
+        ({"strategy": "random_search"}, 'strategy is "optuna" there, and "random_search" here'),
+        ({"mode": "max"}, 'mode is "min" there, and "max" here'),
+        ({"name": "width"}, "option 'lr' is .* there, and unknown here; option 'width' is unknown there"),
+        ({"high": 2.0}, "option 'lr' is .*1.0.* there, and .*2.0.* here"),
+        ({"epochs": 5}, "option 'epochs' is 3 there, and 5 here: give another log_path"),
+    ):
+        with pytest.raises(MisconfigurationException, match=said):
+            begun(**other)  # type: ignore[arg-type]
+        assert at_once.started == []
+    assert begun(nb_trials=3, seed=7) == 1  # the same one goes on
+
+
+def test_a_random_search_with_another_seed_is_refused(at_once: type[Ended], tmp_path: Path) -> None:
+    options([1, 2, 3], strategy="random_search").optimize_parallel_cpu(print, 3, log_path=tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"holds a trial with other values .* the seed that it had"):
+        options([1, 2, 3], strategy="random_search", seed=9).optimize_parallel_cpu(print, 3, log_path=tmp_path)
+
+
+def test_the_same_call_made_twice_at_a_time_ran_each_trial_twice(at_once: type[Ended], tmp_path: Path) -> None:
+    (tmp_path / local.CALL).touch()
+    with held(FileLock(str(tmp_path / local.CALL))):
+        said = rf"runs now, in process {os.getpid()} of .* another log_path; .* remove .*call\.pkl\.lock"
+        with pytest.raises(MisconfigurationException, match=said):
+            options([1, 2]).optimize_parallel_cpu(print, log_path=tmp_path)
+    assert at_once.started == []
+    os.symlink("elsewhere|1|1", tmp_path / "call.pkl.lock")  # of another host
+    with pytest.raises(MisconfigurationException, match="in process 1 of elsewhere"):
+        options([1, 2]).optimize_parallel_cpu(print, log_path=tmp_path)
+    (tmp_path / "call.pkl.lock").unlink()
+    assert len(options([1, 2]).optimize_parallel_cpu(print, log_path=tmp_path)) == 2
+    assert not os.path.lexists(tmp_path / "call.pkl.lock")
+
+
+def test_a_file_system_without_links_has_no_lock_and_says_so(
+    at_once: type[Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*words: str) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        assert len(options([1, 2]).optimize_parallel_cpu(print, log_path=tmp_path)) == 2
+    assert "no lock can be made" in caplog.text
 
 
 def test_devices_are_shared_out(at_once: type[Ended], monkeypatch: pytest.MonkeyPatch) -> None:

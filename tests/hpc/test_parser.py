@@ -233,6 +233,22 @@ def test_a_file_that_cannot_be_is_an_error_of_the_command(
     assert said in capsys.readouterr().err.replace("\n", " ")
 
 
+def test_options_that_are_short_for_config_were_read_as_files(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text('{"c": 0.25}')
+    opened: list[str] = []
+    parser = HyperOptArgumentParser()
+    parser.json_config("--config", "--cfg")
+    parser.add_argument("--c", type=float, default=1.0)
+    parser.add_argument("--conf-dir", type=lambda text: opened.append(text) or text)
+    parser.add_argument("command")
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    assert parser.parse_args(["--c", "0.5", "x"]).c == 0.5
+    assert parser.parse_args(["--conf-dir", "y", "x"]).conf_dir == "y"
+    assert opened == ["y"]  # a type is called once
+    assert parser.parse_args(["--confi", str(tmp_path / "c.json"), "x"]).c == 0.25
+    assert parser.parse_args(["x", "--config", "nowhere.json"]).rest == ["--config", "nowhere.json"]
+
+
 def test_a_file_that_is_missing_is_an_error_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         with_config().parse_args(["--config", "nowhere.json"])

@@ -23,7 +23,8 @@ from lockstep.ground.errors import MisconfigurationException  # noqa: E402
 from lockstep.ground.rank import rank_zero_only  # noqa: E402
 from lockstep.hpc import journal, study  # noqa: E402
 from lockstep.hpc.grid import Options, SearchSettings, Space, range_of  # noqa: E402
-from lockstep.hpc.journal import CorruptJournal, FileLock, StudyJournal, held  # noqa: E402
+from lockstep.hpc.journal import CorruptJournal, StudyJournal  # noqa: E402
+from lockstep.hpc.lock import FileLock, held  # noqa: E402
 from lockstep.hpc.study import BEAT, LOST, NUMBER, StudyTrial, fail_dead  # noqa: E402
 from lockstep.hpc.trials import JOURNAL, TrialFolder  # noqa: E402
 
@@ -143,8 +144,65 @@ def test_the_last_report_is_the_value_and_the_pruner_stops_a_bad_trial(tmp_path:
     assert opened(tmp_path).best_value == 1.0
 
 
+@pytest.mark.parametrize("told", ["failed", None])
+def test_a_start_that_begins_anew_kept_the_reports_of_the_one_before(told: Any, tmp_path: Path) -> None:
+    trial = StudyTrial(settings(), 0, tmp_path)
+    trial.draw()
+    for step in range(3):
+        trial.report(step, 100.0)
+    if told:
+        trial.finish(0, told, None)
+    trial.rest()  # or its process was killed
+    again = StudyTrial(settings(), 0, tmp_path)
+    again.draw()
+    again.resume(0)
+    again.report(0, 1.0)
+    assert again.finish(0, "completed", None) == "completed"
+    old, new = opened(tmp_path).trials
+    assert (old.state.name, new.value, new.intermediate_values) == ("FAIL", 1.0, {0: 1.0})
+
+
+def test_a_start_that_resumes_takes_over_the_reports_before_its_checkpoint(tmp_path: Path) -> None:
+    trial = StudyTrial(settings(), 0, tmp_path)
+    trial.draw()
+    for step in range(4):
+        trial.report(step, float(step))
+    trial.rest()
+    again = StudyTrial(settings(), 0, tmp_path)
+    again.draw()
+    again.resume(2)
+    again.report(2, 9.0)
+    assert again.finish(0, "completed", None) == "completed"
+    assert opened(tmp_path).trials[-1].intermediate_values == {0: 0.0, 1: 1.0, 2: 9.0}
+
+
+def test_a_start_that_reports_nothing_had_the_value_of_the_one_before(tmp_path: Path) -> None:
+    pruner = optuna.pruners.ThresholdPruner(upper=50)
+    trial = StudyTrial(settings(pruner=pruner), 0, tmp_path)
+    trial.draw()
+    assert trial.report(0, 100.0)
+    trial.finish(0, "failed", None)
+    again = StudyTrial(settings(), 0, tmp_path)
+    again.draw()
+    assert again.finish(0, "completed", None) == "failed"
+    again = StudyTrial(settings(), 0, tmp_path)
+    again.draw()
+    again.resume(1)  # behind its last report: it was pruned there
+    assert again.finish(0, "completed", None) == "pruned"
+
+
+def test_a_trial_that_has_ended_takes_no_more_reports(tmp_path: Path) -> None:
+    played(tmp_path, 0, [1.0])
+    again = StudyTrial(settings(), 0, tmp_path)
+    again.draw()
+    again.resume(0)
+    assert [again.report(step, 5.0) for step in range(2)] == [False, False]
+    again.finish(0, "completed", None)
+    (entry,) = opened(tmp_path).trials
+    assert entry.intermediate_values == {0: 1.0}
+
+
 def test_a_report_made_twice_stays_as_it_was(tmp_path: Path) -> None:
-    """A trial that resumes behind its last report makes it again."""
     trial = StudyTrial(settings(), 0, tmp_path)
     trial.draw()
     trial.report(0, 1.0)

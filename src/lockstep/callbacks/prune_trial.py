@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,8 @@ class PruneTrial(Callback):
     A report is made after each validation, or at the end of each training epoch where validation runs exactly once an
     epoch. The value is reduced over the ranks, rank 0 reports it and asks the study's pruner, and all ranks hear the
     answer: a pruned trial ends on all of them at the same step, as by `trainer.should_stop`. Reports are counted from
-    0, also over a resume, so that trials with other batch sizes compare. The last value is that of the trial, where
+    0, also over a resume, so that trials with other batch sizes compare. A fit that goes on from a checkpoint keeps the
+    reports before it; one that begins anew keeps none of an earlier start. The last value is that of the trial, where
     its function returns none.
 
     Outside of a trial it does nothing.
@@ -71,6 +73,16 @@ class PruneTrial(Callback):
         if self._trial is None and stage == "fit":
             rank_zero_info(f"PruneTrial(monitor={self.monitor!r}): no trial of a study runs here, so none is pruned.")
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell the study which reports the fit goes on from: those that its checkpoint knows of."""
+
+        def begin(trial: StudyTrial) -> bool:
+            trial.resume(self.checks)
+            return False
+
+        if not trainer.fast_dev_run:
+            self._on_rank_0(trainer, begin)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget that an earlier fit was stopped."""
         self.pruned = False
@@ -99,11 +111,19 @@ class PruneTrial(Callback):
             return
         metrics = trainer.reduced_metrics()
         value = metrics.get(self.monitor)
+        prunes = self._on_rank_0(trainer, lambda trial: self._ask(trainer, trial, metrics, value))
+        self.checks += value is not None
+        if prunes:
+            self.pruned = True
+            trainer.should_stop = True
+
+    def _on_rank_0(self, trainer: Trainer, ask: Callable[[StudyTrial], bool]) -> bool:
+        """What the trial answers rank 0, on all ranks; its error on all of them, too. Without a trial, no."""
         answer: bool | str = False
         problem: Exception | None = None
         if trainer.is_global_zero and self._trial is not None:
             try:
-                answer = self._ask(trainer, self._trial, metrics, value)
+                answer = ask(self._trial)
             except Exception as error:  # the other ranks wait to hear of it
                 problem, answer = error, f"rank 0: {type(error).__name__}: {error}"
         answer = trainer.strategy.broadcast(answer)
@@ -111,10 +131,7 @@ class PruneTrial(Callback):
             raise problem
         if isinstance(answer, str):
             raise RuntimeError(answer)
-        self.checks += value is not None
-        if answer:
-            self.pruned = True
-            trainer.should_stop = True
+        return answer
 
     def _ask(self, trainer: Trainer, trial: StudyTrial, metrics: dict[str, Tensor], value: Tensor | None) -> bool:
         """Report, and ask whether the trial is to be stopped."""

@@ -17,9 +17,9 @@ from typing import Any
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
 from lockstep.hpc import queue, sbatch, snapshot
-from lockstep.hpc.parser import Hyperparameters
+from lockstep.hpc.parser import Hyperparameters, described
 from lockstep.hpc.sbatch import Batch, Option, ScriptTrials
-from lockstep.hpc.search import SCRIPT, SEARCH, Search, submit_trials
+from lockstep.hpc.search import SCRIPT, SEARCH, SEARCHED, Search, submit_trials
 from lockstep.hpc.trial_process import OwnSaving, has_saved, of_hparams, run_trial
 from lockstep.hpc.trials import STDERR, STDOUT, TrialFolder, folders
 from lockstep.launch.attempts import trial_here
@@ -321,6 +321,7 @@ class SlurmCluster:
                     "max_preemptions": self.max_preemptions,
                     "max_failures": self.max_failures,
                     "command": words,
+                    SEARCHED: None if self.hyperparam_optimizer is None else described(self.hyperparam_optimizer),
                 }
             )
             if self.array:

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
 
 LARGEST_PERMUTED = 1 << 62
 """Up to this many combinations are shuffled; of more, each trial draws its own, and two hardly ever meet."""
@@ -276,10 +277,12 @@ def _is_finite(number: object) -> bool:
 def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]:
     """The numbers of a search's trials.
 
+    A grid, and a random search of lists, end with the last combination. Optuna may ask for one again.
+
     Args:
         space: what is searched.
-        strategy: "grid_search" or "random_search".
-        nb_trials: at most so many; None: all of a grid.
+        strategy: one of `STRATEGIES`.
+        nb_trials: so many, or all combinations if these are fewer; None: all of a grid.
 
     Raises:
         MisconfigurationException: a number of trials that is none, or that a grid has more combinations than.
@@ -292,9 +295,18 @@ def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]
     if not isinstance(nb_trials, int) or isinstance(nb_trials, bool) or nb_trials < 1:
         raise MisconfigurationException(f"nb_trials={nb_trials!r}: give a number of trials from 1")
     if in_grid and space.size > nb_trials:
-        counts = " x ".join(f"{name} {len(dimension)}" for name, dimension in space.dimensions.items())
         raise MisconfigurationException(
-            f"nb_trials={nb_trials}, and the grid has {space.size} combinations ({counts}): give "
+            f"nb_trials={nb_trials}, and the grid has {space.size} combinations ({_counts(space)}): give "
             f"nb_trials={space.size} to run all of them, fewer options, or strategy='random_search' for a part of them"
         )
-    return range(min(nb_trials, space.size) if in_grid or space.is_listed else nb_trials)
+    if strategy == "random_search" and space.is_listed and space.size < nb_trials:
+        warn_once(
+            f"nb_trials={nb_trials}, and the lists have {space.size} combinations: a random search draws none twice, "
+            f"so it has {space.size} trials"
+        )
+        nb_trials = space.size
+    return range(space.size if in_grid else nb_trials)
+
+
+def _counts(space: Space) -> str:
+    return " x ".join(f"{name} {len(dimension)}" for name, dimension in space.dimensions.items())

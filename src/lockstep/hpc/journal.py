@@ -1,4 +1,4 @@
-"""The journal file of a study: Optuna's, with lines that are checked after each write, and a lock that outlives nobody.
+"""The journal file of a study: Optuna's, with lines that are checked after each write.
 
 A line is an operation, and trials are numbered by the lines before them. So a line that is torn, by a writer that was
 killed or by a network file system, must not stay: it would be read as part of the next one.
@@ -6,19 +6,14 @@ killed or by a network file system, must not stay: it would be read as part of t
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
-import socket
-import time
-import uuid
-from collections.abc import Generator, Iterator
-from functools import cache
+from collections.abc import Generator
 from typing import Any
 
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import log
+from lockstep.hpc.lock import FileLock, held
 
 try:
     from optuna.storages.journal import JournalFileBackend
@@ -27,8 +22,6 @@ except ModuleNotFoundError:
 
 TRIES = 3
 """How often a line is written that does not come out as it was written."""
-LONGEST_PAUSE = 0.05
-"""Seconds between two looks at a lock that somebody has."""
 
 
 class CorruptJournal(RuntimeError):
@@ -149,109 +142,3 @@ def _cut_torn_end(file: int, path: str) -> int:
         log.warning("%s: its last line was torn after %d bytes, by a writer that was killed: cut off", path, size - end)
         os.ftruncate(file, end)
     return end
-
-
-# -- the lock -------------------------------------------------------------------------------------------------
-
-
-class FileLock:
-    """A lock for processes of several nodes: a symbolic link beside the file, which names who has it.
-
-    Where Optuna's own tools lock the journal, they use the same link. A lock of a process of this host that has died
-    is taken over at once; one of another host when it has not changed for `grace` seconds.
-
-    Args:
-        path: of the file that exists and is locked. The lock's name is the same with `suffix`.
-        suffix: of the name.
-        grace: seconds.
-    """
-
-    def __init__(self, path: str, suffix: str = ".lock", grace: float = 30.0) -> None:
-        self._path, self._link, self.grace = path, path + suffix, grace
-
-    def acquire(self) -> bool:
-        """Wait for the lock.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        pause, seen, since = 0.001, None, time.monotonic()
-        while True:
-            try:
-                os.symlink(_identity(), self._link)
-                return True
-            except FileExistsError:
-                pass
-            found = self._look()
-            if found != seen:
-                seen, since = found, time.monotonic()
-            if found is not None and (_has_died(found[0]) or time.monotonic() - since > self.grace):
-                self._break(found)
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    def release(self) -> None:
-        """Give the lock back, unless somebody has taken it over."""
-        found = self._look()
-        if found is not None and found[0] == _identity():
-            os.unlink(self._link)
-
-    def _look(self) -> tuple[str, float] | None:
-        """Who has the lock, and since when; None: nobody."""
-        try:
-            return os.readlink(self._link), os.lstat(self._link).st_mtime
-        except FileNotFoundError:
-            return None
-
-    def _break(self, stale: tuple[str, float]) -> None:
-        """Remove a lock that nobody will give back, unless it is another one by now."""
-        with open(self._path, "rb") as file:
-            with contextlib.suppress(OSError):  # a file system without: then two may look at once
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if self._look() == stale:
-                aside = f"{self._link}-{uuid.uuid4().hex}"
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(self._link, aside)
-                    os.unlink(aside)
-
-
-@contextlib.contextmanager
-def held(lock: FileLock) -> Iterator[None]:
-    """Hold a lock."""
-    lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _identity() -> str:
-    """This process, by what no other one has: machine, boot, process namespace, number, start."""
-    return f"{_host()}|{os.getpid()}|{_started(os.getpid())}"
-
-
-def _has_died(identity: str) -> bool:
-    """Whether a process of this host is gone; False for processes of other hosts, of which nobody knows."""
-    host, _, rest = identity.partition("|")
-    number, _, start = rest.partition("|")
-    return host == _host() and number.isdigit() and _started(int(number)) != start
-
-
-@cache
-def _host() -> str:
-    name = socket.gethostname()
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{name}/{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return name
-
-
-def _started(process: int) -> str:
-    """When a process was started, as the system counts; empty where there is none, or it has ended."""
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            told = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return "" if os.path.isdir("/proc/self") else "?"
-    return "" if told[0] in (b"Z", b"X") else told[19].decode()

@@ -15,6 +15,8 @@ from typing import IO, Any
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
+from lockstep.hpc.lock import FileLock
+from lockstep.hpc.search import Search
 from lockstep.hpc.trials import STDERR, STDOUT, TrialFolder, read_events
 from lockstep.launch.environment import trial_environment
 
@@ -55,6 +57,7 @@ class Trials:
 
     Attributes:
         folder: of the search.
+        searched: what makes it this search, by name, as JSON holds it.
         values: of each trial, by number, made when the trial is started; None where the trial draws them itself.
         keeps: whether what the trials print goes into their folders, and not to this process' screen.
         devices: of each trial that runs at a time, as CUDA_VISIBLE_DEVICES has them; None: that stays as it is.
@@ -63,6 +66,7 @@ class Trials:
     """
 
     folder: Path
+    searched: Mapping[str, Any]
     values: Iterable[tuple[int, Mapping[str, Any] | None]]
     keeps: bool
     devices: Sequence[str | None]
@@ -81,11 +85,49 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
         trials: which.
 
     Raises:
-        MisconfigurationException: the call cannot travel, or the folder holds another search.
+        MisconfigurationException: the call cannot travel, or the folder holds another search, or one that runs now.
         RuntimeError: all have failed.
     """
     trials.folder.mkdir(parents=True, exist_ok=True)
-    _write_call(call, trials.folder)
+    with _alone(trials.folder):
+        Search(trials.folder).claim(trials.searched)
+        _write_call(call, trials.folder)
+        found = _played(trials)
+    if found and all(each.state == "failed" for each in found):
+        raise RuntimeError(f"all {len(found)} trial(s) have failed; trial {found[0].number}: {found[0].error}")
+    return found
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Nobody else runs the search of a folder meanwhile.
+
+    Raises:
+        MisconfigurationException: somebody does.
+    """
+    call = folder / CALL
+    call.touch()
+    lock = FileLock(str(call))
+    try:
+        holder = lock.take()
+    except OSError as error:
+        log.warning(
+            "%s: no lock can be made (%s): the same search started twice would run its trials twice", folder, error
+        )
+        holder = ""
+    if holder:
+        raise MisconfigurationException(
+            f"{str(folder)!r} holds a search that runs now, in {holder}: wait for its end, or give another log_path; "
+            f"if there is no such process any more, remove {lock.link}"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _played(trials: Trials) -> list[TrialOutcome]:
+    """Run the trials; gives how each ended, by number."""
     outcomes: dict[int, TrialOutcome] = {}
     free, running = list(reversed(trials.devices)), dict[_Process, str | None]()
     waiting = _to_run(trials, outcomes)
@@ -102,10 +144,7 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
                 outcomes[process.trial.number] = process.outcome(trials)
     finally:
         _end([*running])
-    found = [outcomes[number] for number in sorted(outcomes)]
-    if found and all(each.state == "failed" for each in found):
-        raise RuntimeError(f"all {len(found)} trial(s) have failed; trial {found[0].number}: {found[0].error}")
-    return found
+    return [outcomes[number] for number in sorted(outcomes)]
 
 
 def _write_call(call: object, folder: Path) -> None:
@@ -131,7 +170,8 @@ def _to_run(trials: Trials, outcomes: dict[int, TrialOutcome]) -> Iterator[Trial
         known = trial.values()
         if known is not None and values is not None and known != values:
             raise MisconfigurationException(
-                f"{trial.path} holds a trial with other values, of another search: give another folder"
+                f"{trial.path} holds a trial with other values ({known}, and here {values}), of another search: give "
+                "another log_path, the seed that it had, or remove that folder"
             )
         if values is not None and known is None:
             trial.write_values(values)

@@ -220,7 +220,8 @@ class Hyperparameters(argparse.Namespace):
             how each trial ended, by number.
 
         Raises:
-            MisconfigurationException: a number that cannot be, or a function that cannot travel.
+            MisconfigurationException: a number that cannot be, a function that cannot travel, or a folder with another
+                search: other options, lists or ranges, another strategy or mode; or one that runs now.
             RuntimeError: all trials failed.
         """
         return self._play(train_function, nb_trials, dealt(visible_devices(), _workers(nb_workers)), log_path)
@@ -291,7 +292,7 @@ class Hyperparameters(argparse.Namespace):
                     StudyTrial(search, number, folder).lose()
 
             keeps = log_path is not None
-            trials = Trials(folder, values, keeps, list(devices), self.with_values, lost)
+            trials = Trials(folder, described(self), values, keeps, list(devices), self.with_values, lost)
             return run((function, dict(vars(self)), search), trials)
 
     @classmethod
@@ -311,6 +312,25 @@ class Hyperparameters(argparse.Namespace):
 
     def __reduce__(self) -> tuple[Callable[..., Hyperparameters], tuple[dict[str, Any], int | None]]:
         return _unpickled, (dict(vars(self)), self._number)
+
+
+def described(options: Hyperparameters) -> dict[str, Any]:
+    """What a search is, by name, as JSON holds it: strategy, mode, and each option with what it may be."""
+    search = options._known_search("described")
+    dimensions = search.space.dimensions
+    found: dict[str, Any] = {"strategy": search.strategy, "mode": search.mode, "tunable": [*dimensions]}
+    for name, value in options.values().items():
+        dimension = dimensions.get(name)
+        found[f"option {name!r}"] = value if dimension is None else _tried(dimension, search.strategy)
+    return found
+
+
+def _tried(dimension: Dimension, strategy: str) -> dict[str, Any]:
+    """What a tunable option may be, as JSON holds it."""
+    if not isinstance(dimension, Range):
+        return {"options": _plain(dimension.values)}
+    points = {"nb_samples": dimension.samples} if strategy == "grid_search" else {}
+    return {"low": dimension.low, "high": dimension.high, "whole": dimension.whole, "log": dimension.log, **points}
 
 
 def _workers(number: int) -> int:
@@ -548,23 +568,41 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def _from_files(self, args: Sequence[str] | None) -> dict[str, Any]:
         """The values in the files that `json_config` options name."""
         found: dict[str, Any] = {}
-        by_name = {action.dest: action for action in self._actions}
-        for config in self._configs:
-            probe = argparse.ArgumentParser(add_help=False, prefix_chars=self.prefix_chars)
-            probe.add_argument(*config.option_strings, dest="path", default=config.default)
-            path = probe.parse_known_args(args)[0].path
-            if path is None:
-                continue
-            try:
-                for name, value in _read_config(Path(path)).items():
-                    action = by_name.get(name.replace("-", "_"))
-                    if action is None:
-                        found[name] = value
-                    else:
-                        found[action.dest] = self._checked(action, value)
-            except (MisconfigurationException, OSError) as error:
-                self.error(f"argument {'/'.join(config.option_strings)}: {error}")
+        configs = [config for config in self._configs if config in self._actions]
+        typed = vars(self._words(args)) if configs else {}
+        for config in configs:
+            named = typed.get(config.dest)
+            for path in named if isinstance(named, list) else [named]:
+                if path is not None:
+                    found.update(self._from_file(config, Path(path)))
         return found
+
+    def _from_file(self, config: argparse.Action, path: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        by_name = {action.dest: action for action in self._actions}
+        try:
+            for name, value in _read_config(path).items():
+                action = by_name.get(name.replace("-", "_"))
+                if action is None:
+                    found[name] = value
+                else:
+                    found[action.dest] = self._checked(action, value)
+        except (MisconfigurationException, OSError) as error:
+            self.error(f"argument {'/'.join(config.option_strings)}: {error}")
+        return found
+
+    def _words(self, args: Sequence[str] | None) -> argparse.Namespace:
+        """The words that each option of a command line gets; no type and no action of the user's is called."""
+        probe = argparse.ArgumentParser(
+            add_help=False,
+            prefix_chars=self.prefix_chars,
+            fromfile_prefix_chars=self.fromfile_prefix_chars,
+            allow_abbrev=self.allow_abbrev,
+        )
+        probe.error = self.error  # type: ignore[method-assign]
+        for action in self._actions:  # all of them: a word may be one option's name, and short for another's
+            probe._add_action(_Words(action.option_strings, action.dest, action.nargs, action.const, action.default))
+        return probe.parse_known_args(args)[0]
 
     def _checked(self, action: argparse.Action, value: Any) -> Any:
         value = through("/".join(action.option_strings) or action.dest, value, self._type_of(action))
@@ -572,6 +610,15 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
             there = ", ".join(map(repr, action.choices))
             raise MisconfigurationException(f"{action.dest}: {value!r} is not one of {there}")
         return value
+
+
+class _Words(argparse.Action):
+    """Keeps the words of an option."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option_string: object = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import storage
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.hpc import queue
 from lockstep.hpc.queue import QueuedJob, SlurmRefused
 from lockstep.hpc.trials import TrialFolder, TrialHistory, folders, read_events
 
 SEARCH = "search.json"
 SCRIPT = "job.sh"
+SEARCHED = "searched"
+"""Among the settings: what is searched, and how."""
 
 UNSUBMITTED, PENDING, RUNNING = "unsubmitted", "pending", "running"
 PREEMPTED, COMPLETED, PRUNED, FAILED = "preempted", "completed", "pruned", "failed"
@@ -82,12 +85,37 @@ class Search:
         self.path = Path(path)
 
     def write(self, settings: Mapping[str, Any]) -> None:
-        """Keep what the search was submitted with."""
+        """Keep what the search was begun with."""
         with storage.replacing(self.path / SEARCH) as file:
             file.write(json.dumps(dict(settings), indent=1).encode() + b"\n")
 
+    def claim(self, searched: Mapping[str, Any]) -> None:
+        """Keep what is searched; where the folder has a search already, see that it is this one.
+
+        Args:
+            searched: what makes it this search, by name, as JSON holds it.
+
+        Raises:
+            MisconfigurationException: it is another one.
+        """
+        settings = self.settings()
+        kept = settings.get(SEARCHED)
+        if kept is None:
+            self.write({**settings, SEARCHED: dict(searched)})
+            return
+        different = [
+            f"{name} is {_shown(kept, name)} there, and {_shown(searched, name)} here"
+            for name in {**kept, **searched}
+            if _shown(kept, name) != _shown(searched, name)
+        ]
+        if different:
+            raise MisconfigurationException(
+                f"{str(self.path)!r} holds another search: {'; '.join(different)}: give another log_path, what it was "
+                "begun with, or remove that folder"
+            )
+
     def settings(self) -> dict[str, Any]:
-        """What it was submitted with; empty where that is not known."""
+        """What it was begun with; empty where that is not known."""
         try:
             found: dict[str, Any] = json.loads((self.path / SEARCH).read_bytes())
         except (OSError, ValueError):
@@ -104,6 +132,10 @@ class Search:
     def trials(self) -> list[TrialFolder]:
         """Its trials, by number."""
         return folders(self.path)
+
+
+def _shown(searched: Mapping[str, Any], name: str) -> str:
+    return json.dumps(searched[name]) if name in searched else "unknown"
 
 
 def found_at(path: str | os.PathLike[str]) -> list[Search]:

@@ -14,7 +14,8 @@ from lockstep.data.order import make_key
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import log, rank_zero_only
 from lockstep.hpc.grid import Dimension, Options, SearchSettings
-from lockstep.hpc.journal import FileLock, StudyJournal, held
+from lockstep.hpc.journal import StudyJournal
+from lockstep.hpc.lock import FileLock, held
 from lockstep.hpc.trials import JOURNAL, End, TrialFolder
 
 try:
@@ -51,8 +52,9 @@ _STATES = {end: state for state, end in _ENDS.items()}
 class StudyTrial:
     """A trial of a study, by its number in the search. It can be pickled.
 
-    A trial that was taken for dead, and is not, or is started again, goes on under its number: the study gets another
-    entry with its values and reports, beside the failed one.
+    Each start of a trial that has reported is an entry of its own, with the trial's number and values; the one before
+    it has failed. A fit that goes on from a checkpoint takes over the reports before it (:meth:`resume`). A trial that
+    was taken for dead, and is not, gets another entry with its values and reports.
 
     Args:
         settings: of the search.
@@ -110,10 +112,11 @@ class StudyTrial:
                 self._storage.set_trial_user_attr(asked[0]._trial_id, NUMBER, self.number)
             else:
                 self._study.enqueue_trial({}, user_attrs={NUMBER: self.number})
-        found = self._alive()
+        found = self._known_entry()
         if found.state == TrialState.WAITING:
             self._storage.set_trial_state_values(found._trial_id, TrialState.RUNNING)
-        return found
+        has_run = found.state == TrialState.RUNNING and found.intermediate_values
+        return self._anew(found, keeps=False) if has_run or found.state == TrialState.FAIL else found
 
     def _sample(self, entry: FrozenTrial) -> dict[str, Any]:
         """What Optuna has for each hyperparameter; a trial that died while it drew goes on where it was."""
@@ -134,15 +137,42 @@ class StudyTrial:
 
     # -- on its way ------------------------------------------------------------------------------------------
 
+    def resume(self, checks: int) -> None:
+        """Tell the study that a fit begins: of earlier reports, those before its first check are its own.
+
+        Args:
+            checks: reports that the fit's checkpoint knows of; 0 without one.
+        """
+        with self._drawing():
+            entry = self._alive()
+            goes_on = entry.last_step is not None and entry.last_step + 1 == checks
+            if entry.state != TrialState.RUNNING or goes_on:
+                return
+            earlier = [each for each in self._entries() if checks - 1 in each.intermediate_values]
+            if entry.intermediate_values:  # of a fit before, in this process
+                entry = self._anew(entry, keeps=False)
+            if earlier:
+                self._take_over(entry, earlier[-1], checks)
+
+    def _take_over(self, entry: FrozenTrial, earlier: FrozenTrial, checks: int) -> None:
+        """Have an entry begin with the first reports of an earlier one."""
+        for step, value in earlier.intermediate_values.items():
+            if step < checks:
+                self._storage.set_trial_intermediate_value(entry._trial_id, step, value)
+        if earlier.user_attrs.get(PRUNED_AT, checks) < checks:
+            self._storage.set_trial_user_attr(entry._trial_id, PRUNED_AT, earlier.user_attrs[PRUNED_AT])
+
     def report(self, step: int, value: float) -> bool:
         """Tell the study a value of the trial, and ask whether the trial is to be stopped.
 
         Args:
-            step: number of the check; a value that was told for it before stays.
+            step: number of the check; a value that this fit has told for it before stays.
             value: that the search minimizes or maximizes.
         """
         with self._drawing():
             entry = self._alive()
+            if entry.state != TrialState.RUNNING:  # it has ended already, and stays as it is
+                return entry.state == TrialState.PRUNED
             if step not in entry.intermediate_values:
                 self._storage.set_trial_intermediate_value(entry._trial_id, step, value)
                 entry = self._known_entry()
@@ -188,18 +218,22 @@ class StudyTrial:
         return state
 
     def _alive(self) -> FrozenTrial:
-        """The trial's entry; where that has failed, another one with its values and reports, which runs."""
+        """The trial's entry; where that was taken for dead, another one with its values and reports, which runs."""
         entry = self._known_entry()
-        if entry.state != TrialState.FAIL:
-            return entry
-        attributes = {name: value for name, value in entry.user_attrs.items() if name != LOST}
+        return self._anew(entry, keeps=True) if entry.state == TrialState.FAIL else entry
+
+    def _anew(self, entry: FrozenTrial, keeps: bool) -> FrozenTrial:
+        """Another entry of the trial in the place of this one, which runs: with its values, and maybe its reports."""
+        if entry.state == TrialState.RUNNING:
+            self._study.tell(entry.number, state=TrialState.FAIL)
+        dropped = (LOST,) if keeps else (LOST, PRUNED_AT)
         self._study.add_trial(
             optuna.create_trial(
                 state=TrialState.RUNNING,
                 params=entry.params,
                 distributions=entry.distributions,
-                user_attrs=attributes,
-                intermediate_values=entry.intermediate_values,
+                user_attrs={name: value for name, value in entry.user_attrs.items() if name not in dropped},
+                intermediate_values=entry.intermediate_values if keeps else {},
             )
         )
         return self._known_entry()
@@ -279,9 +313,13 @@ class StudyTrial:
     def _all(self, *states: TrialState) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False, states=states or None)
 
+    def _entries(self) -> list[FrozenTrial]:
+        """The entries of the trial, the newest last."""
+        return [trial for trial in self._all() if trial.user_attrs.get(NUMBER) == self.number]
+
     def _entry(self) -> FrozenTrial | None:
         """The newest entry of the trial."""
-        mine = [trial for trial in self._all() if trial.user_attrs.get(NUMBER) == self.number]
+        mine = self._entries()
         return mine[-1] if mine else None
 
     def _known_entry(self) -> FrozenTrial:
