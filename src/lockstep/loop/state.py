@@ -65,12 +65,12 @@ def collect(
         session: in a fit, or after one.
         weights_only: leave out what only a resume needs.
         alone: ask no other rank: leave out what each has to itself, and go back to the window's beginning.
-        trainable_only: leave out weights that are frozen, and say which they are.
+        trainable_only: leave out weights that are frozen and have not changed, and say which they are.
     """
     progress, strategy = session.fit.progress.saved(), session.strategy
+    base = session.base.record(strategy.named_parameters()) if trainable_only else {}
     with session.base.left_out() if trainable_only else nullcontext():
         engine = strategy.save(alone, weights_only)
-    base = session.base.record(strategy.named_parameters()) if trainable_only else {}
     checkpoint: dict[str, Any] = {
         "epoch": progress.epoch,
         "global_step": progress.global_step,
@@ -385,8 +385,12 @@ def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
     session.hooks.own("on_load_checkpoint", checkpoint)
     if not session.strategy.places_first:  # else it has been done
         session.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
+    absent = frozen.absent_of(checkpoint, module)
+    if session.fitting and absent is None:  # the file may have other values of what is frozen than the module here
+        session.base = frozen.FrozenBase(module)
+        session.base.begin(dict(module.named_parameters()))
     with taking(session.ckpt_path, "'state_dict'"):
-        load_weights(session, checkpoint["state_dict"], frozen.absent_of(checkpoint, module) or ())
+        load_weights(session, checkpoint["state_dict"], absent or ())
 
 
 def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
@@ -397,7 +401,12 @@ def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
         call = f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r})"
         with taking(session.ckpt_path, "what it says of its base"):
             frozen.check(checkpoint, module, session.strategy.named_parameters(), call)
-    session.base = frozen.FrozenBase(module, absent)
+    whole = checkpoint is not None and absent is None
+    if session.fitting and not whole:  # else `restore_model` has noted it
+        session.base = frozen.FrozenBase(module, absent)
+        session.base.begin(session.strategy.named_parameters())
+    elif not (session.has("base") and session.base.is_of(module)):  # else what a fit has changed is kept behind it
+        session.base = frozen.FrozenBase(module, absent)
 
 
 def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
