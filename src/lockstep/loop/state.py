@@ -383,7 +383,7 @@ def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
         if saved is not None and isinstance(datamodule, LightningDataModule):
             datamodule.load_state_dict(saved)
     session.hooks.own("on_load_checkpoint", checkpoint)
-    if not session.strategy.places_first:  # else it has been done
+    if not session.places_first:  # else it has been done
         session.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
     absent = frozen.absent_of(checkpoint, module)
     if session.fitting and absent is None:  # the file may have other values of what is frozen than the module here
