@@ -489,9 +489,9 @@ class Trainer(Attributes):
             filepath: replaced as a whole, or not at all.
             weights_only: leave out what only a resume needs.
             storage_options: for a CheckpointIO of your own (``Trainer(plugins=...)``); the default one has none.
-            trainable_only: leave out weights that are frozen since the fit began: the file has an adapter, say, its
-                optimizer and what a resume needs, and a hash of the weights that it belongs to, by which loading
-                refuses others.
+            trainable_only: leave out weights that are frozen since the fit began and have not changed: the file has
+                an adapter, say, its optimizer and what a resume needs, and a hash of the weights that it belongs to,
+                by which loading refuses others. Frozen weights that change (a target network's) are in the file.
         """
         if not self.session.has("hooks") or self.strategy.module is None:
             raise NotThere(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lockstep.checkpoint.frozen import FrozenBase, hashes_of
 from lockstep.checkpoint.sharded import load
 from lockstep.ground.errors import MisconfigurationException
@@ -49,7 +49,36 @@ def trainer_of(name: str, **flags: Any) -> Any:
     return quiet(strategy=strategy_of(name) if world > 1 else "auto", devices=world, **flags)
 
 
+class Teacher(ByHand):
+    """With frozen weights that move a bit to the trained ones in each step, or are theirs from each epoch's end on."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__(layers=2)
+        self.moves, self.student, self.teacher = moves, nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.table(batch)
+        return super().training_step(batch, batch_idx) + (self.student(x) - self.teacher(x)).square().mean()
+
+    def follow(self, weight: float) -> None:
+        for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            own.data.mul_(1 - weight).add_(other.data, alpha=weight)  # which no version counts
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.moves:
+            self.follow(0.5)
+
+    def on_train_epoch_end(self) -> None:
+        if not self.moves:
+            self.follow(1.0)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+
 def made(folder: str) -> LightningModule:
+    if folder.startswith("teacher"):
+        return Teacher(folder == "teacher that moves")
     return Adapted(folder) if folder else ByHand()
 
 
@@ -244,6 +273,96 @@ def test_what_was_trained_once_is_kept(tmp_path: Path) -> None:
     assert "table.weight" not in names
 
 
+class SavesEach(Checkpoint):
+    """After each step, behind the module's hook: what was trained, by an explicit call."""
+
+    def __init__(self, into: str) -> None:
+        self.into = into
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(f"{self.into}/{trainer.global_step}.ckpt", trainable_only=True)
+
+
+def taught(name: str, kind: str, into: str, batch_size: int, path: str | None = None) -> dict[str, Tensor]:
+    """In a rank: two epochs of two steps, or what is left of them."""
+    trainer = trainer_of(name, callbacks=[SavesEach(into)], enable_checkpointing=True)
+    trainer.fit(made(kind), words(batch_size), ckpt_path=path)
+    return weights(trainer)
+
+
+KINDS = {"teacher that moves": [1, 2, 3, 4], "teacher of an epoch": [3, 4]}
+
+
+@pytest.mark.parametrize("name", ["", "ddp", "fsdp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_weights_that_change_are_kept(ranks: RankPool, tmp_path: Path, kind: str, name: str) -> None:
+    def run(do: Any, path: Path) -> Any:
+        return ranks(2).run(do, name, kind, str(path), 4, timeout=100)[0] if name else do(name, kind, str(path), 8)
+
+    whole = run(taught, tmp_path)
+    for step in (1, 2, 3):
+        names = load(tmp_path / f"{step}.ckpt")["state_dict"].keys()
+        assert ({"teacher.weight", "teacher.bias"} <= names) == (step in KINDS[kind]), step
+        assert not names & {"table.weight", "head.weight", "head.bias", "blocks.0.0.base.weight"}
+    for step in (1, 3):
+        assert differing(run(resumed, tmp_path / f"{step}.ckpt"), whole) == [], step
+
+
+def from_a_whole_one(name: str, into: str) -> None:
+    """In a rank: what is saved behind a resume in which no frozen weight changes."""
+    written(name, "teacher of an epoch", into, 4)
+    taught(name, "teacher of an epoch", into, 4, f"{into}/whole.ckpt")
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_frozen_weights_that_a_whole_checkpoint_has_changed_are_kept(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    ranks(2).run(from_a_whole_one, name, str(tmp_path), timeout=100)
+    names = load(tmp_path / "4.ckpt")["state_dict"].keys()
+    assert {"teacher.weight", "teacher.bias"} <= names
+    assert not names & {"table.weight", "head.weight"}
+
+
+def test_a_module_with_frozen_weights_that_changed_is_made_of_its_checkpoint(tmp_path: Path) -> None:
+    module = Teacher(moves=True)
+    keep = ModelCheckpoint(tmp_path, save_trainable_only=True, save_last=True)
+    trainer = trainer_of("", callbacks=[keep], enable_checkpointing=True, precision="32-true")
+    trainer.fit(module, words(8))
+    read = Teacher.load_from_checkpoint(keep.last_model_path, moves=True)
+    assert differing(dict(read.named_parameters()), dict(module.named_parameters())) == []
+
+
+def test_what_a_fit_has_changed_is_kept_behind_a_later_call(tmp_path: Path) -> None:
+    trainer, module = trainer_of(""), Teacher(moves=True)
+    trainer.fit(module, words(8))
+    trainer.test(module.requires_grad_(False), words(8))
+    trainer.save_checkpoint(tmp_path / "x.ckpt", trainable_only=True)
+    names = load(tmp_path / "x.ckpt")["state_dict"].keys()
+    assert {"teacher.weight", "student.weight"} <= names
+    assert "table.weight" not in names
+
+
+class Tied(ByHand):
+    """Whose frozen table has two names, and changes at the fit's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.table
+
+    def on_train_end(self) -> None:
+        self.table.weight.data[0, 0] += 1
+
+
+def test_a_frozen_weight_that_changes_is_kept_by_all_its_names(tmp_path: Path) -> None:
+    trainer = trainer_of("")
+    trainer.fit(Tied(), words(8))
+    trainer.save_checkpoint(tmp_path / "x.ckpt", trainable_only=True)
+    names = load(tmp_path / "x.ckpt")["state_dict"].keys()
+    assert {"table.weight", "again.weight"} <= names
+    assert "head.weight" not in names
+
+
 def test_a_format_of_all_weights_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"trainable_only=True\): DeepSpeedStrategy writes all weights"):
         ranks(2).run(in_deepspeeds_format, str(tmp_path), timeout=60)
@@ -284,9 +403,9 @@ def saved_large(name: str, into: str) -> None:
     trainer_of(name, callbacks=[keep], enable_checkpointing=True, max_epochs=1).fit(Large(), words(4))
 
 
-def hashed(name: str) -> list[int]:
+def hashed(name: str) -> list[int | None]:
     """In a rank: the hashes of a module's frozen weights, in parts."""
-    found: list[list[int]] = []
+    found: list[list[int | None]] = []
 
     class Hashes(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -316,6 +435,12 @@ def test_a_hash_depends_on_each_bit_and_its_place() -> None:
         assert len(set(found)) == len(found), dtype
     assert hashes_of({"x": torch.tensor(1.0)}) != hashes_of({"x": torch.tensor(2.0)})
     assert hashes_of({"x": torch.tensor(0.0)}) != hashes_of({"x": torch.tensor(-0.0)})
+
+
+def test_what_cannot_be_read_has_no_hash() -> None:
+    lazy = nn.LazyLinear(2).weight
+    unread = {"sparse": torch.eye(3).to_sparse(), "meta": torch.empty(3, device="meta"), "lazy": lazy}
+    assert hashes_of(unread) == [None, None, None]
 
 
 def test_nothing_frozen_is_an_ordinary_checkpoint(tmp_path: Path) -> None:

@@ -458,6 +458,28 @@ def test_a_checkpoint_of_a_run_takes_the_place_of_the_folders_weights(tmp_path: 
     assert all(torch.equal(tables[name], each) for name, each in module.named_buffers())
 
 
+def trained_and_read(folder: str, into: str, strategies: list[str]) -> list[list[str]]:
+    """In a rank: which weights differ where a run's checkpoint was read, and the model was to come from a folder."""
+    found: list[list[str]] = []
+    for name in strategies:
+        flags: dict[str, Any] = {"strategy": name, "devices": dist.get_world_size()}
+        trainer, path = quiet(max_steps=2, **flags), f"{into}/{name}.ckpt"
+        trainer.fit(Tuned(folder, "llama"), texts())
+        trainer.save_checkpoint(path)
+        wanted = {name: value.detach().cpu().clone() for name, value, _ in trainer.strategy.whole_parameters()}
+        other = quiet(max_steps=3, limit_train_batches=0, **flags)
+        other.fit(Tuned(folder, "llama"), texts(), ckpt_path=path)
+        read = {name: value.detach().cpu() for name, value, _ in other.strategy.whole_parameters()}
+        assert wanted.keys() == read.keys()
+        found.append([name for name in wanted if not torch.equal(wanted[name], read[name])])
+    return found
+
+
+def test_a_resume_goes_on_with_the_checkpoints_weights_and_not_the_folders(ranks: RankPool, tmp_path: Path) -> None:
+    folder, names = str(write_folder(tmp_path / "base", "llama")), strategies("ddp", "fsdp", "balanced")
+    assert ranks(2).run(trained_and_read, folder, str(tmp_path), names, timeout=110) == [[[] for _ in names]] * 2
+
+
 class Replaces(Tuned):
     def configure_model(self) -> None:
         super().configure_model()

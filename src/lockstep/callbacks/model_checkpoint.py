@@ -126,7 +126,8 @@ class ModelCheckpoint(Checkpoint):
         enable_version_counter: append ``-v1``, ``-v2`` ... rather than overwrite a file of the same name.
         save_pretrained: beside ``NAME.ckpt`` also write a folder ``NAME-pretrained`` by ``trainer.save_pretrained``,
             which goes with the checkpoint.
-        save_trainable_only: leave out weights that are frozen since the fit began; see ``Trainer.save_checkpoint``.
+        save_trainable_only: leave out weights that are frozen since the fit began and have not changed; see
+            ``Trainer.save_checkpoint``.
 
     Raises:
         MisconfigurationException: an argument is out of range, or the arguments exclude each other; later, a

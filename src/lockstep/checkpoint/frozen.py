@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +46,28 @@ def plain(name: str) -> str:
     return plain_name(name).replace("_orig_mod.", "")
 
 
+SOON_HASHED = 2**25
+"""Elements that a core hashes in a third of a second."""
+
+
+class _Version:
+    """The version that a tensor has when this is made."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = ref(tensor)
+        self._begun = 0 if tensor.is_inference() else tensor._version
+
+    def is_written(self) -> bool:
+        """Whether the tensor is there, and was written since, in another way than by its ``.data``."""
+        tensor = self._tensor()
+        return tensor is not None and not tensor.is_inference() and tensor._version != self._begun
+
+
 class FrozenBase:
-    """The parameters that a call begins with frozen. Those that are frozen still are left out where that is asked for.
+    """The parameters that a call begins with frozen: what is frozen still, with the values of then, can be left out.
+
+    Values are compared by their hashes. No version of a tensor tells of a change for certain: ``.data`` is written
+    without one, and shards and blocks that move are other tensors without a change.
 
     Args:
         module: as it is when the call begins.
@@ -57,24 +78,53 @@ class FrozenBase:
         self._module = module
         known = None if absent is None else frozenset(absent)
         self._names = frozenset(name for name in _frozen(module) if known is None or name in known)
-        self._recorded: tuple[list[str], dict[str, Any]] = [], {}
+        self._begun: dict[str, int | None] | None = None
+        named = dict(module.named_parameters(remove_duplicate=False))
+        #: of what is frozen, on all ranks
+        self.elements = _elements({name: each for name, each in named.items() if plain(name) in self._names})
+        self._versions = {plain(name): _Version(tensor) for name, tensor in named.items() if plain(name) in self._names}
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether a module is the one that the call began with."""
+        return self._module is module
+
+    def begin(self, parameters: Mapping[str, Tensor]) -> None:
+        """Note the values that later ones are compared with. Collective.
+
+        Else the first `record` notes them, of what nobody has written since the call began, as far as that can be told.
+        """
+        self._begun = self._hashes(self._own(parameters))
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Inside, state dicts of the module lack what is frozen."""
+        """Inside, state dicts of the module lack what is frozen, but for what the last `record` has found changed."""
         names = self._names.intersection(_frozen(self._module))
         return state_dicts_without(self._module, lambda name: plain(name) in names)
 
     def record(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What a checkpoint says of what it leaves out. Collective, when it is first asked for.
+        """What a checkpoint says of what it leaves out. Collective.
+
+        A tensor that has changed since the beginning, a target network's say, is left out no more.
 
         Args:
             parameters: by name, as this rank has them.
         """
+        own = self._own(parameters)
+        now = self._hashes(own)
+        if self._begun is None:
+            versions = self._versions
+            self._begun = {name: now[name] for name in own if name not in versions or not versions[name].is_written()}
+        changed = {id(own[name]) for name, number in now.items() if number is None or number != self._begun.get(name)}
+        named = self._module.named_parameters(remove_duplicate=False)
+        self._names -= {plain(name) for name, parameter in named if id(parameter) in changed}
+        left_out = {name: each for name, each in own.items() if id(each) not in changed}
+        return record_of(left_out, [now[name] for name in left_out], base_name(self._module)) if left_out else {}
+
+    def _own(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = {plain(name): each for name, each in parameters.items()}
-        names = [name for name in own if name in self._names and not own[name].requires_grad]
-        if names != self._recorded[0]:
-            self._recorded = names, record_of({name: own[name] for name in names}, base_name(self._module))
-        return self._recorded[1]
+        return {name: each for name, each in own.items() if name in self._names and not each.requires_grad}
+
+    def _hashes(self, own: Mapping[str, Tensor]) -> dict[str, int | None]:
+        return dict(zip(own, hashes_of(own), strict=True)) if own else {}
 
 
 def _frozen(module: nn.Module) -> Iterator[str]:
@@ -93,11 +143,11 @@ def base_name(module: nn.Module) -> str:
     return type(module).__name__ if named is None else repr(named)
 
 
-def record_of(parameters: Mapping[str, Tensor], base: str) -> dict[str, Any]:
-    """Hashes of parameters, with what else tells them from those of another base. Collective."""
+def record_of(parameters: Mapping[str, Tensor], hashes: Sequence[int | None], base: str) -> dict[str, Any]:
+    """Hashes of parameters, with what else tells them from those of another base."""
     return {
         "of": base,
-        "hashes": torch.tensor(hashes_of(parameters), dtype=torch.int64),
+        "hashes": torch.tensor(hashes, dtype=torch.int64),
         "names": _digest(parameters),
         "elements": _elements(parameters),
         "dtypes": _dtypes(parameters),
@@ -195,23 +245,34 @@ def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[
 # -- hashes ----------------------------------------------------------------------------------------------------
 
 
-def hashes_of(parameters: Mapping[str, Tensor]) -> list[int]:
+def hashes_of(parameters: Mapping[str, Tensor]) -> list[int | None]:
     """A number of 64 bits for each parameter, which depends on every bit and its place. Collective.
 
-    Each rank hashes what it holds, and a part that several hold counts once: a sum does not ask who has what.
+    Each rank hashes what it holds, and a part that several hold counts once, as the first of them has it: a sum does
+    not ask who has what. None is of a parameter whose bits cannot be read (a lazy one, one of a class of its own).
     """
-    mine: dict[tuple[str, tuple[int, ...]], int] = {}
+    mine: dict[tuple[str, tuple[int, ...]], int | None] = {}
     for name, parameter in parameters.items():
-        part, begins, shape = _part_of(parameter)
-        if part.numel():
-            mine[name, tuple(begins)] = _hash(part, begins, shape)
-    merged: dict[tuple[str, tuple[int, ...]], int] = {}
-    for of_rank in comm.all_gather_object(mine, None):
+        begins, number = _hash_here(parameter)
+        if number != 0:
+            mine[name, begins] = number
+    merged: dict[tuple[str, tuple[int, ...]], int | None] = {}
+    for of_rank in reversed(comm.all_gather_object(mine, None)):
         merged |= of_rank
+    unread = {name for (name, _), number in merged.items() if number is None}
     sums = dict.fromkeys(parameters, 0)
     for (name, _), number in merged.items():
-        sums[name] += number
-    return [_signed(number) for number in sums.values()]
+        sums[name] += number or 0
+    return [None if name in unread else _signed(number) for name, number in sums.items()]
+
+
+def _hash_here(parameter: Tensor) -> tuple[tuple[int, ...], int | None]:
+    """Where this rank's part begins, and its number: 0 where it has none, None where it cannot be read."""
+    try:
+        part, begins, shape = _part_of(parameter)
+        return tuple(begins), _hash(part, begins, shape) if part.numel() else 0
+    except (RuntimeError, TypeError, ValueError):
+        return (), None
 
 
 def _signed(number: int) -> int:
@@ -257,7 +318,7 @@ def _mixed(part: Tensor, places: Tensor) -> int:
     words = part.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
     places = places.unsqueeze(-1) * 2 + torch.arange(2, device=part.device) if words.dim() > places.dim() else places
     first, second, third = FACTORS
-    mixed = (words.to(torch.int64) + 1) * first + places * second
+    mixed = words.to(torch.int64, copy=True).add_(1).mul_(first).add_(places, alpha=second)
     mixed ^= mixed >> 31
     mixed *= third
     mixed ^= mixed >> 29

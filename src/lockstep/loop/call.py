@@ -227,10 +227,11 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
     _configure_model(session)
     _compile(session, ends)
     own_backward = module.backward if is_replaced("backward", module, LightningModule) else None
-    if strategy.places_first:
+    places_first = session.places_first
+    if places_first:
         strategy.setup_module(module, own_backward)
     checkpoint = None if ckpt_path is None else _restored(session, asked, ckpt_path)
-    if not strategy.places_first:
+    if not places_first:
         strategy.setup_module(module, own_backward)
     state.take_base(session, checkpoint)
     if fn is TrainerFn.FITTING:

@@ -14,6 +14,7 @@ from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.checkpoint.frozen import FrozenBase
+from lockstep.checkpoint.pretrained import is_planned
 from lockstep.config.devices import apply_to_process
 from lockstep.config.run import RunConfig
 from lockstep.data.feed import Feed
@@ -195,6 +196,11 @@ class Session:
     def fitting(self) -> bool:
         """Whether the call is a fit."""
         return self.state.fn is TrainerFn.FITTING
+
+    @property
+    def places_first(self) -> bool:
+        """Whether the module is placed before a checkpoint's weights come: what a folder fills would replace them."""
+        return self.strategy.places_first or is_planned(self.module)
 
     def has(self, name: str) -> bool:
         """Whether set-up has come to a part ("hooks", say)."""

@@ -66,12 +66,12 @@ def collect(
         session: in a fit, or after one.
         weights_only: leave out what only a resume needs.
         alone: ask no other rank: leave out what each has to itself, and go back to the window's beginning.
-        trainable_only: leave out weights that are frozen, and say which they are.
+        trainable_only: leave out weights that are frozen and have not changed, and say which they are.
     """
     progress, strategy = session.fit.progress.saved(), session.strategy
+    base = session.base.record(strategy.named_parameters()) if trainable_only else {}
     with session.base.left_out() if trainable_only else nullcontext():
         engine = strategy.save(alone, weights_only)
-    base = session.base.record(strategy.named_parameters()) if trainable_only else {}
     checkpoint: dict[str, Any] = {
         "epoch": progress.epoch,
         "global_step": progress.global_step,
@@ -386,13 +386,24 @@ def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
     """The module's hook that may change the checkpoint, the weights, and the data module's state."""
     module, datamodule = session.module, session.datamodule
     session.hooks.own("on_load_checkpoint", checkpoint)
-    if not session.strategy.places_first:  # else it has been done
+    if not session.places_first:  # else it has been done
         session.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
+    absent = frozen.absent_of(checkpoint, module)
+    if session.fitting and absent is None:  # the file may have other values of what is frozen than the module here
+        session.base = frozen.FrozenBase(module)
+        if _hashes_base(session):
+            session.base.begin(dict(module.named_parameters()))
     with taking(session.ckpt_path, "'state_dict'"):
-        load_weights(session, checkpoint["state_dict"], frozen.absent_of(checkpoint, module) or ())
+        load_weights(session, checkpoint["state_dict"], absent or ())
     saved = checkpoint.get(type(datamodule).__qualname__)
     if saved is not None and isinstance(datamodule, LightningDataModule):
         datamodule.load_state_dict(saved)
+
+
+def _hashes_base(session: Session) -> bool:
+    """Whether what is frozen is hashed when a fit begins: a callback will save without it, or it is soon done."""
+    will_save = any(getattr(callback, "save_trainable_only", False) for callback in session.checkpoint_callbacks)
+    return will_save or session.base.elements <= frozen.SOON_HASHED
 
 
 def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
@@ -403,7 +414,13 @@ def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
         call = f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r})"
         with taking(session.ckpt_path, "what it says of its base"):
             frozen.check(checkpoint, module, session.strategy.named_parameters(), call)
-    session.base = frozen.FrozenBase(module, absent)
+    whole = checkpoint is not None and absent is None
+    if session.fitting and not whole:  # else `restore_model` has noted it
+        session.base = frozen.FrozenBase(module, absent)
+        if _hashes_base(session):
+            session.base.begin(session.strategy.named_parameters())
+    elif not (session.has("base") and session.base.is_of(module)):  # else what a fit has changed is kept behind it
+        session.base = frozen.FrozenBase(module, absent)
 
 
 def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str
     if difference is None:
         try:
             with frozen.lenient(module, absent):
-                if session.strategy.places_first:
+                if session.places_first:
                     session.strategy.load(EngineState(saved))
                 else:
                     module.load_state_dict(saved, strict=module.strict_loading)
