@@ -147,7 +147,7 @@ class LightningDataModule(HyperparametersMixin):
             MisconfigurationException: the file holds more than tensors and plain values.
         """
         checkpoint = load_checkpoint(checkpoint_path, map_location or where_there_is_a_device, weights_only)
-        datamodule: Self = make(cls, init_arguments(cls, checkpoint, hparams_file, kwargs), kwargs)
+        datamodule: Self = make(cls, *init_arguments(cls, checkpoint, hparams_file, kwargs))
         state = checkpoint.get(cls.__qualname__)
         if state:
             datamodule.load_state_dict(state)

@@ -454,7 +454,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """
         checkpoint = load_checkpoint(checkpoint_path, map_location or where_there_is_a_device, weights_only)
         check_weights(checkpoint, checkpoint_path)
-        module: Self = make(cls, init_arguments(cls, checkpoint, hparams_file, kwargs), kwargs)
+        module: Self = make(cls, *init_arguments(cls, checkpoint, hparams_file, kwargs))
         module.configure_model()
         fill_whole(module)
         module.on_load_checkpoint(checkpoint)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import pytest
 
 from lockstep import LightningDataModule, LightningModule
-from lockstep.checkpoint.arguments import rebuilt
+from lockstep.checkpoint.annotated import Rebuilding
 from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def test_an_error_of_the_users_own_init_stays_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_the_forms(value: Any, annotation: Any, made: Any) -> None:
-    found = rebuilt(value, annotation)
+    found = Rebuilding(text=True).made(value, annotation, ("a",))
     assert (found, type(found)) == (made, type(made))
 
 
@@ -186,5 +186,5 @@ def test_a_container_of_omegaconfs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     package.OmegaConf = type("OmegaConf", (), {"create": staticmethod(DictConfig)})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "omegaconf", package)
-    found = rebuilt({"a": 1}, DictConfig)
+    found = Rebuilding().made({"a": 1}, DictConfig, ("a",))
     assert (found, type(found)) == ({"a": 1}, DictConfig)

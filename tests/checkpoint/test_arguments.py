@@ -54,12 +54,13 @@ def saved(module: LightningModule, folder: Path) -> Path:
     return folder / "a.ckpt"
 
 
-def test_a_path_and_a_namespace_come_back_as_plain_values(tmp_path: Path) -> None:
+def test_a_path_and_a_namespace_need_no_annotation(tmp_path: Path) -> None:
     path = saved(net := Net(Path("data"), args=Namespace(depth=2)), tmp_path)
     assert isinstance(net.hparams.root, Path)
     assert isinstance(net.hparams.args, Namespace)
     back = Net.load_from_checkpoint(path)
-    assert back.hparams == {"root": "data", "lr": 0.1, "args": {"depth": 2}}
+    assert back.hparams == {"root": Path("data"), "lr": 0.1, "args": Namespace(depth=2)}
+    assert torch.load(path, weights_only=True)["hyper_parameters"] == {"root": "data", "lr": 0.1, "args": {"depth": 2}}
     assert torch.equal(back.layer.weight, net.layer.weight)
 
 

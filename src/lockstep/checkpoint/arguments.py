@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import ast
-import collections.abc
 import csv
-import dataclasses
 import difflib
-import importlib
 import inspect
 import sys
-import types
-import typing
-from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterator, Mapping
 from functools import update_wrapper
 from os import PathLike, fspath
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from lockstep.checkpoint.annotated import Rebuilding, annotations_of, argument_at
 from lockstep.ground import plain_yaml
 from lockstep.ground.device import is_there
 from lockstep.ground.errors import MisconfigurationException, missing_extra
@@ -124,148 +117,61 @@ def _imported(path: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-# -- what annotations name -----------------------------------------------------------------------------------
+# -- objects again -------------------------------------------------------------------------------------------
 
 
-_UNIONS = (typing.Union, types.UnionType)
-_SEQUENCES = (list, collections.abc.Sequence, collections.abc.MutableSequence, collections.abc.Iterable)
-_SETS = (set, frozenset, collections.abc.Set, collections.abc.MutableSet)
+def _rebuilding(saved: dict[str, Any], noted: object, given: dict[str, Any], from_file: bool) -> Rebuilding:
+    """How saved hyperparameters become objects.
 
-
-def annotations_of(cls: type) -> dict[str, Any]:
-    """The annotations of the arguments that ``__init__`` takes, those that it passes on to base classes included.
-
-    One that cannot be resolved, of a name that is imported for type checkers only say, is left out.
+    Args:
+        saved: of the checkpoint.
+        noted: the classes that the checkpoint notes of them; None for one of Lightning's, or of lockstep before it did.
+        given: arguments that go before them, and stay as they are.
+        from_file: whether others stand in for them, of a file.
     """
-    found: dict[str, Any] = {}
-    for kind in cls.__mro__:
-        init = vars(kind).get("__init__")
-        if init is None:
-            continue
-        for name, annotation in getattr(inspect.unwrap(init), "__annotations__", {}).items():
-            if name not in found and name != "return":
-                with_names = getattr(inspect.unwrap(init), "__globals__", {})
-                found[name] = _resolved(annotation, with_names)
-    return {name: annotation for name, annotation in found.items() if annotation is not None}
+    parsed = any(key in saved for key in CLI_KEYS)
+    notes = noted if isinstance(noted, dict) and not parsed else None
+    return Rebuilding(
+        classes={at: kind for at, kind in (notes or {}).items() if argument_at(at) not in given},
+        complete=notes is not None and not from_file,
+        text=from_file or parsed,
+        computed=not parsed,
+    )
 
 
-def _resolved(annotation: object, names: dict[str, Any]) -> Any:
-    """What an annotation stands for; it may be a string, as under ``from __future__ import annotations``."""
-    holder = types.SimpleNamespace(__annotations__={"it": annotation})
-    try:
-        return typing.get_type_hints(holder, globalns=names)["it"]
-    except Exception:  # a user's expression, which may fail in any way
-        return None
-
-
-def rebuilt(value: object, annotation: object) -> Any:
-    """``value`` as ``annotation`` asks for it, if it is the plain form of that; as it is, if it is not.
-
-    Dataclasses, ``Enum``, paths, named tuples, ``Namespace``, OmegaConf's containers, and lists, tuples, sets and dicts
-    of these; in a union the first that fits.
+def _rebuilt_arguments(cls: type, saved: dict[str, Any], whole: object, rebuilding: Rebuilding) -> dict[str, Any]:
+    """Saved hyperparameters as the objects that they were, as far as the annotations of ``cls.__init__`` tell.
 
     Raises:
-        TypeError, ValueError: what the annotation names cannot be made of it.
-    """
-    origin, inside = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return rebuilt(value, inside[0])
-    if origin in _UNIONS:
-        return _of_union(value, inside)
-    if isinstance(value, (list, tuple, set)) and inside and origin is not None:
-        return _of_items(value, origin, inside)
-    if isinstance(value, Mapping) and len(inside) == 2 and origin is not None:
-        return {rebuilt(key, inside[0]): rebuilt(item, inside[1]) for key, item in value.items()}
-    kind = annotation if origin is None else origin
-    return _built(value, kind) if isinstance(kind, type) and type(value) is not kind else value
-
-
-def _of_union(value: object, kinds: tuple[Any, ...]) -> Any:
-    if any(isinstance(kind, type) and type(value) is kind for kind in kinds):
-        return value
-    for kind in kinds:
-        try:
-            built = rebuilt(value, kind)
-        except (TypeError, ValueError):
-            continue
-        if built is not value:
-            return built
-    return value
-
-
-def _of_items(value: Collection[Any], origin: object, inside: tuple[Any, ...]) -> Any:
-    if origin is tuple:
-        kinds = [inside[0]] * len(value) if inside[-1] is ... else list(inside)
-        return tuple(map(rebuilt, value, kinds)) if len(kinds) == len(value) else value
-    items = [rebuilt(item, inside[0]) for item in value]
-    if origin in _SETS:
-        return frozenset(items) if origin is frozenset else set(items)
-    return items if origin in _SEQUENCES else value
-
-
-def _named_tuple(value: Sequence[Any], kind: Any) -> Any:
-    """A named tuple of a class; the value itself where it has another number of members."""
-    hints = _hints(kind)
-    fields: tuple[str, ...] = kind._fields
-    if len(fields) != len(value):
-        return value
-    return kind(*(rebuilt(item, hints.get(name)) for name, item in zip(fields, value, strict=True)))
-
-
-def _built(value: object, kind: type) -> Any:
-    """An object of a class, made of the plain form that it has had; the value itself where that is another one."""
-    if isinstance(value, Mapping):
-        if dataclasses.is_dataclass(kind):
-            return _dataclass(value, kind)
-        if kind is Namespace:
-            return Namespace(**value)
-    if issubclass(kind, Enum) and not isinstance(value, (dict, set)):
-        return kind(value)
-    if issubclass(kind, PurePath) and isinstance(value, str):
-        return kind(value)
-    if issubclass(kind, tuple) and hasattr(kind, "_fields") and isinstance(value, (list, tuple)):
-        return _named_tuple(value, kind)
-    if kind.__module__.partition(".")[0] == "omegaconf" and kind.__name__ in ("DictConfig", "ListConfig"):
-        return importlib.import_module("omegaconf").OmegaConf.create(value)
-    return value
-
-
-def _dataclass(value: Mapping[str, Any], kind: type) -> Any:
-    """A dataclass of its fields; those that ``__init__`` does not take are set as they were."""
-    hints, fields = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}
-    unknown = [name for name in value if name not in fields]
-    if unknown:
-        raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}")
-    values = {name: rebuilt(item, hints.get(name)) for name, item in value.items()}
-    built = kind(**{name: item for name, item in values.items() if fields[name].init})
-    for name, item in values.items():
-        if not fields[name].init:
-            object.__setattr__(built, name, item)
-    return built
-
-
-def _hints(kind: type) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        names = vars(sys.modules.get(base.__module__, types))
-        for name, annotation in vars(base).get("__annotations__", {}).items():
-            found[name] = _resolved(annotation, {**names, base.__name__: base})
-    return found
-
-
-def rebuilt_arguments(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
-    """Saved hyperparameters as the annotations of ``cls.__init__`` ask for them.
-
-    Raises:
-        TypeError, ValueError: of the first one that cannot be made, which is its ``args[0]``'s beginning.
+        MisconfigurationException: one cannot be made, which it names.
     """
     annotations, found = annotations_of(cls), {}
     for name, value in saved.items():
         try:
-            found[name] = rebuilt(value, annotations.get(name))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{name}: {error}") from error
+            found[name] = rebuilding.made(value, annotations.get(name), () if name == whole != "kwargs" else (name,))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MisconfigurationException(
+                f"{cls.__name__}.load_from_checkpoint: a checkpoint holds the plain form of each hyperparameter, and "
+                f"the object that the annotation names cannot be made of it ({name}: {error}). Give it: "
+                f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
+            ) from error
+    _say_not_sure(cls, rebuilding)
     return found
+
+
+def _say_not_sure(cls: type, rebuilding: Rebuilding) -> None:
+    for name, was in rebuilding.left.items():
+        rank_zero_warn(
+            f"{cls.__name__}.load_from_checkpoint: {name!r} held a {was}, which comes back in its plain form, as no "
+            f"annotation names the class: annotate the argument of {cls.__name__}.__init__ with it, or give it: "
+            f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
+        )
+    for name, kinds in rebuilding.doubtful.items():
+        rank_zero_warn(
+            f"{cls.__name__}.load_from_checkpoint: {name!r} may have held any of {', '.join(kinds)}, which have the "
+            f"same fields, and is taken for the first. Where that is wrong, give it: {cls.__name__}."
+            f"load_from_checkpoint(path, {name}=...)."
+        )
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
@@ -296,8 +202,8 @@ def init_arguments(
     checkpoint: dict[str, Any],
     hparams_file: str | PathLike[str] | None,
     given: dict[str, Any],
-) -> dict[str, Any]:
-    """The keyword arguments to make ``cls`` with.
+) -> tuple[dict[str, Any], list[str]]:
+    """The keyword arguments to make ``cls`` with; and those of them that may be other than they were.
 
     Args:
         cls: has CHECKPOINT_HYPER_PARAMS_KEY and CHECKPOINT_HYPER_PARAMS_NAME, which say where its
@@ -307,32 +213,38 @@ def init_arguments(
         given: arguments that go before the saved ones, and complete them.
 
     Raises:
-        MisconfigurationException: ``__init__`` needs an argument that is in neither.
+        MisconfigurationException: ``__init__`` needs an argument that is in neither, or one cannot be made again.
     """
     key = cls.CHECKPOINT_HYPER_PARAMS_KEY
     if key == MODULES_KEY and key not in checkpoint:
         key = next((past for past in PAST_KEYS if isinstance(checkpoint.get(past), dict)), key)
     saved = dict(checkpoint.get(key) or {})
+    rebuilding = _rebuilding(saved, checkpoint.get(f"{key}_classes"), given, hparams_file is not None)
     if hparams_file is not None:
         saved = _read_file(hparams_file)
     saved = without_cli_keys(cls, saved, given)
     parameters = inspect.signature(cls.__init__).parameters
-    found = _taken(cls, parameters, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME), saved, given)
+    whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
+    found = _taken(cls, parameters, whole, saved, given)
     _check_complete(cls, list(parameters.values())[1:], found)
-    try:
-        rebuilt = rebuilt_arguments(cls, {name: value for name, value in found.items() if name not in given})
-    except TypeError as error:
-        name = str(error).partition(":")[0]
-        raise MisconfigurationException(
-            f"{cls.__name__}.load_from_checkpoint: a checkpoint holds the plain form of each hyperparameter, and the "
-            f"object that the annotation names cannot be made of it ({error}). Give it: {cls.__name__}."
-            f"load_from_checkpoint(path, {name}=...)."
-        ) from error
-    return {**found, **rebuilt}
+    plain = {name: value for name, value in found.items() if name not in given}
+    rebuilt = _rebuilt_arguments(cls, plain, whole, rebuilding)
+    return {**found, **rebuilt}, [name for name in rebuilt if _is_suspect(name, plain[name], rebuilt[name], rebuilding)]
 
 
-def make(cls: type[T], arguments: dict[str, Any], given: dict[str, Any]) -> T:
-    """``cls(**arguments)``; where that fails, an error that says which of them were given as their plain forms.
+def _is_suspect(name: str, saved: object, rebuilt: object, rebuilding: Rebuilding) -> bool:
+    """Whether an argument may be other than it was: left plain, or made of a class that only its annotation tells."""
+    if rebuilding.complete:
+        return name in rebuilding.left
+    return isinstance(rebuilt, (dict, list, tuple)) or rebuilt is not saved
+
+
+def make(cls: type[T], arguments: dict[str, Any], suspects: list[str]) -> T:
+    """``cls(**arguments)``; where that fails, an error that says which of them may be other than they were.
+
+    Args:
+        cls: what is made.
+        arguments, suspects: as of `init_arguments`.
 
     Raises:
         MisconfigurationException: with what to give.
@@ -341,16 +253,13 @@ def make(cls: type[T], arguments: dict[str, Any], given: dict[str, Any]) -> T:
     try:
         return build(**arguments)
     except (AttributeError, TypeError, KeyError) as error:
-        plain = [
-            name for name, value in arguments.items() if isinstance(value, (dict, list, tuple)) and name not in given
-        ]
-        if not plain:
+        if not suspects:
             raise
         raise MisconfigurationException(
             f"{cls.__name__}.load_from_checkpoint: {cls.__name__}.__init__ failed ({type(error).__name__}: {error}). A "
-            f"checkpoint holds hyperparameters in their plain form, and {', '.join(map(repr, plain))} came back as "
-            f"{type(arguments[plain[0]]).__name__}: annotate the argument with its class, a dataclass say, and it is "
-            f"made again, or give it: {cls.__name__}.load_from_checkpoint(path, {plain[0]}=...)."
+            f"checkpoint holds hyperparameters in their plain form, and {', '.join(map(repr, suspects))} came back as "
+            f"{type(arguments[suspects[0]]).__name__}: annotate the argument with its class, a dataclass say, and it "
+            f"is made again, or give it: {cls.__name__}.load_from_checkpoint(path, {suspects[0]}=...)."
         ) from error
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import LIGHTNING
 from lockstep.ground.rank import rank_zero_warn
-from lockstep.ground.tree import NotPlain, described, plain
+from lockstep.ground.tree import NotPlain, classes_in, described, plain
 
 given_hyperparameters: ContextVar[dict[str, Any] | None] = ContextVar("given_hyperparameters", default=None)
 """What the command line parsed for the ``__init__`` that it calls, kept in place of the objects made of it."""
@@ -81,8 +81,10 @@ class HyperparametersMixin:
 
         Checkpoints carry them, and ``load_from_checkpoint`` builds the module from them. :attr:`hparams` keeps the
         objects; a checkpoint, which carries no code, holds their plain form: a path as a string, an ``Enum`` as its
-        value, a ``Namespace`` or dataclass as a dict. ``load_from_checkpoint`` makes of these what the annotation of
-        the argument names; without one it passes on the plain form. A module is left out, since its weights are in the
+        value, a ``Namespace`` or dataclass as a dict. It notes their classes beside, and ``load_from_checkpoint`` makes
+        the same of them again: a path, ``Namespace`` or frozen set always, an object of your own class where the
+        annotation of the argument names the class, or a base of it. Without an annotation it passes on the plain form
+        and says so; one that names other classes is an error. A module is left out, since its weights are in the
         checkpoint already: give it to ``load_from_checkpoint`` again.
 
         Called in a base class, this collects the arguments of the subclasses' ``__init__`` too (where names meet, the
@@ -219,6 +221,17 @@ def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
                 f"load_from_checkpoint(path, {name}=...); or take a name for it, a string."
             ) from error
     return kept
+
+
+def noted_classes(hparams: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[tuple[Any, ...], str]:
+    """What a checkpoint notes beside the plain forms of `hparams`: the classes that these do not tell.
+
+    Args:
+        hparams: the objects.
+        kept: their plain forms; what is there as it is has no note.
+    """
+    changed = [name for name, form in kept.items() if form is not hparams[name]]
+    return dict(each for name in changed for each in classes_in(hparams[name], (name,)))
 
 
 def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:

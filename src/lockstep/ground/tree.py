@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
 from functools import cached_property
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -135,6 +136,47 @@ def plain(value: object) -> Any:
         NotPlain: something in it is a function, a class, or an object of another class.
     """
     return _plain(value, (), frozenset())
+
+
+def classes_in(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Of which classes things in `value` are that lose theirs in its plain form, if they can be made again of that.
+
+    Yields:
+        The way to each in the plain form, by keys, numbers in sequences, and what is in a set; to a key as to its item,
+        behind None. And ``"module:name"`` of the class.
+    """
+    kind = type(value)
+    if is_made_again(kind):
+        yield at, f"{kind.__module__}:{kind.__qualname__}"
+    if isinstance(value, (Enum, os.PathLike, *_TEXTS)) or _is_omegaconfs(kind):
+        return
+    inner = _fields(value)
+    if isinstance(inner, Mapping):
+        for key, item in inner.items():
+            step = plain(key)
+            yield from classes_in(key, (None, *at, step))
+            yield from classes_in(item, (*at, step))
+    elif isinstance(inner, (set, frozenset)):
+        for item in inner:
+            yield from classes_in(item, (*at, plain(item)))
+    elif isinstance(inner, Sequence):
+        for place, item in enumerate(inner):
+            yield from classes_in(item, (*at, place))
+
+
+def is_made_again(kind: type) -> bool:
+    """Whether objects of a class can be made again of their plain form."""
+    return (
+        dataclasses.is_dataclass(kind)
+        or issubclass(kind, (Enum, PurePath))
+        or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+        or kind in (Namespace, frozenset)
+        or _is_omegaconfs(kind)
+    )
+
+
+def _is_omegaconfs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "omegaconf" and kind.__name__ in ("DictConfig", "ListConfig")
 
 
 def _fields(value: object) -> object:

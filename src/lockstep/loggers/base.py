@@ -468,8 +468,8 @@ _PLAIN = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null|none)$)[A-Za-z_][\
 
 
 def _yaml_scalar(value: object) -> str:
-    if isinstance(value, Enum):
-        value = value.name
+    if isinstance(value, Enum):  # several flags together are no member, and have no name of their own
+        value = value.name if value.name in type(value).__members__ else value.value
     elif getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a number of NumPy or torch
         value = value.item()
     if value is None or isinstance(value, (bool, int)):

@@ -22,7 +22,7 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.engines.engine import EngineState
 from lockstep.ground.combined import class_of
 from lockstep.ground.errors import KeyNotThere, MisconfigurationException, raise_on_all
-from lockstep.ground.hyperparameters import plain_hyperparameters
+from lockstep.ground.hyperparameters import noted_classes, plain_hyperparameters
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.ground.types import TrainerFn, TrainerStatus
@@ -103,7 +103,9 @@ def _of_users(session: Session, weights_only: bool) -> dict[str, Any]:
     datamodule = session.datamodule
     for source in (session.module, datamodule):
         if source is not None and source.hparams:
-            found[source.CHECKPOINT_HYPER_PARAMS_KEY] = plain_hyperparameters(source.hparams)
+            key = source.CHECKPOINT_HYPER_PARAMS_KEY
+            found[key] = plain_hyperparameters(source.hparams)
+            found[f"{key}_classes"] = noted_classes(source.hparams, found[key])
             if source._hparams_name is not None:
                 found[source.CHECKPOINT_HYPER_PARAMS_NAME] = source._hparams_name
     if datamodule is not None and not weights_only:
