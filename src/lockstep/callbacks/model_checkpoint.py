@@ -681,13 +681,16 @@ class ModelCheckpoint(Checkpoint):
         self.values_of_earlier_steps = {path: int(earlier[path]) for path in self.best_k_models if path in earlier}
         self.kth_best_model_path = state_dict.get("kth_best_model_path", self.kth_best_model_path)
         self.kth_value = state_dict.get("kth_value", self.kth_value)
+        self._drop_surplus()
         full = 0 < self.save_top_k <= len(self.best_k_models)
-        too_many = 0 < self.save_top_k < len(self.best_k_models)  # the run had another `save_top_k`
-        if too_many:
+        if foreign or ((full or self.kth_best_model_path) and self.kth_best_model_path not in self.best_k_models):
+            self._rank_anew()
+
+    def _drop_surplus(self) -> None:
+        """Keep the best of a ranking of more than are kept now; the files of the others stay."""
+        if 0 < self.save_top_k < len(self.best_k_models):
             kept = sorted(self.best_k_models, key=self._place)[: self.save_top_k]
             self.best_k_models = {path: self.best_k_models[path] for path in kept}
-        lacks_worst = (full or self.kth_best_model_path) and self.kth_best_model_path not in self.best_k_models
-        if foreign or too_many or lacks_worst:
             self._rank_anew()
 
     def _rank_anew(self) -> None:

@@ -271,12 +271,11 @@ class Rebuilding:
             return Namespace(**self._items(value, None, None, at))
         if not hasattr(kind, "__dataclass_fields__"):
             return value
-        hints, fields = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}
-        unknown = [name for name in value if name not in fields]
-        if unknown:
-            raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}")
+        hints = _hints(kind)
+        takes = {field.name: field.init for field in dataclasses.fields(kind)}
+        _check_fields(kind, value, takes)
         values = {name: self.made(item, hints.get(name), (*at, name)) for name, item in value.items()}
-        given = {name: item for name, item in values.items() if fields[name].init}
+        given = {name: item for name, item in values.items() if takes[name]}
         try:
             built = kind(**copy.deepcopy(given))  # `__post_init__` may change what it is given
         except Exception as error:  # a user's code, which may fail in any way
@@ -292,6 +291,12 @@ class Rebuilding:
             return value
         hints = _hints(kind)
         return kind(*(self.made(value[i], hints.get(name), (*at, i)) for i, name in enumerate(fields)))
+
+
+def _check_fields(kind: type, value: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    unknown = [name for name in value if name not in fields]
+    if unknown:
+        raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}")
 
 
 def argument_at(at: object) -> str:

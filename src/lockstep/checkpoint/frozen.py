@@ -111,13 +111,16 @@ class FrozenBase:
         own = self._own(parameters)
         now = self._hashes(own)
         if self._begun is None:
-            versions = self._versions
-            self._begun = {name: now[name] for name in own if name not in versions or not versions[name].is_written()}
+            self._begun = {name: number for name, number in now.items() if not self._is_written(name)}
         changed = {id(own[name]) for name, number in now.items() if number is None or number != self._begun.get(name)}
         named = self._module.named_parameters(remove_duplicate=False)
         self._names -= {plain(name) for name, parameter in named if id(parameter) in changed}
         left_out = {name: each for name, each in own.items() if id(each) not in changed}
         return record_of(left_out, [now[name] for name in left_out], base_name(self._module)) if left_out else {}
+
+    def _is_written(self, name: str) -> bool:
+        version = self._versions.get(name)
+        return version is not None and version.is_written()
 
     def _own(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = {plain(name): each for name, each in parameters.items()}

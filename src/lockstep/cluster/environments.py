@@ -275,6 +275,11 @@ class SLURMEnvironment(KnownEnvironment):
         return os.environ.get("SLURM_JOB_NAME")
 
     @staticmethod
+    def is_in_job() -> bool:
+        """Whether there is a job around this process, whoever started it."""
+        return "SLURM_JOB_ID" in os.environ
+
+    @staticmethod
     def job_id() -> int | None:
         """The job's number; None outside a job, and where somebody types at a shell in it."""
         if slurm.is_interactive(os.environ) or "SLURM_JOB_ID" not in os.environ:

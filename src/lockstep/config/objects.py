@@ -172,7 +172,7 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
 
 def _is_elsewhere(plugin: object) -> bool:
     """Whether a plugin holds the settings of a SLURM job, and this is none: ranks are found as without it."""
-    elsewhere = isinstance(plugin, SLURMEnvironment) and "SLURM_JOB_ID" not in os.environ
+    elsewhere = isinstance(plugin, SLURMEnvironment) and not plugin.is_in_job()
     if elsewhere:
         rank_zero_info("Trainer(plugins=SLURMEnvironment(...)): this is no SLURM job; what it sets holds in one.")
     return elsewhere

@@ -79,13 +79,11 @@ class HyperparametersMixin:
     ) -> None:
         """Keep arguments of ``__init__`` in :attr:`hparams`; call it inside ``__init__``.
 
-        Checkpoints carry them, and ``load_from_checkpoint`` builds the module from them. :attr:`hparams` keeps the
-        objects; a checkpoint, which carries no code, holds their plain form: a path as a string, an ``Enum`` as its
-        value, a ``Namespace`` or dataclass as a dict. It notes their classes beside, and ``load_from_checkpoint`` makes
-        the same of them again: a path, ``Namespace`` or frozen set always, an object of your own class where the
-        annotation of the argument names the class, or a base of it. Without an annotation it passes on the plain form
-        and says so; one that names other classes is an error. A module is left out, since its weights are in the
-        checkpoint already: give it to ``load_from_checkpoint`` again.
+        :attr:`hparams` keeps the objects; a checkpoint, which carries no code, holds their plain form (a path as a
+        string, an ``Enum`` as its value, a ``Namespace`` or dataclass as a dict) and the names of their classes.
+        ``load_from_checkpoint`` makes the same of them again: a path, ``Namespace`` or frozen set always, an object of
+        your own class where the argument's annotation names it, or a base of it. Without an annotation the plain form
+        stays, which is said; one that names other classes is an error. A module is left out: its weights are there.
 
         Called in a base class, this collects the arguments of the subclasses' ``__init__`` too (where names meet, the
         outermost call wins). Several calls add to what is there.

@@ -467,9 +467,14 @@ def _yaml_flow(value: object) -> str:
 _PLAIN = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null|none)$)[A-Za-z_][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
+def _name_of(member: Enum) -> Any:
+    """The name of a member; the value of several flags together, which are no member."""
+    return member.name if member.name in type(member).__members__ else member.value
+
+
 def _yaml_scalar(value: object) -> str:
-    if isinstance(value, Enum):  # several flags together are no member, and have no name of their own
-        value = value.name if value.name in type(value).__members__ else value.value
+    if isinstance(value, Enum):
+        value = _name_of(value)
     elif getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a number of NumPy or torch
         value = value.item()
     if value is None or isinstance(value, (bool, int)):
