@@ -66,8 +66,8 @@ def saved(strategy: str, kind: str, folder: str, into: str, steps: int = 1) -> l
 
 
 def names_for(world: int) -> list[str]:
-    """The strategies of some ranks: rows are of two of them, and a pipeline has several."""
-    of_several = ["balanced"] if world > 1 else []
+    """The strategies of some ranks: rows are of two of them, and so are pipelines of two blocks."""
+    of_several = ["balanced"] if world % 2 == 0 else []
     return strategies("ddp", "fsdp", "deepspeed_stage_3", *of_several, *(["2-d"] if world != 3 else []))
 
 

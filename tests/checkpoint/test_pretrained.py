@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.checkpoint.pretrained import WeightFiles
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
-from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
+from lockstep.strategies import BalancedStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing.pool import RankPool
 from tests.accelerator.left_out import strategies
 from tests.checkpoint.tuned import (
@@ -77,6 +77,8 @@ def strategy_of(name: str, world: int) -> Any:
         return FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, world // 2))
     if name == "offload":
         return FSDPStrategy(cpu_offload=True)
+    if name == "balanced":
+        return BalancedStrategy(stages=2)
     return name
 
 
