@@ -29,7 +29,7 @@ class Swapped(enum.Enum):
     right = "left"
 
 
-class Mode(str, enum.Enum):
+class WrittenMode(str, enum.Enum):
     FAST = "fast"
 
 
@@ -95,7 +95,7 @@ class Net(BoringModel):
 def of_the_run() -> Net:
     pairs = {Act.GELU: [Pair(Act.RELU, B(1.0)), Pair(Act.GELU, A(2.0))]}
     more: dict[str, Any] = {"pairs": pairs, "acts": frozenset({Act.GELU}), "others": Namespace(to=Path("b"))}
-    return Net(Computed(0.1, 512), Child(8, {Act.RELU: [1]}), B(0.3), where=Path("a"), mode=Mode.FAST, **more)
+    return Net(Computed(0.1, 512), Child(8, {Act.RELU: [1]}), B(0.3), where=Path("a"), mode=WrittenMode.FAST, **more)
 
 
 def saved(module: LightningModule, folder: Path, logger: Any = False) -> Path:

@@ -87,7 +87,7 @@ def checkpoint_facts(path: Path) -> dict[str, Any]:
     state = held.get("state_dict", {})
     rates = [[group.get("lr") for group in part.get("param_groups", [])] for part in held.get("optimizer_states", [])]
     return {
-        "keys": sorted(held.keys() - {"lockstep"}),
+        "keys": sorted(key for key in held if key != "lockstep" and not key.endswith("hyper_parameters_classes")),
         "epoch": held.get("epoch"),
         "global_step": held.get("global_step"),
         "weights": {key: plain(value) for key, value in state.items()},

@@ -34,7 +34,7 @@ from lockstep.loop.state_checks import check_types, load_optimizer, load_weights
 from lockstep.loop.window_start import metric_state, put_buffers
 from lockstep.module import check_weights
 
-OWN = "lockstep"  # our own part of a checkpoint; everything else is under Lightning's names
+OWN = "lockstep"  # our own part of a checkpoint; all but it and the classes of hyperparameters has Lightning's names
 # Lightning asks for this key to know which migrations a file needs; ours have the layout of this version.
 LAYOUT = "2.6.0"
 
