@@ -124,8 +124,8 @@ def without_sanity_of_resumed(program: Program, theirs: Record, ours: Record) ->
         both = "callback.on_sanity_check_start" in [label for label, _ in by_call(ours.events).get(call, [])]
         if "resume" in call and not both and "callback.on_sanity_check_start" in labels:
             taken = call
-            first = labels.index("callback.on_sanity_check_start")
-            last = labels.index("callback.on_sanity_check_end") if "callback.on_sanity_check_end" in labels else 10**6
+            first = min(i for i, label in enumerate(labels) if label.endswith(".on_sanity_check_start"))
+            last = max((i for i, label in enumerate(labels) if label.endswith(".on_sanity_check_end")), default=10**6)
             events = [event for i, event in enumerate(events) if not first <= i <= last and event[0] not in loaders]
         kept += events
     if taken:
@@ -730,7 +730,7 @@ def path_from_start(program: Program, d: Difference, theirs: Record, ours: Recor
     return d.name == "ckpt_path" and (d.kind == "fact" or early) and d.ours is not None
 
 
-SAVES = ("callback.on_save_checkpoint", "module.on_save_checkpoint")
+SAVES = ("callback.on_save_checkpoint", "lambda.on_save_checkpoint", "module.on_save_checkpoint")
 
 
 def saved_before_own(program: Program, theirs: Record, ours: Record) -> str:

@@ -212,6 +212,13 @@ def drawn_by_search(program: Program, d: Difference, theirs: Record, ours: Recor
     return searches(program) and program.train == "shuffled" and d.name == "arguments" and "batch" in d.theirs
 
 
+def kept_rate(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """The state of a LearningRateFinder, and what a resumed fit does not search again."""
+    if not has(program, "LearningRateFinder"):
+        return False
+    return (d.kind == "checkpoint" and d.name == "callbacks") or "resume" in d.call
+
+
 SEARCH = Row(
     "A search has steps of its own, and leaves all as it was; in Lightning it is a fit, whose loaders, gradients "
     "and path of a checkpoint stay.",
@@ -221,6 +228,14 @@ SEARCH = Row(
     take=without_search,
 )
 OF_SEARCHES = [
+    Row(
+        "A LearningRateFinder keeps in checkpoints what it has found, and a resumed fit goes on with it; Lightning's "
+        "tests again.",
+        PAGE,
+        program_in_forms(66),
+        kept_rate,
+        then="all",
+    ),
     Row(
         "A search in an evaluation leaves BatchNorm's statistics as they were; Lightning's trains them.",
         PAGE,
