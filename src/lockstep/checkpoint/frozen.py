@@ -321,7 +321,7 @@ def _mixed(part: Tensor, places: Tensor) -> int:
     words = part.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
     places = places.unsqueeze(-1) * 2 + torch.arange(2, device=part.device) if words.dim() > places.dim() else places
     first, second, third = FACTORS
-    mixed = words.to(torch.int64, copy=True).add_(1).mul_(first).add_(places, alpha=second)
+    mixed = words.to(torch.int64).add(1).mul_(first).add_(places, alpha=second)
     mixed ^= mixed >> 31
     mixed *= third
     mixed ^= mixed >> 29
