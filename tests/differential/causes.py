@@ -447,7 +447,7 @@ def mixed_with_interrupted(program: Program, d: Difference, theirs: Record, ours
         return True
     names = tuple(log.name for log in program.logs if "validation" in log.hook)
     other = [name for name, value in d.theirs.items() if name not in d.ours or not same(value, d.ours[name])]
-    return ended_before(theirs, d) and d.theirs.keys() == d.ours.keys() and all(n.startswith(names) for n in other)
+    return ended_before(theirs, d) and d.theirs.keys() >= d.ours.keys() and all(n.startswith(names) for n in other)
 
 
 def of_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:

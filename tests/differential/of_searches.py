@@ -72,11 +72,13 @@ def left_by_search(program: Program, d: Difference, theirs: Record, ours: Record
 
 
 def begun_anew(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """A call after a fit whose search has put the counters of its own checkpoint back."""
+    """A call after a fit whose search has put the state of its own checkpoint back."""
     if not any(has(program, kind) for kind in FINDERS) or not later(d, theirs):
         return False
     if d.kind == "order":  # nothing is left to train
         return begins(d.theirs, "on_train_start") and begins(d.ours, "on_fit_end")
+    if d.name == "rates":  # the optimizer's state of an edited checkpoint
+        return "edited" in d.call
     return d.name in ("current_epoch", "global_step") and bool(d.theirs < d.ours)
 
 
