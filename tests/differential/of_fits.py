@@ -56,6 +56,13 @@ def plateau_was_due(program: Program, d: Difference, theirs: Record, ours: Recor
     return all(mine >= other for mine, other in zip(d.theirs, d.ours, strict=True))
 
 
+def plateau_was_due_without_metric(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A resumed fit of ours that ends at the step of a plateau that was due when the run was saved."""
+    if "resume" not in d.call or d.kind != "order" or not begins(d.ours, "on_exception"):
+        return False
+    return "monitors 'missing', which was not logged" in str(end(ours, d.call).get("message"))
+
+
 def loader_made_anew(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """A training loader that a resumed fit asks for again in its first epoch, and nothing else."""
     if "resume" not in d.call or d.kind != "order" or "reload_dataloaders_every_n_epochs" not in program.flags:
@@ -81,6 +88,7 @@ def logged_by_two(program: Program, d: Difference, theirs: Record, ours: Record)
     several = {name for name in names if names.count(name) > 1}
     in_step = {name for name in several if sum(each == name and bool(BATCH.search(hook)) for each, hook in hooks) > 1}
     unlike = {name for name in d.ours if not same(d.theirs[name], d.ours[name])}
+    in_step |= {f"{name}_step" for name in in_step}
     if unlike <= in_step and d.kind == "fact" and BATCH.search(d.where):
         return True
     return unlike <= several and plateau_by_step(program)
@@ -140,6 +148,14 @@ OF_FITS = [
         ),
         plateau_was_due,
         then="numbers",
+    ),
+    Row(
+        "A plateau's step that was due when a run was saved, and whose metric is missing, ends the resumed fit, too; "
+        "Lightning's leaves the step out.",
+        PAGE,
+        program_of(300319),
+        plateau_was_due_without_metric,
+        then="all",
     ),
     Row(
         "A fit that goes on behind an epoch's end makes its loader anew where reload_dataloaders_every_n_epochs is due "

@@ -71,6 +71,13 @@ def left_by_search(program: Program, d: Difference, theirs: Record, ours: Record
     return own or loaders or gradients or warned(d, "log_every_n_steps", "scheduler without a metric")
 
 
+def stopped_by_metric_of_search(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A fit of ours that ends where EarlyStopping looks for a metric which Lightning's search has left."""
+    if not searches(program) or d.kind != "order" or not begins(d.ours, "on_exception"):
+        return False
+    return "no metric of that name was logged" in str(end(ours, d.call).get("message"))
+
+
 def begun_anew(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """A call after a fit whose search has put the state of its own checkpoint back."""
     if not any(has(program, kind) for kind in FINDERS) or not later(d, theirs):
@@ -293,9 +300,20 @@ OF_SEARCHES = [
         "checkpoint.",
         PAGE,
         replace(
-            PLAIN, calls=("fit", "resume"), callbacks=(("LearningRateFinder", {"num_training_steps": 2}),), loggers=()
+            PLAIN,
+            calls=("fit", "resume"),
+            callbacks=(("BatchSizeFinder", {"max_trials": 2}),),
+            loggers=(),
+            data="module",
         ),
         begun_anew,
+        then="all",
+    ),
+    Row(
+        "EarlyStopping knows nothing of what a search's steps have logged; Lightning's takes it for the fit's.",
+        PAGE,
+        program_in_forms(310246),
+        stopped_by_metric_of_search,
         then="all",
     ),
     Row(
