@@ -23,6 +23,7 @@ from lockstep.ground.seed import current_seed
 from lockstep.testing import RankFailure, RankPool, RankTimeout, leaks
 from lockstep.testing.leaks import command_line
 from lockstep.testing.pool import Ranks, pool_processes
+from lockstep.testing.worker import CALLS_PER_COLLECTION
 
 FACTOR = 3.0
 
@@ -52,6 +53,17 @@ def end_with(rank: int, how: Callable[[], Any]) -> None:
 def stay(rank: int, seconds: float) -> None:
     if dist.get_rank() == rank:
         time.sleep(seconds)
+
+
+def hold_group_in_a_circle() -> None:
+    """As a Trainer and its module do."""
+    circle: list[Any] = [dist.group.WORLD]
+    circle.append(circle)
+
+
+def gloo_threads() -> int:
+    threads = Path("/proc/self/task").iterdir()
+    return sum((thread / "comm").read_text().startswith("gloo_tcp") for thread in threads)
 
 
 def spoil() -> None:
@@ -236,6 +248,13 @@ def test_what_cannot_be_pickled_fails_with_a_reason(ranks: RankPool) -> None:
 def test_a_seed_of_one_call_is_not_the_next_ones(ranks: RankPool) -> None:
     assert ranks(1).run(lambda: seed_everything(7, verbose=False)) == [7]
     assert ranks(1).run(current_seed) == [None]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by /proc")
+def test_groups_of_earlier_calls_kept_their_threads(ranks: RankPool) -> None:
+    for _ in range(2 * CALLS_PER_COLLECTION):
+        ranks.run(hold_group_in_a_circle)
+    assert max(ranks.run(gloo_threads, group=False)) < CALLS_PER_COLLECTION
 
 
 def test_an_open_pool_is_no_leak_and_closing_leaves_no_process_and_no_file(

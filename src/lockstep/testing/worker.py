@@ -57,9 +57,12 @@ LEAVE = b"leave"
 """What a rank is told when all have come to the end of a call."""
 
 CALLS_PER_COLLECTION = 8
-"""After so many calls a rank collects garbage. A Trainer and its model refer to each other, so they, and the groups that
-they hold, wait for Python's collection of the oldest generation, which is rare. Each group of gloo's has three threads,
-one of which wakes 100 times a second: 150 groups of earlier calls slow the whole machine."""
+"""After so many calls a rank collects garbage.
+
+A Trainer and its model refer to each other, so they, and the groups that they hold, wait for Python's collection of the
+oldest generation, which is rare. Each group of gloo's has three threads, one of which wakes 100 times a second: 150
+groups of earlier calls slow the whole machine.
+"""
 
 
 @dataclass(frozen=True)
