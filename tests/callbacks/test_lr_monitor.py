@@ -95,6 +95,16 @@ def test_values_follow_the_scheduler() -> None:
     assert trainer.callback_metrics["lr-SGD"] == 0.25
 
 
+def test_steps_of_a_fit_that_is_to_stop_were_missing() -> None:
+    optimizer = SGD([parameter()], lr=0.1)
+    monitor = LearningRateMonitor("step")
+    trainer = FakeTrainer([monitor], optimizers=[optimizer], log_every_n_steps=3)
+    for trainer.global_step in range(5):
+        trainer.should_stop = trainer.global_step > 0
+        monitor.on_train_batch_start(trainer, nn.Linear(1, 1), None, trainer.global_step)  # type: ignore[arg-type]
+    assert [step for step, _ in trainer.loggers[0].written] == [1, 2, 3, 4]
+
+
 def test_momentum_and_weight_decay() -> None:
     adam = Adam([parameter()], betas=(0.8, 0.9), weight_decay=0.1)
     sgd = SGD([parameter()], lr=0.1, momentum=0.7)

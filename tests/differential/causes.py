@@ -622,7 +622,10 @@ def kept_thawed(program: Program, d: Difference, theirs: Record, ours: Record) -
 
 
 def traces(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    return d.where == "names" and all(name.endswith(".pt.trace.json") for name in [*d.theirs, *d.ours])
+    if d.where != "names":
+        return False
+    reports = [name for name in d.theirs if name.endswith(".txt") and program.flags.get("num_sanity_val_steps")]
+    return all(name.endswith(".pt.trace.json") for name in [*d.theirs, *d.ours] if name not in reports)
 
 
 def without_repeated(program: Program, theirs: Record, ours: Record) -> str:

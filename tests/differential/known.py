@@ -392,7 +392,7 @@ ROWS = [
         path_from_start,
     ),
     Row(
-        "Traces of PyTorchProfiler are named by the step alone, and each kind of step has one.",
+        "Traces of PyTorchProfiler are named by the step alone, each kind of step has one, and a sanity check none.",
         PAGE,
         replace(PLAIN, profiler=("PyTorchProfiler", {"dirpath": "profiles"})),
         traces,

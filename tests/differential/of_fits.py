@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.differential.causes import BATCH, PAGE, SHOWN, Row, begins, end, refused
 from tests.differential.further import program_of
+from tests.differential.parts import SEARCHES
 from tests.differential.program import LOSS, PLAIN, Act, Log, Program, Scheduler
 from tests.differential.record import same
 
@@ -57,8 +58,9 @@ def plateau_was_due(program: Program, d: Difference, theirs: Record, ours: Recor
 
 
 def plateau_was_due_without_metric(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """A resumed fit of ours that ends at the step of a plateau that was due when the run was saved."""
-    if "resume" not in d.call or d.kind != "order" or not begins(d.ours, "on_exception"):
+    """A fit of ours, resumed or behind a search, that ends at a plateau; Lightning takes it for restarted."""
+    behind = any(label.endswith(SEARCHES) and label < d.call for label, _ in theirs.ends)
+    if not ("resume" in d.call or behind) or d.kind != "order" or not begins(d.ours, "on_exception"):
         return False
     return "monitors 'missing', which was not logged" in str(end(ours, d.call).get("message"))
 
@@ -150,8 +152,8 @@ OF_FITS = [
         then="numbers",
     ),
     Row(
-        "A plateau's step that was due when a run was saved, and whose metric is missing, ends the resumed fit, too; "
-        "Lightning's leaves the step out.",
+        "A plateau whose metric is missing ends a resumed fit, and one behind a search, as any; Lightning's leave the "
+        "plateau's first step out.",
         PAGE,
         program_of(300319),
         plateau_was_due_without_metric,

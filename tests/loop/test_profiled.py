@@ -206,6 +206,13 @@ def test_pytorch_records_the_training_of_a_run(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.pt.trace.json"))) == 2
 
 
+def test_a_fit_of_few_max_steps_was_not_recorded(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="ops", row_limit=-1)
+    trainer = profiled(profiler, max_epochs=1, max_steps=2, accumulate_grad_batches=2)
+    trainer.fit(Slope(), numbers(100))
+    assert "Profile stats for: training_step" in (tmp_path / "fit-ops.txt").read_text()
+
+
 def report_of_rank(folder: str) -> list[str]:
     trainer = profiled(SimpleProfiler(dirpath=folder, filename="times"), on_ranks, max_epochs=1)
     trainer.fit(Slope(), numbers(4))

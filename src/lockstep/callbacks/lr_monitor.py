@@ -81,7 +81,10 @@ class LearningRateMonitor(Callback):
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         step = trainer.fit_loop.progress.windows
-        if (step + 1) % trainer.log_every_n_steps or self.logging_interval == "epoch" or step == self._last_step:
+        if self.logging_interval == "epoch" or step == self._last_step:
+            return
+        # a fit that is to stop logs all steps that `min_steps` or `min_epochs` still ask for
+        if (step + 1) % trainer.log_every_n_steps and not trainer.should_stop:
             return
         self._last_step = step
         self._write(trainer, "step")

@@ -159,7 +159,10 @@ class PyTorchProfiler(Profiler):
             return float("inf")
         stage = {"training_step": "training", "validation_step": "val", "test_step": "test"}.get(step, "predict")
         found: Any = getattr(trainer, f"num_{stage}_batches")
-        return float(sum(found) if isinstance(found, Sequence) else found)
+        batches = float(sum(found) if isinstance(found, Sequence) else found)
+        if stage == "training" and trainer.max_steps >= 0:
+            batches = min(batches, trainer.max_steps * trainer.accumulate_grad_batches)
+        return batches
 
     def _is_sanity_check(self) -> bool:
         trainer = getattr(self._module(), "_trainer", None)
