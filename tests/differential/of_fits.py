@@ -93,7 +93,8 @@ def logged_by_two(program: Program, d: Difference, theirs: Record, ours: Record)
     in_step |= {f"{name}_step" for name in in_step}
     if unlike <= in_step and d.kind == "fact" and BATCH.search(d.where):
         return True
-    return unlike <= several and plateau_by_step(program)
+    now_and_then = any(log.every > 1 for log in program.logs if log.name in unlike)
+    return unlike <= several and (plateau_by_step(program) or now_and_then)
 
 
 OF_FITS = [
