@@ -42,7 +42,7 @@ from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.screen_text import one_line, wipe_line
 from lockstep.supervise.stack import calling
-from lockstep.supervise.status import failed, noted_call, watch_uncaught
+from lockstep.supervise.status import failed, noted_call, watch_uncaught, without_ranks
 
 # -- objects on their way ------------------------------------------------------------------------------------
 
@@ -160,6 +160,7 @@ class SpawnLauncher:
             RuntimeError: a rank failed, and the others were ended. Its last line names the rank and the reason.
             KeyboardInterrupt: a second Ctrl-C came, or the first one while nothing can be ended in order.
         """
+        without_ranks()
         held = None if self.world.port else HeldPort()
         world = self.world if held is None else replace(self.world, port=held.number)
         mailbox, verdicts = Mailbox(), list[Verdict]()
