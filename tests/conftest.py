@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import random
+import signal
 import sys
 
 # Before torch is imported: tests run on one thread each, as the ranks of the pool do.
@@ -21,6 +22,9 @@ sys.dont_write_bytecode = False
 BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 had_by_nvml = BY_NVML in os.environ
 os.environ.setdefault(BY_NVML, "1")
+# Who is started in the background by a shell's script ignores Ctrl-C, and so would the fits that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until torch is imported: it would go through all that is there dozens of times
 
 # scripts/test --device made-up: each process that imports torch, and each that those start, has the device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import math
@@ -618,6 +619,17 @@ def test_a_short_run_writes_one_plain_line(capsys: pytest.CaptureFixture[str]) -
     show(PlainProgressBar())
     out, err = capsys.readouterr()
     assert (out, err) == ("", "Epoch 1/1: step 6, 0:00, loss=0.1667, v_num=0\n")
+
+
+def test_a_plain_line_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit whose log lay on a full disk, or whose terminal was closed, died of its line."""
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    show(PlainProgressBar(interval=0))
 
 
 def test_a_plain_bar_writes_each_epoch_if_told_to(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import UserList
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -111,6 +112,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ([1], [1]),
         ([1, 0], [1, 0]),
         ((0,), [0]),
+        (UserList([1, 0]), [1, 0]),  # as omegaconf's lists, which configs give: they were refused
         ("1,", [1]),
         ("0, 1", [0, 1]),
     ],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -112,6 +115,19 @@ def test_messages_reach_the_screen_until_logging_is_configured(
     monkeypatch.setattr(logging.root, "handlers", [logging.NullHandler()])
     rank_zero_info("the user's handlers have it")
     assert capsys.readouterr().err == "on the screen\n"
+
+
+def test_a_message_that_nobody_can_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit whose terminal was closed trained to its end, and died of its last message."""
+    ear, mouth = os.pipe()
+    os.close(ear)
+    with contextlib.suppress(BrokenPipeError), open(mouth, "w") as closed:
+        monkeypatch.setattr(logging.root, "handlers", [])
+        monkeypatch.setattr(sys, "stderr", closed)
+        for name in LIGHTNINGS:
+            monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+        rank_zero_info("the fit is over")
+        monkeypatch.undo()
 
 
 def test_prefix() -> None:

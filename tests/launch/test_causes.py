@@ -35,6 +35,16 @@ def test_a_note_says_what_and_where() -> None:
     assert str(note) == f"rank 2 failed first, at {note.location}: ValueError: no such\\nfile"
 
 
+class Mute(RuntimeError):
+    def __str__(self) -> str:
+        return str(self.detail)  # type: ignore[attr-defined]  # of another process, which has pickled it
+
+
+def test_an_exception_that_cannot_say_what_it_is_is_named() -> None:
+    """Its place was taken by what its `__str__` raised."""
+    assert cause_of(1, caught(Mute("lost"))).reason.endswith("Mute: <exception str() failed>")
+
+
 def test_an_exception_that_was_never_raised_has_no_place() -> None:
     assert cause_of(0, KeyError("x")).location.startswith(__file__)  # where the note was taken
 

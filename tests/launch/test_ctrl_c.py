@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from typing import Any
 
@@ -43,6 +44,47 @@ def test_the_first_asks_and_the_second_raises() -> None:
         run()
     assert (loop.asked, loop.ended) == (1, 1)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@contextlib.contextmanager
+def handled_by(handler: Any) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_that_the_script_has_set_is_called_first() -> None:
+    """It was replaced, without a word: what it would have saved was not."""
+    heard: list[str] = []
+    with handled_by(lambda number, frame: heard.append("the script's")):
+        users = signal.getsignal(signal.SIGINT)
+        with interruptible(lambda: heard.append("the loop's"), lambda: None):
+            with interruptible(lambda: heard.append("an inner loop's"), lambda: None):  # an evaluation in a hook
+                press()
+            press()
+        assert signal.getsignal(signal.SIGINT) is users
+    assert heard == ["an inner loop's", "the script's", "the loop's"]
+
+
+def test_a_handler_that_the_script_sets_meanwhile_stays() -> None:
+    def later(number: int, frame: object) -> None: ...
+
+    with handled_by(signal.default_int_handler):
+        with interruptible(lambda: None, lambda: None):
+            signal.signal(signal.SIGINT, later)
+        assert signal.getsignal(signal.SIGINT) is later
+
+
+def test_one_that_a_shell_has_a_process_in_the_background_ignore_stays_ignored() -> None:
+    """A fit that a shell's script had started by `&` ended at the Ctrl-C that was for what ran in the foreground."""
+    loop = Loop()
+    with handled_by(signal.SIG_IGN):
+        with interruptible(loop.ask, loop.end):
+            press()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert loop.asked == 0
 
 
 @pytest.mark.skipif(PASS is None, reason="needs signals of Linux")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.seed import current_seed, hand_down_seed
 from lockstep.launch.environment import inherit
@@ -26,6 +27,15 @@ def rank_and_seed_put_back() -> Iterator[None]:
 def test_rank_and_seed() -> None:
     inherit({"LOCAL_RANK": "3", "PL_GLOBAL_SEED": "9"})
     assert (rank_zero_only.rank, current_seed()) == (3, 9)
+
+
+def test_a_seed_that_is_none_is_told_by_its_variable() -> None:
+    """`import lockstep` ended with int()'s own error."""
+    with pytest.raises(MisconfigurationException, match=r"PL_GLOBAL_SEED is 'tomorrow'.*integer.*or remove it"):
+        inherit({"PL_GLOBAL_SEED": "tomorrow"})
+    hand_down_seed(4)
+    inherit({"PL_GLOBAL_SEED": ""})  # as a shell's script has it of a variable of its own that is not set
+    assert current_seed() == 4
 
 
 def test_nothing_to_take_over() -> None:

@@ -146,6 +146,14 @@ def test_an_exception_that_was_caught_is_why_another_waits(scene: Scene) -> None
     assert scene.verdict() == Verdict(cause)
 
 
+def test_an_exception_whose_script_went_on_is_why_the_calls_do_not_match(scene: Scene) -> None:
+    """A sweep that catches errors went on on one rank: that its next call does not match was told, and not why."""
+    cause = failed(scene, 1)
+    scene.answers = {0: IN_BARRIER, 1: IN_BARRIER}
+    scene.stand(1, call=2)
+    assert scene.verdict() == Verdict(cause)
+
+
 def test_calls_after_one_whose_exception_was_caught_are_looked_at(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

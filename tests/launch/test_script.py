@@ -315,3 +315,35 @@ quiet(strategy="ddp", devices=2, max_epochs=1).fit(Module(), numbers(2))
     done = python(tmp_path / "train.py", tmp_path / "other.py", PYTHONPATH=f"{project / 'src'}:{project}")
     assert done.returncode == 0, done.stderr
     assert "this process takes itself for rank 1 of 2" in done.stdout
+
+
+FIRST = """
+import os
+from lockstep.launch.topology import here, launcher
+
+def call(name):
+    os.write(1, f"{os.environ.get('LOCAL_RANK')} {name}\\n".encode())
+
+for devices in DEVICES:
+    if devices == 1:
+        launcher("script", here(None, 1))(call, "auto")  # on the CPU: one process, or the ranks that are there
+    else:
+        launcher("script", here(2, 1))(call, "two")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_begins_with_a_call_that_rank_0_has_made_alone_is_told_so(tmp_path: Path) -> None:
+    """It was in the script's first fit, while rank 0 was in the second: with other settings, or another model."""
+    path = tmp_path / "train.py"
+    path.write_text(FIRST.replace("DEVICES", "(1, 2)"))
+    ended = python(path, folder=tmp_path)
+    assert ended.returncode == 1
+    assert sorted(ended.stdout.splitlines()) == ["0 two", "None auto"]
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith(f"lockstep: rank 1 failed first, at {path}:10: ")
+    assert f"this rank was started by the call at {path}:12, and comes to that at {path}:10 first" in last
+    path.write_text(FIRST.replace("DEVICES", "(2, 1, 2)"))  # "auto" are the two by then
+    ended = python(path, folder=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(ended.stdout.splitlines()) == ["0 auto", "0 two", "0 two", "1 auto", "1 two", "1 two"]

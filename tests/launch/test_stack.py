@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 from lockstep.ground.rank import does, marks_in, waits
 from lockstep.supervise import stack_request as sample
 from lockstep.supervise.screen_text import reason_of
-from lockstep.supervise.stack import _TORCH_WAITS, LOCKSTEP, TORCH, Frame, Stack, calling, dumped, stack_of
+from lockstep.supervise.stack import _TORCH_WAITS, LOCKSTEP, PACKAGES, TORCH, Frame, Stack, calling, dumped, stack_of
 from lockstep.testing import BoringModel
+from tests.tools.fresh import python
 
 C10D = Frame(f"{TORCH}distributed/distributed_c10d.py", 9, "all_reduce")
 STOP = Frame(f"{LOCKSTEP}loop/session.py", 8, "agree_on_ending")
@@ -50,6 +51,25 @@ def test_an_exception_in_a_loader_worker_is_placed_in_the_worker() -> None:
     batches._shutdown_workers()  # type: ignore[attr-defined]
     line = inspect.getsourcelines(Broken.__getitem__)[1] + 1
     assert found == (f"{__file__}:{line}", "ValueError: no such label (in a loader worker)")
+
+
+MODEL = Frame(f"{PACKAGES[0]}mine/model.py", 7, "training_step")
+CLI = Frame(f"{PACKAGES[0]}mine/cli.py", 20, "main")
+COMMAND = Frame(f"{sys.prefix}/bin/mine", 8, "<module>")
+NUMPY = Frame(f"{PACKAGES[0]}numpy/linalg.py", 5, "solve")
+
+
+@pytest.mark.parametrize(
+    ("frames", "location"),
+    [
+        ((NUMPY, MODEL, STOP, CLI, COMMAND), MODEL),  # the command was named: mine:8, whatever had failed
+        ((STOP, CLI, COMMAND), CLI),
+        ((NUMPY, STOP, CLI, USERS), USERS),  # somebody else's package, which a script of the user's has called
+        ((NUMPY, COMMAND), NUMPY),
+    ],
+)
+def test_the_line_of_a_project_that_is_installed_is_named(frames: tuple[Frame, ...], location: Frame) -> None:
+    assert Stack(frames).location() == str(location)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +201,16 @@ def test_a_look_does_not_cut_a_sleep_in_c_short(library: str, said: str, batch: 
         assert (stack.phase, stack.batch) == batch
         assert process.stdout.read().strip().startswith(said)
     assert process.returncode == 0
+
+
+@pytest.mark.skipif(sample.ASK is None, reason="needs signals of Linux")
+def test_stacks_can_be_asked_for_where_no_folder_takes_temporary_files() -> None:
+    """A fit on ranks ended at its start with tempfile's error, in a container that is read-only, or on a full disk."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+        "from lockstep.supervise import stack_request; print(stack_request.offer() != '')"
+    )
+    assert python("-c", code).stdout == "True\n"
 
 
 def test_nobody_is_asked_who_made_no_offer() -> None:

@@ -121,3 +121,13 @@ def test_other_errors_stay_as_they_are(text: str) -> None:
         raise RuntimeError(text)
 
     assert told(Scaled(), fail) == text
+
+
+class Mute(RuntimeError):
+    def __str__(self) -> str:
+        return str(self.detail)  # type: ignore[attr-defined]  # of another process, which has pickled it
+
+
+def test_an_error_that_cannot_say_what_it_is_stays_the_one() -> None:
+    """A fit raised what its `__str__` raised."""
+    in_words(Scaled(), "ddp", Mute("lost"))

@@ -59,6 +59,7 @@ PROSE: dict[str, tuple[str, ...]] = {
     "`shard_optimizer=True`": (),
     "a SLURM batch script": ("name SLURMEnvironment",),
     "a SLURM job that is asked": ("name SLURMEnvironment",),
+    "Trainers of different sizes": RANKS,
     "SIGTERM": ("name SIGTERM",),
     "calls of the ranks": (),
     "progress bar": (),

@@ -60,8 +60,9 @@ def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> Wor
     if is_started(environ) and started_size != size:
         raise MisconfigurationException(
             f"devices={devices}, num_nodes={num_nodes} make {size} rank(s), but {started_size} were started "
-            f"(WORLD_SIZE={started_size}): use the same numbers for every Trainer of a script, "
-            "or unset LOCAL_RANK"
+            f"(WORLD_SIZE={started_size}): use the same numbers for every Trainer of a script, whose test and validate "
+            "count each sample once on any number of ranks; or strategy='ddp_spawn' for those with several, whose "
+            "ranks are there for one call; or unset LOCAL_RANK, if it is left over from elsewhere"
         )
     if not is_started(environ) and size > 1 and "RANK" in environ:
         raise MisconfigurationException(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import MutableSequence
 from functools import cache
 from typing import Any
 
@@ -40,7 +41,7 @@ def check_devices(devices: list[int] | str | int, cluster: str) -> None:
     Raises:
         MisconfigurationException: with what to give instead.
     """
-    named = isinstance(devices, (list, tuple)) or (isinstance(devices, str) and "," in devices)
+    named = isinstance(devices, (MutableSequence, tuple)) or (isinstance(devices, str) and "," in devices)
     if named and cluster != "local":
         raise MisconfigurationException(
             f"Trainer(devices={devices!r}): {cluster} has placed this process and given it its devices: give the "

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, words_of
 from lockstep.ground.installed import EXIT_WORKERS
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def name_death(error: BaseException) -> None:
 
     torch raises it anywhere, by a handler of SIGCHLD.
     """
-    found = _DEATH.match(str(error)) if isinstance(error, RuntimeError) and len(error.args) == 1 else None
+    found = _DEATH.match(words_of(error)) if isinstance(error, RuntimeError) and len(error.args) == 1 else None
     if found is None or found.end() < len(str(error).rstrip()):
         return
     for process in map(int, found[1].split(",")):

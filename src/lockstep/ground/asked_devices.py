@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
+
 from lockstep.ground.errors import MisconfigurationException
 
 Devices = int | str | list[int] | tuple[int, ...]
@@ -29,7 +31,7 @@ def _named(devices: Devices, present: int) -> list[int]:
             return [int(part) for part in devices.split(",") if part.strip()]
         except ValueError:
             return []
-    return list(devices) if isinstance(devices, list | tuple) else []
+    return list(devices) if isinstance(devices, MutableSequence | tuple) else []  # a config's own class of lists, too
 
 
 def indices_of(devices: Devices, present: int, kind: str) -> list[int]:

@@ -7,6 +7,7 @@ import gc
 import torch
 
 from lockstep.ground.device import accelerator_kinds, device_module, devices_of
+from lockstep.ground.errors import words_of
 
 _SAYINGS = (
     "DefaultCPUAllocator",  # the host's memory
@@ -94,7 +95,7 @@ def total_memory(device: torch.device) -> int | None:
 def is_oom_error(exception: BaseException) -> bool:
     """Whether an exception says that a device's memory, or the host's, is used up."""
     return isinstance(exception, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(exception, RuntimeError) and any(saying in str(exception) for saying in _SAYINGS)
+        isinstance(exception, RuntimeError) and any(saying in words_of(exception) for saying in _SAYINGS)
     )
 
 

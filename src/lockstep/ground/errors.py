@@ -31,6 +31,14 @@ class KeyNotThere(MisconfigurationException, KeyError):
     __str__ = Exception.__str__  # that of KeyError shows the message in quotes
 
 
+def words_of(error: BaseException) -> str:
+    """What an exception says; "" where its class cannot tell: a ``__str__`` that fails would take its place."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 class RankFailed(RuntimeError):
     """Another rank has failed, so that this one cannot go on: the message says which, where and why.
 

@@ -33,7 +33,10 @@ class _Screen(logging.Handler):
             record.levelno, logging.INFO
         )  # which is the level that Lightning gives its own, where it is imported
         if not logging.root.handlers and all(shown >= logging.getLogger(name).level for name in LIGHTNINGS):
-            print(self.format(record), file=sys.stderr, flush=True)
+            try:
+                print(self.format(record), file=sys.stderr, flush=True)
+            except Exception:  # its terminal is closed, or its disk is full: no message is worth the run
+                self.handleError(record)
 
 
 log = logging.getLogger("lockstep")

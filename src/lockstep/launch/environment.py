@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep.cluster.detect import early_rank
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import FORK_WORKERS
 from lockstep.ground.rank import rank_zero_only
 from lockstep.launch.attempts import TRIAL
@@ -343,10 +344,16 @@ def inherit(environ: Mapping[str, str] = os.environ) -> None:
     in the lines of a script that come before its Trainer.
     """
     rank_zero_only.rank = early_rank(environ)
-    if SEED in environ:
+    if environ.get(SEED):
         from lockstep.ground.seed import hand_down_seed
 
-        hand_down_seed(int(environ[SEED]))
+        try:
+            hand_down_seed(int(environ[SEED]))
+        except ValueError:
+            raise MisconfigurationException(
+                f"the environment variable {SEED} is {environ[SEED]!r}: it is the seed that seed_everything() takes, "
+                "an integer from 0 to 4294967295; set it to one, or remove it"
+            ) from None
     hand_early(environ)
     if PARENT in environ:
         end_with(int(environ[PARENT]))

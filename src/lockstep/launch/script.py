@@ -20,7 +20,8 @@ from lockstep.ground.rank import log
 from lockstep.launch.environment import SEED, HeldPort, bind_loader_workers, share_cores, started_in
 from lockstep.supervise.client import Side, Supervised, at_launcher
 from lockstep.supervise.mailbox import MAILBOX
-from lockstep.supervise.status import noted_call
+from lockstep.supervise.stack import calling
+from lockstep.supervise.status import calls_before, noted_call
 
 # -- the script, once for each rank --------------------------------------------------------------------------
 
@@ -29,6 +30,9 @@ T = TypeVar("T")
 
 RANK_OF = "LOCKSTEP_RANK_OF"
 """The variable with the process that is a rank, and the meeting that it belongs to."""
+
+STARTING_CALL = "LOCKSTEP_STARTING_CALL"
+"""The variable with the line whose call has started this rank, where rank 0 had made others before, without it."""
 
 VARIABLES = "RANK LOCAL_RANK NODE_RANK GROUP_RANK WORLD_SIZE MASTER_PORT SLURM_PROCID OMPI_COMM_WORLD_RANK PMI_RANK"
 """Variables by which a rank knows itself."""
@@ -67,6 +71,7 @@ class ScriptLauncher:
                 _sides.append(_begin(self.world))
             self.world = detect(os.environ, self.world.local_size, self.world.num_nodes, LOCAL).world
         check_not_nested(self.world)
+        check_first_call()
         share_cores(os.environ, self.world.local_size)
         bind_loader_workers()
         address = os.environ.get(MAILBOX, "")
@@ -102,6 +107,27 @@ def check_not_nested(world: World, environ: MutableMapping[str, str] = os.enviro
             f"run without them (env {there} ...), as one process: devices=1"
         )
     environ[RANK_OF] = f"{os.getpid()} {meeting}"
+
+
+def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Refuse to begin, as a rank, with a call that rank 0 has made before it started this one.
+
+    ``devices="auto"`` on the CPU is one process then, and the ranks that there are from there on: this rank would be
+    in the script's first call while rank 0 is in a later one.
+
+    Args:
+        environ: the environment.
+
+    Raises:
+        MisconfigurationException: with the lines of both.
+    """
+    started, here = environ.pop(STARTING_CALL, None), os.path.normpath(calling().location())
+    if started is not None and os.path.normpath(started) != here:
+        raise MisconfigurationException(
+            f"this rank was started by the call at {started}, and comes to that at {here} first, which rank 0 has made "
+            "without it: give the Trainers of both the same devices, num_nodes and strategy, or put the first into a "
+            "script of its own"
+        )
 
 
 def command_line(main: ModuleType, argv: Sequence[str], original: Sequence[str]) -> list[str] | None:
@@ -163,6 +189,8 @@ def _begin(world: World) -> Supervised:
 
     if current_seed() is not None:
         environ[SEED] = str(current_seed())
+    if calls_before():
+        environ[STARTING_CALL] = calling().location()
     return Supervised(world, command, environ)
 
 

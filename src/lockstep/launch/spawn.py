@@ -31,6 +31,7 @@ from lockstep.cluster.world import World
 from lockstep.ground.device import accelerator_kinds, devices_of, in_bad_fork, is_there
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import wait_for_torch_threads
+from lockstep.ground.open_files import flush_open_files
 from lockstep.ground.rank import log
 from lockstep.ground.seed import current_seed, hand_down_seed, random_states, set_random_states
 from lockstep.launch.environment import HeldPort, bind_loader_workers, inherit, share_cores
@@ -41,7 +42,7 @@ from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.screen_text import one_line, wipe_line
 from lockstep.supervise.stack import calling
-from lockstep.supervise.status import failed, noted_call, watch_uncaught
+from lockstep.supervise.status import failed, noted_call, watch_uncaught, without_ranks
 
 # -- objects on their way ------------------------------------------------------------------------------------
 
@@ -159,6 +160,7 @@ class SpawnLauncher:
             RuntimeError: a rank failed, and the others were ended. Its last line names the rank and the reason.
             KeyboardInterrupt: a second Ctrl-C came, or the first one while nothing can be ended in order.
         """
+        without_ranks()
         held = None if self.world.port else HeldPort()
         world = self.world if held is None else replace(self.world, port=held.number)
         mailbox, verdicts = Mailbox(), list[Verdict]()
@@ -340,6 +342,7 @@ def _end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
             stream.flush()
+    flush_open_files()
     os._exit(code)
 
 

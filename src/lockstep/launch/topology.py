@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from lockstep.cluster.detect import NAMES, Placement, detect, is_placed
 from lockstep.cluster.environments import DescribesRanks, described_world
-from lockstep.launch.script import ScriptLauncher, become_srun, command_line
+from lockstep.launch.script import ScriptLauncher, become_srun, check_first_call, command_line
 from lockstep.launch.spawn import ForkLauncher, SpawnLauncher
-from lockstep.supervise.status import watch_uncaught
+from lockstep.supervise.status import watch_uncaught, without_ranks
 
 T = TypeVar("T")
 
@@ -60,6 +60,8 @@ def is_interactive(placement: Placement) -> bool:
 
 def directly(function: Callable[..., T], *args: object) -> T:
     """Call ``function`` in this process: there are no other ranks to start."""
+    check_first_call()
+    without_ranks()
     try:
         return function(*args)
     except BaseException:

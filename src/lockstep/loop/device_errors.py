@@ -11,6 +11,7 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
+from lockstep.ground.errors import words_of
 from lockstep.module import LightningModule
 from lockstep.supervise.stack import Frame
 
@@ -44,7 +45,7 @@ def device_error(module: LightningModule, error: BaseException) -> str | None:
     """
     if not isinstance(error, RuntimeError):
         return None
-    text, frames = str(error), _frames(error)
+    text, frames = words_of(error), _frames(error)
     if APART.search(text):
         return _left_behind(module, text, frames)
     found = next((match for form in MISSING if (match := form.search(text))), None)

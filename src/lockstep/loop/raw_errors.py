@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.pretrained import is_of_transformers
-from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, words_of
 from lockstep.loop.device_errors import device_error
 from lockstep.module import LightningModule
 
@@ -25,7 +25,7 @@ DTYPES = {"Double": torch.float64, "Float": torch.float32, "Half": torch.float16
 def in_words(module: LightningModule | None, strategy: str, error: BaseException) -> None:
     """Give an error that has a known cause a message that says it, in place: it is still the one of the user's line."""
     ended = error.__cause__
-    if isinstance(error, RuntimeError) and isinstance(ended, StopIteration) and str(error) == RAISED_STOP:
+    if isinstance(error, RuntimeError) and isinstance(ended, StopIteration) and words_of(error) == RAISED_STOP:
         frame = traceback.extract_tb(ended.__traceback__)[-1]
         error.args = (
             f"{frame.name} raised StopIteration, {frame.filename}:{frame.lineno}: a `next()` whose iterator has "
@@ -37,7 +37,7 @@ def in_words(module: LightningModule | None, strategy: str, error: BaseException
     if of_devices is not None:
         error.args = (of_devices,)
         return
-    text = str(error)
+    text = words_of(error)
     for form, tell in TOLD:
         found = form.search(text)
         told = None if found is None else tell(module, strategy, found)

@@ -166,6 +166,14 @@ def was_caught(cause: Cause, stands: Mapping[int, Stand]) -> bool:
     return stand is not None and not cause.lost and stand.call == cause.call and not stand.inside
 
 
+def went_on(cause: Cause, stands: Mapping[int, Stand]) -> bool:
+    """Whether an exception of its rank's own ended a call in which others still are, and its script went on."""
+    stand = stands.get(cause.rank)
+    if stand is None or cause.lost or not 0 < cause.call < stand.call:
+        return False
+    return any(other.inside and other.call == cause.call for other in stands.values())
+
+
 def has_left(stand: Stand, call: int) -> bool:
     """Whether a rank that stands there has come out of the ``call``, or will never get to it."""
     return stand.ended or stand.call > call or (stand.call == call and not stand.inside)

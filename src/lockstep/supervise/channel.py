@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 LONGEST = 4 * 2**20
@@ -36,17 +37,30 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", PATIENCE, 0))
         self._socket = connection
+        self._wait_at_most(PATIENCE)
         self._lock = threading.Lock()
         self._rest = b""
         self.error: OSError | None = None  #: why it is over, where the other end has not simply hung up
+
+    @contextlib.contextmanager
+    def patient(self, seconds: int) -> Iterator[None]:
+        """Inside, a message may take so long to be handed to the system: a peer that has just begun to start reads
+        nothing yet."""
+        self._wait_at_most(seconds)
+        try:
+            yield
+        finally:
+            self._wait_at_most(PATIENCE)
+
+    def _wait_at_most(self, seconds: int) -> None:
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
 
     def send(self, message: Message, descriptor: int | None = None) -> bool:
         """Send a message, and with it an open file, between processes of one machine.
 
         Returns:
-            whether it went out; not where the other end is gone, or takes nothing in for a second.
+            whether it went out; not where the other end is gone, or takes nothing in for a second (`patient`).
         """
         text = line_of(message)
         with self._lock:

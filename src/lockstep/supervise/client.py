@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.cluster.world import World
 from lockstep.ground.installed import EXIT_SUPERVISOR
+from lockstep.ground.open_files import flush_open_files
 from lockstep.ground.rank import log
 from lockstep.launch.environment import started_in
 from lockstep.launch.parent_death import PARENT
@@ -35,6 +36,9 @@ OFF = "LOCKSTEP_SUPERVISE"
 
 PATIENCE = 30.0
 """Seconds after which a script that has ended says which ranks it waits for."""
+
+STARTING = 60
+"""Seconds that a supervisor gets to start: Python may lie on a disk that is far away."""
 
 MEETING = 10.0
 """Seconds in which a rank of a launcher looks for its node's supervisor; it does not wait for it."""
@@ -88,24 +92,25 @@ class Supervised:
         self._supervisor = _start(there, self._mailbox, self._signal_pipe)
         there.close()
         environ = {} if environ is None else {**environ, MAILBOX: self.address}
-        self._channel.send(
-            {
-                "process": self._process,
-                "rank": world.rank,
-                "size": world.size,
-                "local_size": world.local_size,
-                "node": world.node_rank,
-                "nodes": world.num_nodes,
-                "command": command,
-                "environ": environ,
-                "parent": PARENT,
-                "folder": started_in,
-                "name": "" if self._starts else meeting_name(world),
-                "scheduled": "SLURM_JOB_ID" in os.environ,
-                "one_screen": _is_one_screen(os.environ),
-            }
-        )
-        EXIT_SUPERVISOR.at_exit(self._finish)
+        with self._channel.patient(STARTING):  # an environment may be larger than what waits in a socket
+            self._channel.send(
+                {
+                    "process": self._process,
+                    "rank": world.rank,
+                    "size": world.size,
+                    "local_size": world.local_size,
+                    "node": world.node_rank,
+                    "nodes": world.num_nodes,
+                    "command": command,
+                    "environ": environ,
+                    "parent": PARENT,
+                    "folder": started_in,
+                    "name": "" if self._starts else meeting_name(world),
+                    "scheduled": "SLURM_JOB_ID" in os.environ,
+                    "one_screen": _is_one_screen(os.environ),
+                }
+            )
+        _leaving.append(self._finish)
         threading.Thread(target=self._hear, name="lockstep-supervised", daemon=True).start()
 
     def open_hub(self) -> tuple[int, str] | None:
@@ -140,8 +145,9 @@ class Supervised:
         """Have a text be the last on the screen, and end this process."""
         for worker in multiprocessing.active_children():  # of a loader, say
             worker.kill()
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or there is none
             sys.stdout.flush()
+        flush_open_files()
         self._channel.send({"say": "acts"})
         with contextlib.suppress(OSError):
             os.write(2, f"{text}\n".encode(errors="replace") if text else b"")
@@ -180,7 +186,7 @@ def _start(channel: socket.socket, notes: Mailbox, signal_pipe: SignalPipe) -> s
     handed = [channel.fileno(), notes.descriptor, signal_pipe.fileno()]
     order = {
         "prefixes": [sys.prefix, sys.exec_prefix],
-        "paths": sys.path,
+        "paths": [path for path in sys.path if isinstance(path, str)],  # a Path, say, is ignored by Python, too
         "folder": os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
         "descriptors": handed,
     }
@@ -232,7 +238,7 @@ class FoundSupervisor:
         self._seek = threading.Thread(target=self._find, name="lockstep-supervised", daemon=True)
         self._seek.start()
         self._come.wait(0.5)
-        EXIT_SUPERVISOR.at_exit(self._finish)
+        _leaving.append(self._finish)
 
     def _find(self) -> None:
         """In a thread: look for it, and hear what it says."""
@@ -285,6 +291,19 @@ def _take_leave(channel: Channel, address: str, rank: int) -> bool:
 
 
 Side = Supervised | FoundSupervisor
+
+_leaving: list[Callable[[], None]] = []
+"""What the sides of this process do when it ends: one, or none."""
+
+
+def _leave() -> None:
+    for leave in _leaving:
+        leave()
+
+
+# At the import, and so behind what the script has put there: from its leave a rank 0 whose run has failed does not come
+# back.
+EXIT_SUPERVISOR.at_exit(_leave)
 
 
 def at_launcher(world: World, environ: Mapping[str, str] = os.environ) -> Side | None:

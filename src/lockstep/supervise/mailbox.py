@@ -34,7 +34,7 @@ class Mailbox:
     def __init__(self, descriptor: int | None = None) -> None:
         self._file: IO[bytes] | None = None
         if descriptor is None:
-            self._file = _file_without_a_name()
+            self._file = file_without_a_name("lockstep-mailbox")
             descriptor = self._file.fileno()
         self.descriptor = descriptor
         self.address = f"{self.descriptor}:{os.fstat(self.descriptor).st_ino}"
@@ -121,15 +121,18 @@ class Mailbox:
         self._read += len(whole)
 
 
-def _file_without_a_name() -> IO[bytes]:
+def file_without_a_name(name: str) -> IO[bytes]:
     """In memory where the system can do that: on a disk that is full, nobody could leave a note on it.
 
     Each note goes to the end: processes share the file's position, which Linux does not guard for a file in memory, so
     that two that write at once would write to one place.
+
+    Args:
+        name: what the system's list of open files says of it.
     """
     if not hasattr(os, "memfd_create"):
         return tempfile.TemporaryFile(prefix="lockstep-")
-    descriptor = os.memfd_create("lockstep-mailbox")
+    descriptor = os.memfd_create(name)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
     return open(descriptor, "w+b", buffering=0)
 

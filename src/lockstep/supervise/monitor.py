@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.launch.processes import FAREWELL as LONGEST
 from lockstep.launch.processes import stat_of
 from lockstep.supervise import signals
-from lockstep.supervise.causes import Cause, Divergence, Stand, located, named, was_caught
+from lockstep.supervise.causes import Cause, Divergence, Stand, located, named, was_caught, went_on
 from lockstep.supervise.elsewhere import OtherNodes
 from lockstep.supervise.hang_monitor import PERIOD, HangMonitor
 from lockstep.supervise.mailbox import Mailbox
@@ -137,6 +137,10 @@ class RankMonitor:
         """What ended a call on this node, and a script has caught."""
         return next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
 
+    def _gone_on(self, stands: Mapping[int, Stand]) -> Cause | None:
+        """What ended a call in which other ranks of this node still are, and a script has caught and gone on."""
+        return next((note for note in self._mailbox.read() if went_on(note, stands)), None)
+
     def _told(self, caught: Cause | None) -> str:
         return "" if caught is None else located(caught, self.host)
 
@@ -204,7 +208,7 @@ class RankMonitor:
             return None
         ending = bool(self._presses) or self._mailbox.is_someone_ending()
         outside = [stand for stand in own.values() if not stand.inside]
-        caught = self._caught(own) if outside else None
+        caught = (self._caught(own) if outside else None) or self._gone_on(own)
         found = self.hangs.look(inside, self._seconds, now, outside, self._told(caught), ending)
         if found is None:
             return None

@@ -110,7 +110,8 @@ def by_default(number: int) -> Iterator[None]:
 def send_again(number: int) -> None:
     """Send a signal that nobody has acted on to this process once more, now that nobody heeds it."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or there is none
+            stream.flush()
     os.kill(os.getpid(), number)
 
 
@@ -145,6 +146,9 @@ def pass_on(process: int) -> None:
 def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
     """Have the first Ctrl-C call ``ask``; the second one calls ``end`` and raises where it strikes.
 
+    A handler that the script has set is called first. A Ctrl-C that is ignored, as by what a shell's script has started
+    in the background, stays so: the user means another process.
+
     Loader workers that are forked meanwhile take no notice: a terminal tells them too, and the run could not come
     to its boundary without them. Outside the main thread nothing is changed.
     """
@@ -159,20 +163,40 @@ def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[
             if current_process().daemon:
                 return
             raise KeyboardInterrupt
+        if number == signal.SIGINT and users is not None:
+            users(number, frame)
         presses += number == signal.SIGINT
         if presses > 1:
             end()
             raise KeyboardInterrupt
         ask()
 
-    numbers = [signal.SIGINT] if PASS is None else [signal.SIGINT, PASS]
-    before = {number: signal.signal(number, handle) for number in numbers}
+    users = _users_of_ctrl_c()
+    numbers = [] if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else [int(signal.SIGINT)]
+    before = {number: signal.getsignal(number) for number in [*numbers, *([] if PASS is None else [PASS])]}
+    _asking.append(handle)
+    for number in before:
+        signal.signal(number, handle)
     try:
         with HANDLERS.inside():
             yield
     finally:
+        _asking.remove(handle)
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if signal.getsignal(number) is handle:  # else the script has set one meanwhile
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+_asking: list[object] = []
+"""The handlers of :func:`interruptible` that are in place."""
+
+
+def _users_of_ctrl_c() -> Callable[[int, FrameType | None], Any] | None:
+    """The handler of Ctrl-C that the script has set; None where it has set none."""
+    found = signal.getsignal(signal.SIGINT)
+    if not callable(found) or found in (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN, *_asking):
+        return None
+    return found
 
 
 class SignalPipe:

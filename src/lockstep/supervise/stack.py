@@ -12,17 +12,19 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import FrameType, TracebackType
 
+from lockstep.ground.errors import words_of
 from lockstep.ground.rank import Doing, marks_in
 
 LOCKSTEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _spec = find_spec("torch")  # not imported: a process that only watches ranks has no use for it
 TORCH = os.path.dirname(os.path.abspath((_spec and _spec.origin) or "torch")) + os.sep
-FOREIGN = (
-    LOCKSTEP,
-    TORCH,
-    *{folder + os.sep for folder in (os.path.dirname(os.__file__), *site.getsitepackages())},
-    "<frozen",
-)
+PACKAGES = tuple({folder + os.sep for folder in (*site.getsitepackages(), site.getusersitepackages())})
+"""Where packages are installed, the user's own among them."""
+
+_COMMANDS = tuple({os.path.join(folder, "bin") + os.sep for folder in (sys.prefix, site.getuserbase())})
+"""Where the commands of installed packages lie: a few lines each, which call the package."""
+
+FOREIGN = (LOCKSTEP, TORCH, os.path.dirname(os.__file__) + os.sep, *PACKAGES, *_COMMANDS, "<frozen")
 """Where files lie that are nobody's training script."""
 
 SPAWNED = f"{LOCKSTEP}launch{os.sep}spawn.py"
@@ -84,8 +86,21 @@ class Stack:
         users = next((frame for frame in self.frames if frame.is_users), None)
         if users is not None or called:
             return str(users or called)
+        package = self._callers_package()
+        if package:  # a project that is installed has no line outside of it
+            return str(next(frame for frame in self.frames if frame.file.startswith(package)))
         outside = (frame for frame in self.frames if not frame.file.startswith((LOCKSTEP, TORCH, "<frozen")))
         return str(next(outside, self.frames[0] if self.frames else "an unknown place"))
+
+    def _callers_package(self) -> str:
+        """Where the installed package lies whose code has called lockstep; "" where none has."""
+        calls = [at for at, frame in enumerate(self.frames) if frame.file.startswith(LOCKSTEP)]
+        caller = self.frames[calls[-1] + 1].file if calls and calls[-1] + 1 < len(self.frames) else ""
+        root = max((folder for folder in PACKAGES if caller.startswith(folder)), key=len, default="")
+        if not root or caller.startswith(TORCH):
+            return ""
+        name, inside, _ = caller.removeprefix(root).partition(os.sep)
+        return root + name + inside
 
     @property
     def waits(self) -> bool:
@@ -136,7 +151,7 @@ def _within(frames: Iterable[Frame]) -> tuple[Frame, ...]:
 
 def stack_of(error: BaseException) -> Stack:
     """Where an exception came from; if a loader worker raised it, where in the worker."""
-    text = str(error) if error.args and isinstance(error.args[0], str) else ""
+    text = words_of(error)
     if IN_WORKER in text:
         frames = tuple(reversed(_read(text.split(IN_WORKER, 1)[1])))
         if frames:

@@ -6,7 +6,6 @@ import faulthandler
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from types import FrameType
 from typing import IO, Any, TypeAlias
 
 from lockstep.ground.installed import STACK
+from lockstep.supervise.mailbox import file_without_a_name
 from lockstep.supervise.stack import Stack, dumped
 
 SECONDS = 1.0
@@ -48,7 +48,7 @@ def offer() -> str:
     if ASK is None:
         return ""
     if _file is None:
-        _file = tempfile.TemporaryFile(prefix="lockstep-")  # noqa: SIM115, open as long as this process lives
+        _file = file_without_a_name("lockstep-stack")  # open as long as this process lives
         STACK.install(_register)
     if _bell[0] != os.getpid():  # a forked process has the descriptors, and not the thread
         ear, mouth = os.pipe()

@@ -36,6 +36,7 @@ class _Rank:
         self.rank = 0
         self.address = ""
         self.call = 0
+        self.before = 0  # calls that ranks of the script would have made, too, had they been there
         self.called = ""
         self.location = ""  # of the call, while it is in it
         self.raised: tuple[BaseException, Cause] | None = None
@@ -76,6 +77,16 @@ def noted_call(rank: int, address: str, called: str = "", launched: bool = False
     finally:
         _rank.location = ""
         _stand(location, inside=False)
+
+
+def without_ranks() -> None:
+    """Count a call that this process makes alone, or in processes that are there for it: there are no ranks yet."""
+    _rank.before += 1
+
+
+def calls_before() -> int:
+    """How many such calls there were."""
+    return _rank.before
 
 
 def failed(error: BaseException, rank: int | None = None, address: str = "") -> None:

@@ -596,6 +596,7 @@ def main(channel: int, mailbox: int, signal_pipe: int) -> None:
         known = getattr(signal, f"SIG{number}")
         if signal.getsignal(known) is not signal.SIG_IGN:
             signal.signal(known, lambda number, frame: supervisor.on_signal(number))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # of who inherits an ignored one the system forgets how ranks ended
     promise_cause()
     if supervisor.starts():
         supervisor.run()

@@ -391,7 +391,7 @@ def _start_nursery(folder: str, preload: Sequence[str]) -> tuple[socket.socket |
         environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     begin = (
         "import gc; gc.disable(); "  # a quarter of the time that torch's import takes; `worker.warm_up` ends it
-        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"import sys; sys.path[:] = {[each for each in sys.path if isinstance(each, str)]!r}; "
         f"from lockstep.testing import worker; worker.main({its.fileno()}, {folder!r}, {tuple(preload)!r})"
     )
     nursery = subprocess.Popen(

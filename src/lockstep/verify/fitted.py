@@ -61,6 +61,7 @@ def verify_fit(
                 f"trainer.verify: the module, its data or a flag of the Trainer cannot be pickled ({error}), and the "
                 "ranks are processes of their own: verify the script by `lockstep verify script.py`"
             ) from error
-        script.write_text(_SCRIPT.format(path=sys.path, parts=str(parts)))
+        path = [each for each in sys.path if isinstance(each, str)]  # Python takes no notice of others
+        script.write_text(_SCRIPT.format(path=path, parts=str(parts)))
         certificate = verify(Request((str(script),), devices, steps))
     return replace(certificate, script=type(model).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from time import monotonic
@@ -322,7 +323,8 @@ class PlainProgressBar(ProgressBar):
         self._next = monotonic() + self.interval
         shown = [f"step {trainer.global_step}", clock(monotonic() - self._epoch_began)]
         shown += [f"{name}={number(value)}" for name, value in self.get_metrics(trainer, pl_module).items()]
-        print(f"{self._epoch}: {', '.join(shown)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or its disk is full
+            print(f"{self._epoch}: {', '.join(shown)}", file=sys.stderr, flush=True)
 
 
 class DrawnProgressBar(ProgressBar):
