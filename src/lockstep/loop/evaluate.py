@@ -25,10 +25,12 @@ from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logged_entry import Entry
 from lockstep.loop.logged_metrics import NOT_FOR_CALLBACKS
 from lockstep.loop.logging import LogCollector
+from lockstep.loop.metrics import leave_inference_mode
 from lockstep.loop.padding import in_step, padding
 from lockstep.loop.progress import VALIDATED
 from lockstep.loop.session import STAGE_OF, Session
 from lockstep.loop.signatures import arguments_of, refuse_fewer, refuse_more
+from lockstep.loop.state import metric_states
 
 FN_OF = {stage: fn for fn, stage in STAGE_OF.items()}
 
@@ -141,6 +143,7 @@ class EvaluationLoop:
         strategy.sync_gradients = False
         if session.fitting and not sanity_steps:
             session.fit.random_before = random_states_of(strategy.own_devices)
+            session.fit.metrics_before = metric_states(session.module)
         try:
             with strategy.copies.one_model(), self._no_gradients(), self._eval_mode():
                 hooks.call(f"on_{name}_start")
@@ -187,11 +190,13 @@ class EvaluationLoop:
         if for_loggers and to_loggers:
             session.log_metrics(for_loggers, None)
         if to_loggers and session.fitting:
-            session.fit.random_before = None
+            session.fit.random_before = session.fit.metrics_before = None
             session.fit.progress.phase = VALIDATED  # for a checkpoint of `on_validation_end`
         elif to_loggers:
             session.record()
+        results.ended = True
         hooks.call(f"on_{name}_end")
+        results.reset_metrics()
         return _by_loader(values, len(self.feed.num_batches))
 
     def _check_batch_hooks(self, several: bool) -> None:
@@ -327,8 +332,12 @@ class EvaluationLoop:
         # so do lazy layers
         infers = infers and not any(is_lazy(parameter) for parameter in self.session.module.parameters())
         quiet = torch.inference_mode if infers else torch.no_grad
-        with quiet():
-            yield
+        try:
+            with quiet():
+                yield
+        finally:
+            if infers:
+                leave_inference_mode(self.session.module)
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:

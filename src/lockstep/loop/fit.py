@@ -509,6 +509,7 @@ class FitLoop:
         if hooks.on_train_epoch_end is not None or session.world_size > 1:
             hooks.call("on_train_epoch_end")
             for_loggers.update(self._publish_epoch()[1])
+        results.reset_metrics()
         if whole:
             session.fit.progress.phase = EPOCH_END
         results.enter("on_train_epoch_end")

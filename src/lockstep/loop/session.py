@@ -75,6 +75,7 @@ class FitState:
         logged_elsewhere: the resume goes on within an epoch whose logged values Lightning's checkpoint does not hold.
         cut_epoch: what an epoch that ended early had logged, for a checkpoint.
         random_before: the random states at the beginning of the validation under way, which a resume begins anew.
+        metrics_before: what torchmetrics objects had collected there.
         run_batches: by what a run counts that goes on with other ranks.
         counted: micro-batches of this rank's epoch as that plan counts them.
         shares: what the checkpoint tells of the ranks' shares; None: they were equal.
@@ -92,6 +93,7 @@ class FitState:
     logged_elsewhere: bool = False
     cut_epoch: dict[str, Any] | None = None
     random_before: dict[str, Any] | None = None
+    metrics_before: dict[str, Any] | None = None
     run_batches: RunBatches = field(default_factory=RunBatches)
     counted: Callable[[int], int] = int
     shares: dict[str, Any] | None = None
