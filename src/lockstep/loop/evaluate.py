@@ -51,10 +51,17 @@ class EvaluationLoop:
         reduce metrics over steps and ranks; on_<stage>_epoch_end; log; on_<stage>_end; train mode
     """
 
-    def __init__(self, session: Session, stage: RunningStage, reload_due: Callable[[], bool] = bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        stage: RunningStage,
+        reload_due: Callable[[], bool] = bool,
+        request: Callable[[str], Any] | None = None,
+    ) -> None:
         self.session = session
         self.stage = stage
         self._reload_due = reload_due  # of a fit's validation: whether its loaders are to be asked for anew
+        self._request = request  # and how
         self.name = "validation" if stage is RunningStage.VALIDATING else stage.value
         self.prefix = stage.dataloader_prefix
         self.feed: EvaluationFeed | None = None
@@ -110,7 +117,8 @@ class EvaluationLoop:
             return
         self.release()
         limit = getattr(config, f"limit_{self.prefix}_batches")
-        source = session.loaders.request(self.prefix) if limit != 0 else None
+        request = self._request or session.loaders.request
+        source = request(self.prefix) if limit != 0 else None
         if source is None:
             return
         self.given, self.seen = source, {}  # as in Lightning, the validations of a fit go on counting

@@ -94,7 +94,7 @@ class FitLoop:
     def __init__(self, session: Session, epochs_by_default: bool = False) -> None:
         self.session = session
         self.step = Step(session)
-        self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due)
+        self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due, self._requested)
         self.timing = ValidationTiming(session)
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
         self.starts = False  # `on_train_start` runs
@@ -312,9 +312,19 @@ class FitLoop:
         return torch.autograd.set_detect_anomaly(True) if detect else nullcontext()
 
     def setup_data(self) -> None:
-        """Ask for the training loaders and share them over the ranks; does nothing the second time."""
-        if self.session.fit.feed is None:
+        """Ask for the training loaders and share them over the ranks; does nothing the second time.
+
+        Those that ``configure_optimizers`` has asked for are another epoch's, where a resume goes on in a later one.
+        """
+        if self.session.fit.feed is None or self._has_other_loaders():
             self._load()
+
+    def _has_other_loaders(self) -> bool:
+        """Whether the training loaders are those of an earlier epoch than the one within which a resume goes on."""
+        fit, loaded = self.session.fit, self.session.fit.progress.train_loaded
+        within = fit.progress.batch > 0 and self._reload_due(loaded)  # of a checkpoint that does not tell
+        every = self.session.config.reload_dataloaders_every_n_epochs
+        return within or (bool(every) and loaded not in (None, fit.asked_for))
 
     def estimated_steps(self) -> int | float:
         """Optimizer steps of the whole fit, for schedulers; asks for the training loader where it has to."""
@@ -353,7 +363,7 @@ class FitLoop:
             fit.feed.close()
         if self._reload_due(fit.progress.train_loaded):
             fit.progress.train_loaded = fit.progress.epoch
-        fit.given = session.loaders.request("train")
+        fit.asked_for, fit.given = fit.progress.train_loaded, self._requested("train")
         automatic = session.module.automatic_optimization
         feed = fit.feed = Feed.train(
             fit.given,
@@ -378,6 +388,16 @@ class FitLoop:
                 f"An epoch has {batches} training batches, fewer than Trainer(log_every_n_steps="
                 f"{config.log_every_n_steps}): give it a lower value to see values of single steps."
             )
+
+    def _requested(self, stage: str) -> Any:
+        """Loaders, asked for as in the epoch that they are of: the hook may look at its number."""
+        progress, every = self.session.fit.progress, self.session.config.reload_dataloaders_every_n_epochs
+        epoch, of = progress.epoch, progress.train_loaded if stage == "train" else progress.val_loaded
+        progress.epoch = epoch if of is None or not every else of
+        try:
+            return self.session.loaders.request(stage)
+        finally:
+            progress.epoch = epoch
 
     def _begin_epoch(self) -> None:
         """Begin an epoch, unless a resume goes on within one."""

@@ -69,6 +69,7 @@ class FitState:
         progress: the counters.
         feed: the training loaders as this rank draws from them; None before they are asked for.
         given: the training loaders as the user made them.
+        asked_for: the epoch for which they were asked for, where they are reloaded.
         results: what was logged in training.
         weights: the sum of what ``training_step`` returned as "weight" in the window under way.
         resumed: this rank's part of the checkpoint, until training goes on.
@@ -87,6 +88,7 @@ class FitState:
     progress: Progress = field(default_factory=Progress)
     feed: Feed | None = None
     given: object = None
+    asked_for: int | None = None
     results: LogCollector | None = None
     weights: float | Tensor | None = None
     resumed: dict[str, Any] | None = None
