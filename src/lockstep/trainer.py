@@ -75,6 +75,14 @@ if TYPE_CHECKING:
     from lockstep.verify.certificate import Certificate
 
 
+SAVED_WITHIN = (
+    "trainer.save_checkpoint in `{hook}`, while a training batch runs: a run that goes on from this file plays the "
+    "batch again, and with it its window. Random numbers that they have drawn by now are others then, a step of the "
+    "optimizer that has been made counts twice, and so do buffers and logged values of a window of one batch. Save in "
+    "`on_train_batch_end`, or by ModelCheckpoint(every_n_train_steps=...)."
+)
+
+
 class Trainer(Attributes):
     """Trains, validates, tests and uses a LightningModule, on one process or on many.
 
@@ -500,6 +508,8 @@ class Trainer(Attributes):
             )
         if self.strategy.absent:
             self.strategy.check_present(f"trainer.save_checkpoint({os.fspath(filepath)!r})")
+        if self.session.fit.progress.runs and not weights_only:
+            warn_once(SAVED_WITHIN.format(hook=self.session.results.hook[0]), key="saved within a batch")
         early = self.session.hooks.before_own("on_train_batch_end")
         if early:
             own = f"{type(self.session.module).__name__}.on_train_batch_end"
