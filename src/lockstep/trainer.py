@@ -590,6 +590,12 @@ class Trainer(Attributes):
         datamodule: LightningDataModule | None,
     ) -> bool:
         """Take in module and data of a call; tells whether a module was given."""
+        if self.fit_loop.plays:
+            raise MisconfigurationException(
+                f"trainer.{fn}() in a hook of trainer.fit, whose epochs run: it would end what the fit goes on with. "
+                "Call it behind the fit, or in `on_train_end`; within an epoch the fit validates by itself "
+                "(val_dataloaders=, val_check_interval=)."
+            )
         self.state.fn = fn
         first = next(iter(given))
         if isinstance(given[first], LightningDataModule):
@@ -604,6 +610,7 @@ class Trainer(Attributes):
         check_kind(f"trainer.{fn}(model)", module, LightningModule, "LightningModule")
         check_constructed(f"trainer.{fn}(model)", module, "_automatic_optimization")
         self.session.module = module
+        self.session.keep_callbacks()
         self.datamodule = self.datamodule if datamodule is None and model is None else datamodule
         self.loaders = RunLoaders(given, self.datamodule, module)
         self.session.fit.given = None

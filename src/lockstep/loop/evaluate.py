@@ -19,7 +19,7 @@ from lockstep.ground.rank import warn_once
 from lockstep.ground.seed import random_states_of
 from lockstep.ground.types import RunningStage
 from lockstep.hooks import ModuleHooks
-from lockstep.loop.call import Asked, call
+from lockstep.loop.call import Asked, call, take_up_changes
 from lockstep.loop.hook_changes import modes_of
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logged_entry import Entry
@@ -146,6 +146,7 @@ class EvaluationLoop:
             return []
         session, hooks, name = self.session, self.session.hooks, self.name
         strategy = session.strategy
+        take_up_changes(session)
         outer_sync, results = strategy.sync_gradients, LogCollector.of(strategy, session.module)
         outer = session.collect_in(results)
         strategy.sync_gradients = False
@@ -302,6 +303,7 @@ class EvaluationLoop:
         collected: list[list[Any]] = [[] for _ in feed.num_batches]
         self.predictions = collected[0] if len(collected) == 1 else collected
         self.epoch_batch_indices = [[] for _ in collected]
+        take_up_changes(self.session)
         writers = [callback for callback in self.session.callbacks if isinstance(callback, BasePredictionWriter)]
         keeps = return_predictions or any(writer.interval.on_epoch for writer in writers)
         if writers:

@@ -21,7 +21,7 @@ from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states_of
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
-from lockstep.loop.call import Asked, call
+from lockstep.loop.call import Asked, call, take_up_changes
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit_messages import say
 from lockstep.loop.logged_entry import Entry
@@ -99,6 +99,7 @@ class FitLoop:
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
         self.starts = False  # `on_train_start` runs
         self.begun = False  # set-up is over: the optimizers are those that the fit steps
+        self.plays = False  # its epochs run
         self.balance: Balance | None = None  # where somebody wants to know how long steps take
         self._reason: str | None = None
         self._stops = False
@@ -154,7 +155,7 @@ class FitLoop:
         return Inner(name, {"current": lambda: Inner(f"{name}.current", counts)})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**kept(self, "step", "signals", "balance"), "begun": False}
+        return {**kept(self, "step", "signals", "balance"), "begun": False, "plays": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, step=Step(state["session"]))
@@ -191,13 +192,16 @@ class FitLoop:
                     self._look_for_eval_mode()
                     self.starts = True
                     session.hooks.call("on_train_start")
+                    take_up_changes(session)
                     self.starts = False
                     fit.hook_changes.begin(session.strategy, session.module)
                     self._restore_randomness()
+                    self.plays = True
                     try:
                         while self._done() is None:
                             self.epoch()
                     finally:
+                        self.plays = False
                         fit.hook_changes.end(session.module)
                     session.strategy.copies.end_training()
                     session.hooks.call("on_train_end")
@@ -406,7 +410,15 @@ class FitLoop:
             progress.batch = 0
             if self._reload_due(progress.train_loaded):
                 self._load()
+            take_up_changes(self.session)
             self.session.hooks.call("on_train_epoch_start")
+        self._take_up_changes()
+
+    def _take_up_changes(self) -> None:
+        """What hooks have changed holds in this epoch: callbacks, hooks, ``training_step``, schedulers."""
+        take_up_changes(self.session)
+        self.step.batches.take_step()
+        self.step.update.schedulers.use(self.session.strategy.lr_scheduler_configs)
 
     def _windows_left(self, feed: Feed) -> tuple[bool, Iterator[Window]]:
         """The windows that are left of the epoch; and whether it is done already, but for its end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,7 @@ from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.checkpoint.frozen import FrozenBase
 from lockstep.checkpoint.pretrained import is_planned
 from lockstep.config.devices import apply_to_process
+from lockstep.config.objects import check_callbacks
 from lockstep.config.run import RunConfig
 from lockstep.data.feed import Feed
 from lockstep.datamodule import LightningDataModule
@@ -128,7 +130,9 @@ class Session:
         trainer: the Trainer, to be handed to the user's hooks.
         connect: finds out which rank this process is, and ties the module to the Trainer; set-up begins with it.
         cluster: the user's cluster plugin.
-        base_callbacks: the Trainer's own; ``callbacks`` has those of the module besides.
+        base_callbacks: the Trainer's own; ``callbacks`` has those of the module besides. Users may change the list.
+        shown: ``callbacks`` as set-up made it.
+        watched: left when the loop of the call has ended.
         ckpt_path: the checkpoint that the call goes on from.
         should_stop: this rank wants the fit to end.
         interruption: "Ctrl-C" or "SIGTERM", where one has ended the call.
@@ -152,6 +156,7 @@ class Session:
     loggers: list[Logger]
     base_callbacks: list[Callback]
     callbacks: list[Callback]
+    shown: list[Callback] = field(init=False)
 
     state: TrainerState = field(default_factory=TrainerState)
     datamodule: LightningDataModule | None = None
@@ -171,6 +176,7 @@ class Session:
     built: list[Tensor] | None = None
     chooses: bool = False
     inner: Session | None = None
+    watched: ExitStack | None = None
 
     module: LightningModule = field(init=False)
     hooks: Hooks = field(init=False)
@@ -179,6 +185,9 @@ class Session:
     base: FrozenBase = field(init=False)
     stop_flag: int = field(init=False)
     interrupt_flag: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shown = [*self.callbacks]
 
     @property
     def world_size(self) -> int:
@@ -236,10 +245,21 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has, here or in another process; the rest is bound to this one, or to the call that runs."""
-        bound = ("hooks", "results", "agreement", "activations", "built", "signals", "inner")
+        bound = ("hooks", "results", "agreement", "activations", "built", "signals", "inner", "watched")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     # -- callbacks and loggers -----------------------------------------------------------------------------
+
+    def keep_callbacks(self) -> None:
+        """Before a call: what users have changed in the list of callbacks since set-up made it is the Trainer's own."""
+        shown, now = [*map(id, self.shown)], [*map(id, self.callbacks)]
+        if shown == now:
+            return
+        kept = [callback for callback in self.base_callbacks if id(callback) in now or id(callback) not in shown]
+        known = {*shown, *map(id, kept)}
+        self.base_callbacks = [*kept, *(callback for callback in self.callbacks if id(callback) not in known)]
+        check_callbacks("trainer.callbacks", self.base_callbacks)
+        self.callbacks, self.shown = self.base_callbacks, [*self.base_callbacks]
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
