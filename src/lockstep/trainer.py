@@ -582,6 +582,14 @@ class Trainer(Attributes):
 
     # -- calls ---------------------------------------------------------------------------------------------
 
+    def _refuse_within(self, fn: TrainerFn) -> None:
+        if self.fit_loop.plays:
+            raise MisconfigurationException(
+                f"trainer.{fn}() in a hook of trainer.fit, whose epochs run: it would end what the fit goes on with. "
+                "Call it behind the fit, or in `on_train_end`; within an epoch the fit validates by itself "
+                "(val_dataloaders=, val_check_interval=)."
+            )
+
     def _attach(
         self,
         fn: TrainerFn,
@@ -590,12 +598,7 @@ class Trainer(Attributes):
         datamodule: LightningDataModule | None,
     ) -> bool:
         """Take in module and data of a call; tells whether a module was given."""
-        if self.fit_loop.plays:
-            raise MisconfigurationException(
-                f"trainer.{fn}() in a hook of trainer.fit, whose epochs run: it would end what the fit goes on with. "
-                "Call it behind the fit, or in `on_train_end`; within an epoch the fit validates by itself "
-                "(val_dataloaders=, val_check_interval=)."
-            )
+        self._refuse_within(fn)
         self.state.fn = fn
         first = next(iter(given))
         if isinstance(given[first], LightningDataModule):

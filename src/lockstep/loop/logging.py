@@ -479,12 +479,12 @@ class LogCollector:
         names = {id(part): name for name, part in self._modules().items() if is_metric(part)}
         found = []
         for entry in self._entries():
-            is_known = entry.metric is None or id(entry.metric) in names
-            if not is_known and entry.epoch_fresh:
-                warn_once(NOT_SAVED.format(name=entry.key[2], metric=type(entry.metric).__name__))
+            if entry.metric is not None and id(entry.metric) not in names:
+                _say_not_saved(entry)
+                continue
             is_newer = entry.step_fresh > (self.shown if self._world_size == 1 else 0) and entry.last_weight > 0
             is_logged = entry.epoch_fresh or entry.metric is not None  # which is reset when the epoch is over
-            if is_known and (is_logged or entry.each_step or is_newer):
+            if is_logged or entry.each_step or is_newer:
                 metric = None if entry.metric is None else names[id(entry.metric)]
                 age = self.micro_batch - entry.step_fresh if is_newer else None
                 found.append({**entry.state(age), "fresh": entry.epoch_fresh, "metric": metric})
@@ -537,6 +537,12 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
             if found.metric == "":
                 found.ranks.append(rank)
     return union
+
+
+def _say_not_saved(entry: Entry) -> None:
+    """A checkpoint does not hold what a metric has collected, as no name leads to it."""
+    if entry.epoch_fresh:
+        warn_once(NOT_SAVED.format(name=entry.key[2], metric=type(entry.metric).__name__))
 
 
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
