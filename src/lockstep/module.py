@@ -383,7 +383,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
         Args:
             optimizer: whose parameters.
-            gradient_clip_val: bound; None for the Trainer's, or for no clipping where it has none.
+            gradient_clip_val: bound; None for the Trainer's, or for no clipping where it has none; 0 for none.
             gradient_clip_algorithm: "norm" (total 2-norm over all parameters) or "value" (each element).
         """
         self.trainer.fit_loop.step.update.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)

@@ -75,6 +75,14 @@ if TYPE_CHECKING:
     from lockstep.verify.certificate import Certificate
 
 
+SAVED_WITHIN = (
+    "trainer.save_checkpoint in `{hook}`, while a training batch runs: a run that goes on from this file plays the "
+    "batch again, and with it its window. Random numbers that they have drawn by now are others then, a step of the "
+    "optimizer that has been made counts twice, and so do buffers and logged values of a window of one batch. Save in "
+    "`on_train_batch_end`, or by ModelCheckpoint(every_n_train_steps=...)."
+)
+
+
 class Trainer(Attributes):
     """Trains, validates, tests and uses a LightningModule, on one process or on many.
 
@@ -500,6 +508,8 @@ class Trainer(Attributes):
             )
         if self.strategy.absent:
             self.strategy.check_present(f"trainer.save_checkpoint({os.fspath(filepath)!r})")
+        if self.session.fit.progress.runs and not weights_only:
+            warn_once(SAVED_WITHIN.format(hook=self.session.results.hook[0]), key="saved within a batch")
         early = self.session.hooks.before_own("on_train_batch_end")
         if early:
             own = f"{type(self.session.module).__name__}.on_train_batch_end"
@@ -572,6 +582,14 @@ class Trainer(Attributes):
 
     # -- calls ---------------------------------------------------------------------------------------------
 
+    def _refuse_within(self, fn: TrainerFn) -> None:
+        if self.fit_loop.plays:
+            raise MisconfigurationException(
+                f"trainer.{fn}() in a hook of trainer.fit, whose epochs run: it would end what the fit goes on with. "
+                "Call it behind the fit, or in `on_train_end`; within an epoch the fit validates by itself "
+                "(val_dataloaders=, val_check_interval=)."
+            )
+
     def _attach(
         self,
         fn: TrainerFn,
@@ -580,6 +598,7 @@ class Trainer(Attributes):
         datamodule: LightningDataModule | None,
     ) -> bool:
         """Take in module and data of a call; tells whether a module was given."""
+        self._refuse_within(fn)
         self.state.fn = fn
         first = next(iter(given))
         if isinstance(given[first], LightningDataModule):
@@ -594,6 +613,7 @@ class Trainer(Attributes):
         check_kind(f"trainer.{fn}(model)", module, LightningModule, "LightningModule")
         check_constructed(f"trainer.{fn}(model)", module, "_automatic_optimization")
         self.session.module = module
+        self.session.keep_callbacks()
         self.datamodule = self.datamodule if datamodule is None and model is None else datamodule
         self.loaders = RunLoaders(given, self.datamodule, module)
         self.session.fit.given = None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
+from lockstep.ground.errors import MisconfigurationException
 from tests.data.loaders import drawn, epoch, feed_of, numbers
 
 
@@ -60,3 +61,49 @@ def test_with_replacement_nothing_outside_the_data_source_is_drawn(size: int) ->
 def test_a_data_source_without_a_length_is_an_error_of_torchs_own() -> None:
     with pytest.raises(TypeError, match="has no len"):
         seen(None, 1, WithoutLength())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_data_set_that_grows_or_shrinks_behind_its_loader_is_told_of(shuffle: bool) -> None:
+    """What had come was never drawn, and what had gone was asked for."""
+    kept = [*range(6)]
+    feed = feed_of(DataLoader(kept, 2, shuffle=shuffle))  # type: ignore[arg-type]
+    assert sorted(drawn(epoch(feed))) == [*range(6)]
+    kept.append(6)
+    with pytest.warns(UserWarning, match="data set of train_dataloader has 7 samples, and had 6 when its loader was"):
+        assert sorted(drawn(epoch(feed, 1))) == [*range(6)]
+    del kept[4:]
+    with pytest.raises(MisconfigurationException, match=r"has 4 samples, and had 6 .*reload_dataloaders_every_n_"):
+        epoch(feed, 2)
+
+
+def test_another_batch_size_than_the_epoch_is_planned_by_is_refused() -> None:
+    """It was set between two epochs, and nothing took it."""
+    plain = DataLoader([*range(6)], 2)  # type: ignore[arg-type]
+    feed = feed_of(plain)
+    epoch(feed)
+    plain.batch_sampler.batch_size = 3  # type: ignore[union-attr]
+    with pytest.raises(MisconfigurationException, match=r"batch_size=2 has become 3 .*reload_dataloaders_every_n_"):
+        epoch(feed, 1)
+
+
+class Growing:
+    """A sampler that has two samples more in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4 + 2 * self.epoch
+
+    def __iter__(self) -> Any:
+        return iter(range(len(self)))
+
+
+def test_a_sampler_that_grows_is_told_of_where_it_is_not_drawn_to_its_end() -> None:
+    feed = feed_of(DataLoader(numbers(20), 2, sampler=Growing()))  # type: ignore[arg-type]
+    assert drawn(epoch(feed)) == [0, 1, 2, 3]
+    with pytest.warns(UserWarning, match="sampler of train_dataloader has a length of 6, and had 4 when"):
+        assert drawn(epoch(feed, 1)) == [0, 1, 2, 3]

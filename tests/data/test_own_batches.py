@@ -152,3 +152,23 @@ def test_batches_that_were_not_drawn_from_the_sampler_are_refused_on_several_ran
 def test_a_class_that_does_something_with_each_batch_is_shared_out(size: int) -> None:
     feeds = [feed_of(Doubling(numbers(12), 2, shuffle=True), rank, size) for rank in range(size)]
     assert sorted(index for feed in feeds for index in drawn(epoch(feed))) == list(range(0, 24, 2))
+
+
+class Around(DataLoader[Any]):
+    """Gives the batches of another loader."""
+
+    def __init__(self, inner: DataLoader[Any]) -> None:
+        super().__init__(inner.dataset, inner.batch_size)
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+
+def test_a_loader_around_another_one_began_anew_within_a_resumed_epoch() -> None:
+    feed = feed_of(Around(DataLoader(numbers(6))))
+    feed.begin(0)
+    assert len([batch for window in feed.windows(1) for batch in window]) == 6
+    feed.begin(0, 2)
+    with pytest.raises(MisconfigurationException, match="a Around, whose `__iter__` gave a batch without having asked"):
+        next(iter(next(feed.windows(1))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from datetime import timedelta
 from typing import Any
 
@@ -237,3 +238,19 @@ def test_a_loss_may_be_of_a_class_derived_from_tensor() -> None:
     assert module.w.item() == plain.w.item()
     assert [type(output["loss"]) for output in module.shown] == [Named] * 8
     assert trainer.callback_metrics["loss"].item() == module.shown[-1]["loss"].item()
+
+
+def test_a_step_returns_any_mapping() -> None:
+    class Mapped(Slope):
+        shown: Any = None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return UserDict(loss=super().training_step(batch, batch_idx), more=batch)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.shown = outputs
+
+    module = Mapped(lr=0.5)
+    quiet(max_epochs=1).fit(module, numbers(2))
+    assert module.w == -1.5
+    assert module.shown == {"loss": -1.0, "more": 2.0}

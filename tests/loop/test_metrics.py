@@ -7,13 +7,14 @@ import itertools
 import math
 import operator
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchmetrics import AUROC, CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import AUROC, CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MetricTracker, SumMetric
 
 from lockstep import Callback
 from lockstep.ground import comm
@@ -310,3 +311,164 @@ def test_a_resume_keeps_the_extreme(op: str, values: list[float], expected: floa
         [(entry, _, value)] = results.reduce_epoch()
         assert isinstance(entry, Entry)
         assert alike(value.item(), expected)
+
+
+class Best(Slope):
+    """As the hydra template has it: what was logged is computed at the epoch's end, for the best value so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.judged, self.best = SumMetric(), SumMetric(), MaxMetric()
+        self.found: list[tuple[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen(batch)
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.judged(batch)
+        self.log("judged", self.judged, on_step=False, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.best(self.judged.compute())
+        self.log("best", self.best.compute())
+
+    def on_validation_end(self) -> None:
+        self.found.append(("at the end", self.judged.compute().item()))
+
+    def on_train_epoch_end(self) -> None:
+        self.found.append(("in training", self.seen.compute().item()))
+
+
+def best(several: bool) -> list[Any]:
+    module, trainer = Best(), on_ranks(max_epochs=2, num_sanity_val_steps=1)
+    loaders = [numbers(3), numbers(2)] if several else numbers(3)
+    trainer.fit(module, numbers(5, 2), loaders)
+    shown = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return [module.found, shown]
+
+
+@pytest.mark.everyday
+@pytest.mark.parametrize("several", [False, True])
+def test_a_metric_that_was_logged_was_empty_in_the_hook_of_the_epochs_end(ranks: RankPool, several: bool) -> None:
+    total = 9.0 if several else 6.0
+    logged = {"judged/dataloader_idx_0": 6.0, "judged/dataloader_idx_1": 3.0} if several else {"judged": 6.0}
+    for found, shown in ranks(2).run(best, several, timeout=60):
+        assert shown == {"seen": 15.0, "best": total, **logged}
+        assert found[1:] == [("at the end", total), ("in training", 15.0)] * 2
+
+
+def test_a_metric_of_single_steps_begins_anew_with_each_epoch() -> None:
+    """Its lists grew for the whole fit."""
+
+    class Kept(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.judged = CatMetric(), CatMetric()
+            self.found: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen(batch)
+            self.log("seen", self.seen, on_step=True, on_epoch=False)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.judged(batch)
+            self.log("judged", self.judged, on_step=True, on_epoch=False)
+
+        def on_validation_epoch_end(self) -> None:
+            self.found.append(self.judged._update_count)
+
+        def on_train_epoch_end(self) -> None:
+            self.found.append(self.seen._update_count)
+
+    module = Kept()
+    quiet(max_epochs=2).fit(module, numbers(4), numbers(3))
+    assert module.found == [2, 3, 4, 3, 4]
+
+
+class Tracks(Slope):
+    """A metric for each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = MetricTracker(SumMetric(), maximize=True)
+        self.found: list[list[float]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.tracker.update(batch + self.current_epoch)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.found.append(self.tracker.compute_all().tolist())
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_tracker_of_metrics_made_its_checkpoint_malformed(at: int, tmp_path: Path) -> None:
+    path = tmp_path / "cut.ckpt"
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if (trainer.current_epoch, args[-1]) == (1, at):
+                trainer.save_checkpoint(path)
+
+    whole, rest = Tracks(), Tracks()
+    quiet(max_epochs=3, callbacks=[Saves()]).fit(whole, numbers(3))
+    quiet(max_epochs=3).fit(rest, numbers(3), ckpt_path=path)
+    assert whole.found == [[6], [6, 9], [6, 9, 12]]
+    assert rest.found == whole.found[1:]
+
+
+def test_a_metric_that_the_module_does_not_show_is_told_to_be_missing_in_a_checkpoint(tmp_path: Path) -> None:
+    class Hides(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = [SumMetric()]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.kept[0](batch)
+            self.log("kept", self.kept[0], on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.trainer.save_checkpoint(tmp_path / "cut.ckpt")
+
+    with pytest.warns(UserWarning, match=r"self\.log\('kept', <SumMetric>\): the metric is no attribute of the module"):
+        quiet(max_epochs=1).fit(Hides(), numbers(3))
+
+
+@pytest.mark.parametrize("call", ["validate", "test", "predict"])
+def test_a_fit_behind_an_evaluation_found_metrics_of_inference_mode(call: str) -> None:
+    class Sums(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logged, self.own = SumMetric(), SumMetric()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.logged(batch)
+            self.own.update(batch)
+            self.seen = self.seen + 1
+            if not self.trainer.predicting:
+                self.log("sum", self.logged)
+
+        test_step = predict_step = validation_step
+
+        def on_validation_epoch_end(self) -> None:
+            self.own.reset()
+
+        on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+        def on_train_epoch_end(self) -> None:
+            self.seen += 1
+
+    module, trainer = Sums(), quiet(max_epochs=1, num_sanity_val_steps=0)
+    getattr(trainer, call)(module, numbers(3))
+    module.logged.reset()
+    trainer.fit(module, numbers(3), numbers(3))
+    assert (trainer.callback_metrics["sum"], module.seen) == (6, 7)

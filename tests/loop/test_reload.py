@@ -122,7 +122,8 @@ def test_a_resumed_fit_reloads_where_an_unbroken_one_does(tmp_path: Path) -> Non
     first.save_checkpoint(tmp_path / "three.ckpt")
     second = Reloads()
     quiet(max_epochs=5, **flags).fit(second, ckpt_path=tmp_path / "three.ckpt")
-    assert second.asked == [3, 4]  # not 5, which counting from the resumption would make of it
+    assert second.asked == [2, 4]  # not 5, which counting from the resumption would make of it
+    assert second.batches == whole.batches[14:]
     third = Reloads()
     quiet(max_epochs=3, **flags).fit(third, ckpt_path=tmp_path / "three.ckpt")
     assert third.batches == []
@@ -138,3 +139,34 @@ def test_every_rank_reloads(ranks: RankPool) -> None:
     asked, samples = [0, 1, 2], (4, 5, 6)  # of which the second rank has the smaller half
     expected = [(asked, sum(-(-count // 2) for count in samples)), (asked, sum(count // 2 for count in samples))]
     assert ranks(2).run(reloads_on_ranks, timeout=40) == expected
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_resume_within_an_epoch_went_on_with_another_epochs_loader(asks: bool, every: int, tmp_path: Path) -> None:
+    """`configure_optimizers` asks for the loader before it is known in which epoch the run goes on."""
+    path = tmp_path / "within.ckpt"
+
+    class Curriculum(Slope):
+        def train_dataloader(self) -> Any:
+            return DataLoader(torch.arange(3.0).double() + 10 * self.current_epoch)  # type: ignore[arg-type]
+
+        val_dataloader = train_dataloader
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.batches.append(batch.tolist())
+
+        def configure_optimizers(self) -> Any:
+            assert not asks or self.trainer.estimated_stepping_batches == 15
+            return super().configure_optimizers()
+
+    class Saves(Curriculum):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if (self.current_epoch, batch_idx) == (3, 0):
+                self.trainer.save_checkpoint(path)
+
+    whole, rest = Saves(), Curriculum()
+    for module, begin in ((whole, None), (rest, path)):
+        flags = {"max_epochs": 5, "num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": every}
+        quiet(**flags).fit(module, ckpt_path=begin)
+    assert rest.batches == whole.batches[19:]

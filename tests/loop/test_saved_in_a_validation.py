@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchmetrics import SumMetric
 
 from lockstep.callbacks import Callback
 from lockstep.testing.pool import RankPool
@@ -72,3 +73,45 @@ def test_a_save_in_a_validation_that_draws_resumes_to_the_same_bits(hook: str, t
 def test_a_save_in_a_validation_that_draws_resumes_to_the_same_bits_on_ranks(ranks: RankPool, tmp_path: Path) -> None:
     for expected, found in ranks(2).run(in_two, "on_validation_epoch_end", tmp_path / "cut.ckpt", on_ranks):
         assert found == expected
+
+
+class Collects(Slope):
+    """Metrics of torchmetrics: one that is logged, and one that the module computes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged, self.own, self.seen = SumMetric(), SumMetric(), SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen(batch)
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.logged(batch)
+        self.own.update(batch)
+        self.log("logged", self.logged, on_step=False, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("own", self.own.compute())
+        self.own.reset()
+
+
+def collected(hook: str, path: Path, start: Any) -> tuple[dict[str, float], dict[str, float]]:
+    flags = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    expected = start(**flags).fit(Collects(), numbers(8, 2), numbers(4, 2)).metrics
+    with pytest.raises(Killed):
+        start(**flags, callbacks=[Cut(hook, path)]).fit(Collects(), numbers(8, 2), numbers(4, 2))
+    return expected, start(**flags).fit(Collects(), numbers(8, 2), numbers(4, 2), ckpt_path=path).metrics
+
+
+@pytest.mark.parametrize("hook", [*HOOKS, "on_train_epoch_end"])
+def test_what_metrics_had_collected_in_a_validation_counted_twice(hook: str, tmp_path: Path) -> None:
+    expected, found = collected(hook, tmp_path / "cut.ckpt", quiet)
+    assert found == expected
+
+
+def test_what_metrics_had_collected_in_a_validation_counted_twice_on_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    for hook in ("on_validation_epoch_end", "on_validation_end"):
+        for expected, found in ranks(2).run(collected, hook, tmp_path / f"{hook}.ckpt", on_ranks):
+            assert found == expected

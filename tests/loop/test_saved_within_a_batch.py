@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,13 @@ def test_a_user_who_ends_the_epoch_leaves_no_batch_under_way(tmp_path: Path) -> 
     second = Fails()
     quiet(max_epochs=1, callbacks=[Ends()]).fit(second, numbers(4), ckpt_path=tmp_path / "0.ckpt")
     assert seen(second) == []
+
+
+@pytest.mark.parametrize(("hook", "told"), [("on_after_backward", True), ("on_train_batch_end", False)])
+def test_a_save_while_a_batch_runs_is_told_of(hook: str, told: bool, tmp_path: Path) -> None:
+    """What the batch had changed by then counted twice, and nobody said so."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(Killed):
+            quiet(max_epochs=1, callbacks=[Cut(hook, 2, tmp_path / "cut.ckpt")]).fit(Fails(), numbers(4))
+    assert told == any("while a training batch runs" in str(each.message) for each in said)

@@ -211,6 +211,18 @@ def _reason(plugin: object) -> str:
 # -- callbacks -----------------------------------------------------------------------------------------------
 
 
+def check_callbacks(where: str, callbacks: Sequence[object]) -> None:
+    """Refuse what is no callback, and callbacks that a checkpoint could not tell apart; ``where`` is for the message.
+
+    Raises:
+        WrongType: one is none.
+        MisconfigurationException: two have states, and one key for both.
+    """
+    for callback in callbacks:
+        check_kind(where, callback, Callback, "Callback")
+    refuse_one_key([callback for callback in callbacks if isinstance(callback, Callback)], where)
+
+
 def refuse_one_key(callbacks: Sequence[Callback], where: str) -> None:
     """Refuse callbacks that a checkpoint could not tell apart.
 

@@ -17,6 +17,7 @@ import torch
 from lockstep.data.combined import LENGTHS, Mixed, RowWeight, checked_shares, make_sources, unpack
 from lockstep.data.counting import BatchCounting, LoaderOrder, ResumePoint
 from lockstep.data.cut import WindowPlan
+from lockstep.data.lasting import LastingBatches
 from lockstep.data.loader_checks import Limit, check_alike, check_batches, check_trainable, limited, longest, no_batches
 from lockstep.data.source import LoaderSource, Replicas, Reshare, SourceSpec
 from lockstep.data.weighing import Part, weigh, weigh_parts
@@ -87,6 +88,7 @@ class Feed:
         self._shares: list[Reshare] = [(0, spec.shares)]  # of the epoch `_shared_epoch`
         self._latest, self._shared_epoch = spec.shares, -1
         self._batches: Iterator[Any] = iter(())
+        self._lasting = LastingBatches()
         self._state: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = None  # behind the last batch of a window: that before the window
 
@@ -453,10 +455,10 @@ class Feed:
         Returns:
             the state of the source behind the window.
         """
-        held.extend(itertools.islice(batches, room - len(held)))
+        self._lasting.draw(batches, held, room)
         after = self._source.state_dict()
         if goes_on:
-            held.extend(itertools.islice(batches, room + 1 - len(held)))
+            self._lasting.draw(batches, held, room + 1)
         return after
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:

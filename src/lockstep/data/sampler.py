@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from lockstep.data.changes import tell_of_more
 from lockstep.data.counting import LoaderOrder
 from lockstep.data.cut import Cut, WindowPlan
 from lockstep.data.order import Order, Shuffled, WithReplacement, make_key, sequential, table
@@ -119,6 +120,8 @@ class Drawn(Indexed):
         saved = self._resumed(epoch, turn)
         for holder in holders(self._sampler):
             call_set_epoch(holder, epoch)
+        if self._stop >= self.length:  # else a limit ends the epoch
+            tell_of_more(self._sampling.name, self.samples, length_of(self._sampler))
         for each, state in zip(self._stateful, saved.get("before", ()), strict=False):
             each.load_state_dict(state)
         self._before, self._pass = states_of(self._stateful), (epoch, turn)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from lockstep.data.changes import check_option, check_samples
 from lockstep.data.counting import IN_ORDER, LoaderOrder
 from lockstep.data.cut import Cut, Position, WindowPlan
 from lockstep.data.order import Order, generator, make_key, sequential
@@ -50,6 +51,11 @@ NOT_DRAWN = (
     "share it out over {size} ranks, each of which would see all that it gives. Have `__iter__` draw from "
     "`super().__iter__()`; or give each rank samples of its own, by Trainer(use_distributed_sampler=False), which has "
     "each rank read the loader that it made."
+)
+NOT_DRAWN_AGAIN = (
+    "{name} is a {kind}, whose `__iter__` gave a batch without having asked the loader's sampler: this run goes on "
+    "within an epoch, and lockstep cannot have the loader go on behind the samples that were seen. Have `__iter__` "
+    "draw from `super().__iter__()`; or resume from a checkpoint of an epoch's end."
 )
 _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 
@@ -362,7 +368,7 @@ class Indexed(LoaderSource):
         replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._copy = copy_loader(loader, **{replaced: _Lists(self)})
         # whether the class' own `__iter__` draws from it is known from the first batch on
-        self._asked = spec.size == 1 or type(loader).__iter__ is DataLoader.__iter__
+        self._asked = type(loader).__iter__ is DataLoader.__iter__
 
     @abstractmethod
     def begin(self, epoch: int, turn: int, start: int) -> None:
@@ -373,25 +379,35 @@ class Indexed(LoaderSource):
         """This rank's indices of each micro-batch from ``start`` up to ``stop``."""
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
+        self._check_options()
         self._stop = stop
         self._epoch_key = make_key(self._key, "draw", epoch, turn)
         self.begin(epoch, turn, start)
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
         if self.noted is not None:
             self.noted.clear()
-        iterator = opened(self._copy) if self._asked else self._checked(opened(self._copy))
+        iterator = opened(self._copy) if self._asked else self._checked(opened(self._copy), start)
         return unmixed(iterator) if self._own_process and not self._quiet else iterator
 
-    def _checked(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _check_options(self) -> None:
+        planned = self._sampling
+        now = Sampling.of(planned.loader, planned.spec, planned.key, planned.name)
+        for option in ("batch_size", "drop_last"):
+            check_option(planned.name, option, getattr(planned, option), getattr(now, option))
+
+    def _checked(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
         """The batches of a pass of a class with an ``__iter__`` of its own, which has to draw from the copy's sampler.
+
+        One process that begins a pass may take it as it comes.
 
         Raises:
             MisconfigurationException: the first one came without.
         """
         for batch in itertools.islice(batches, 1):
-            if not self._asked:
-                spec, kind = self._sampling.spec, type(self._copy).__name__
-                raise MisconfigurationException(NOT_DRAWN.format(name=self._sampling.name, kind=kind, size=spec.size))
+            size = self._sampling.spec.size
+            if not self._asked and (size > 1 or start):
+                text, kind = NOT_DRAWN if size > 1 else NOT_DRAWN_AGAIN, type(self._copy).__name__
+                raise MisconfigurationException(text.format(name=self._sampling.name, kind=kind, size=size))
             yield batch
             del batch
         yield from batches
@@ -450,6 +466,7 @@ class Ordered(Indexed):
         self._whole = Cut(count, self.batch, spec.size, sampling.drop_last, weights=spec.shares)
         self._use(self._whole)
         self._order_of = order
+        self._among = _drawn_from(sampling.sampler)
         self._order: Order = sequential
         self._start = 0
 
@@ -475,6 +492,7 @@ class Ordered(Indexed):
         return min(whole.n, plan.reached(number, whole.batch, whole.size))
 
     def begin(self, epoch: int, turn: int, start: int) -> None:
+        check_samples(self._sampling.name, self._among, _drawn_from(self._sampling.sampler))
         self._order = self._order_of(epoch, turn)
         self._start = start
 
@@ -561,6 +579,11 @@ class Ordered(Indexed):
             # a cut may have come behind this rank's last part, before micro-batches in which it had none
             number = min(end, self._cuts[known].number) if len(self._cuts) > known else end
             self.drawn = max(self.drawn, number)  # none of this rank's are left before it
+
+
+def _drawn_from(sampler: object) -> int | None:
+    """How many samples one of torch's plain samplers draws among."""
+    return length_of(getattr(sampler, "data_source", None))
 
 
 class _Lists:

@@ -29,16 +29,14 @@ class Backward:
         self._shared = session.world_size > 1
         self._update = update
         self._batches = batches
-        self._is_bare = (
-            self._scaler is None and self._hooks.on_before_backward is None and self._hooks.on_after_backward is None
-        )
 
     def of(self, loss: Tensor, factor: float | Tensor) -> Tensor:
         """Backward of a loss times its factor; gives the product."""
         if isinstance(factor, Tensor) or factor != 1.0:  # of a device's nobody asks
             loss = loss * factor
+        hooks = self._hooks
         try:
-            if self._is_bare:
+            if self._scaler is None and hooks.on_before_backward is None and hooks.on_after_backward is None:
                 self._strategy.backward(loss)
             else:
                 self._with_hooks(loss)

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
-from lockstep.config.objects import check_kind, in_order, refuse_one_key
+from lockstep.config.objects import check_callbacks, check_kind, in_order, refuse_one_key
 from lockstep.config.run import RunConfig
 from lockstep.data.workers import name_death
 from lockstep.datamodule import LightningDataModule
@@ -204,6 +204,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
     module, strategy, signals, fn = session.module, session.strategy, asked.signals, asked.fn
     session.results = LogCollector.of(strategy, module)
     session.callbacks = _with_model_callbacks(session)
+    session.shown, session.watched = [*session.callbacks], watched
     _give_logs(session.callbacks, module, watched)
     check_module(session, fn)
     strategy.setup_environment()
@@ -223,6 +224,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
         ends.callback(instrument(session).conclude)
     strategy.barrier("before setup")
     _call_setup_hooks(session, "setup")
+    take_up_changes(session)
     strategy.barrier("after setup")
     _configure_model(session)
     _compile(session, ends)
@@ -238,6 +240,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
         strategy.setup_optimizers(*configured_optimizers(session))
         say_start(session)
         session.hooks.call("on_fit_start")
+        take_up_changes(session)
     if session.config.enable_autolog_hparams:
         _log_hyperparameters(session)
     if checkpoint is not None and fn is TrainerFn.FITTING:
@@ -362,6 +365,15 @@ def _give_logs(callbacks: list[Callback], module: LightningModule, end: ExitStac
         for name in LOGS:
             if not hasattr(callback, name):
                 replace_until(end, callback, name, getattr(module, name))
+
+
+def take_up_changes(session: Session) -> None:
+    """What a hook has changed holds from here on: callbacks of the Trainer's list, hooks that the module was given."""
+    if [*map(id, session.callbacks)] != [*map(id, session.shown)]:
+        check_callbacks("trainer.callbacks", session.callbacks)
+        if session.watched is not None:
+            _give_logs(session.callbacks, session.module, session.watched)
+    session.hooks.look_again(in_order(session.callbacks))
 
 
 def _configure_model(session: Session) -> None:

@@ -19,16 +19,18 @@ from lockstep.ground.rank import warn_once
 from lockstep.ground.seed import random_states_of
 from lockstep.ground.types import RunningStage
 from lockstep.hooks import ModuleHooks
-from lockstep.loop.call import Asked, call
+from lockstep.loop.call import Asked, call, take_up_changes
 from lockstep.loop.hook_changes import modes_of
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logged_entry import Entry
 from lockstep.loop.logged_metrics import NOT_FOR_CALLBACKS
 from lockstep.loop.logging import LogCollector
+from lockstep.loop.metrics import leave_inference_mode
 from lockstep.loop.padding import in_step, padding
 from lockstep.loop.progress import VALIDATED
 from lockstep.loop.session import STAGE_OF, Session
 from lockstep.loop.signatures import arguments_of, refuse_fewer, refuse_more
+from lockstep.loop.state import metric_states
 
 FN_OF = {stage: fn for fn, stage in STAGE_OF.items()}
 
@@ -49,10 +51,17 @@ class EvaluationLoop:
         reduce metrics over steps and ranks; on_<stage>_epoch_end; log; on_<stage>_end; train mode
     """
 
-    def __init__(self, session: Session, stage: RunningStage, reload_due: Callable[[], bool] = bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        stage: RunningStage,
+        reload_due: Callable[[], bool] = bool,
+        request: Callable[[str], Any] | None = None,
+    ) -> None:
         self.session = session
         self.stage = stage
         self._reload_due = reload_due  # of a fit's validation: whether its loaders are to be asked for anew
+        self._request = request  # and how
         self.name = "validation" if stage is RunningStage.VALIDATING else stage.value
         self.prefix = stage.dataloader_prefix
         self.feed: EvaluationFeed | None = None
@@ -108,7 +117,8 @@ class EvaluationLoop:
             return
         self.release()
         limit = getattr(config, f"limit_{self.prefix}_batches")
-        source = session.loaders.request(self.prefix) if limit != 0 else None
+        request = self._request or session.loaders.request
+        source = request(self.prefix) if limit != 0 else None
         if source is None:
             return
         self.given, self.seen = source, {}  # as in Lightning, the validations of a fit go on counting
@@ -136,11 +146,13 @@ class EvaluationLoop:
             return []
         session, hooks, name = self.session, self.session.hooks, self.name
         strategy = session.strategy
+        take_up_changes(session)
         outer_sync, results = strategy.sync_gradients, LogCollector.of(strategy, session.module)
         outer = session.collect_in(results)
         strategy.sync_gradients = False
         if session.fitting and not sanity_steps:
             session.fit.random_before = random_states_of(strategy.own_devices)
+            session.fit.metrics_before = metric_states(session.module)
         try:
             with strategy.copies.one_model(), self._no_gradients(), self._eval_mode():
                 hooks.call(f"on_{name}_start")
@@ -187,11 +199,13 @@ class EvaluationLoop:
         if for_loggers and to_loggers:
             session.log_metrics(for_loggers, None)
         if to_loggers and session.fitting:
-            session.fit.random_before = None
+            session.fit.random_before = session.fit.metrics_before = None
             session.fit.progress.phase = VALIDATED  # for a checkpoint of `on_validation_end`
         elif to_loggers:
             session.record()
+        results.ended = True
         hooks.call(f"on_{name}_end")
+        results.reset_metrics()
         return _by_loader(values, len(self.feed.num_batches))
 
     def _check_batch_hooks(self, several: bool) -> None:
@@ -289,6 +303,7 @@ class EvaluationLoop:
         collected: list[list[Any]] = [[] for _ in feed.num_batches]
         self.predictions = collected[0] if len(collected) == 1 else collected
         self.epoch_batch_indices = [[] for _ in collected]
+        take_up_changes(self.session)
         writers = [callback for callback in self.session.callbacks if isinstance(callback, BasePredictionWriter)]
         keeps = return_predictions or any(writer.interval.on_epoch for writer in writers)
         if writers:
@@ -327,8 +342,12 @@ class EvaluationLoop:
         # so do lazy layers
         infers = infers and not any(is_lazy(parameter) for parameter in self.session.module.parameters())
         quiet = torch.inference_mode if infers else torch.no_grad
-        with quiet():
-            yield
+        try:
+            with quiet():
+                yield
+        finally:
+            if infers:
+                leave_inference_mode(self.session.module)
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:

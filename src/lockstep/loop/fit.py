@@ -21,7 +21,7 @@ from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states_of
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
-from lockstep.loop.call import Asked, call
+from lockstep.loop.call import Asked, call, take_up_changes
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit_messages import say
 from lockstep.loop.logged_entry import Entry
@@ -94,11 +94,12 @@ class FitLoop:
     def __init__(self, session: Session, epochs_by_default: bool = False) -> None:
         self.session = session
         self.step = Step(session)
-        self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due)
+        self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due, self._requested)
         self.timing = ValidationTiming(session)
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
         self.starts = False  # `on_train_start` runs
         self.begun = False  # set-up is over: the optimizers are those that the fit steps
+        self.plays = False  # its epochs run
         self.balance: Balance | None = None  # where somebody wants to know how long steps take
         self._reason: str | None = None
         self._stops = False
@@ -154,7 +155,7 @@ class FitLoop:
         return Inner(name, {"current": lambda: Inner(f"{name}.current", counts)})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**kept(self, "step", "signals", "balance"), "begun": False}
+        return {**kept(self, "step", "signals", "balance"), "begun": False, "plays": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, step=Step(state["session"]))
@@ -191,13 +192,16 @@ class FitLoop:
                     self._look_for_eval_mode()
                     self.starts = True
                     session.hooks.call("on_train_start")
+                    take_up_changes(session)
                     self.starts = False
                     fit.hook_changes.begin(session.strategy, session.module)
                     self._restore_randomness()
+                    self.plays = True
                     try:
                         while self._done() is None:
                             self.epoch()
                     finally:
+                        self.plays = False
                         fit.hook_changes.end(session.module)
                     session.strategy.copies.end_training()
                     session.hooks.call("on_train_end")
@@ -312,9 +316,19 @@ class FitLoop:
         return torch.autograd.set_detect_anomaly(True) if detect else nullcontext()
 
     def setup_data(self) -> None:
-        """Ask for the training loaders and share them over the ranks; does nothing the second time."""
-        if self.session.fit.feed is None:
+        """Ask for the training loaders and share them over the ranks; does nothing the second time.
+
+        Those that ``configure_optimizers`` has asked for are another epoch's, where a resume goes on in a later one.
+        """
+        if self.session.fit.feed is None or self._has_other_loaders():
             self._load()
+
+    def _has_other_loaders(self) -> bool:
+        """Whether the training loaders are those of an earlier epoch than the one within which a resume goes on."""
+        fit, loaded = self.session.fit, self.session.fit.progress.train_loaded
+        within = fit.progress.batch > 0 and self._reload_due(loaded)  # of a checkpoint that does not tell
+        every = self.session.config.reload_dataloaders_every_n_epochs
+        return within or (bool(every) and loaded not in (None, fit.asked_for))
 
     def estimated_steps(self) -> int | float:
         """Optimizer steps of the whole fit, for schedulers; asks for the training loader where it has to."""
@@ -353,7 +367,7 @@ class FitLoop:
             fit.feed.close()
         if self._reload_due(fit.progress.train_loaded):
             fit.progress.train_loaded = fit.progress.epoch
-        fit.given = session.loaders.request("train")
+        fit.asked_for, fit.given = fit.progress.train_loaded, self._requested("train")
         automatic = session.module.automatic_optimization
         feed = fit.feed = Feed.train(
             fit.given,
@@ -379,6 +393,16 @@ class FitLoop:
                 f"{config.log_every_n_steps}): give it a lower value to see values of single steps."
             )
 
+    def _requested(self, stage: str) -> Any:
+        """Loaders, asked for as in the epoch that they are of: the hook may look at its number."""
+        progress, every = self.session.fit.progress, self.session.config.reload_dataloaders_every_n_epochs
+        epoch, of = progress.epoch, progress.train_loaded if stage == "train" else progress.val_loaded
+        progress.epoch = epoch if of is None or not every else of
+        try:
+            return self.session.loaders.request(stage)
+        finally:
+            progress.epoch = epoch
+
     def _begin_epoch(self) -> None:
         """Begin an epoch, unless a resume goes on within one."""
         progress = self.session.fit.progress
@@ -386,7 +410,15 @@ class FitLoop:
             progress.batch = 0
             if self._reload_due(progress.train_loaded):
                 self._load()
+            take_up_changes(self.session)
             self.session.hooks.call("on_train_epoch_start")
+        self._take_up_changes()
+
+    def _take_up_changes(self) -> None:
+        """What hooks have changed holds in this epoch: callbacks, hooks, ``training_step``, schedulers."""
+        take_up_changes(self.session)
+        self.step.batches.take_step()
+        self.step.update.schedulers.use(self.session.strategy.lr_scheduler_configs)
 
     def _windows_left(self, feed: Feed) -> tuple[bool, Iterator[Window]]:
         """The windows that are left of the epoch; and whether it is done already, but for its end."""
@@ -509,6 +541,7 @@ class FitLoop:
         if hooks.on_train_epoch_end is not None or session.world_size > 1:
             hooks.call("on_train_epoch_end")
             for_loggers.update(self._publish_epoch()[1])
+        results.reset_metrics()
         if whole:
             session.fit.progress.phase = EPOCH_END
         results.enter("on_train_epoch_end")

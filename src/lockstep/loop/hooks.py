@@ -136,9 +136,11 @@ class Hooks:
     Attributes:
         epoch_end_monitors: callbacks that read metrics see ``on_train_epoch_end`` last, when the module has logged
             there, too.
+        looked_again: called when what users have changed is called from then on.
     """
 
     on_train_epoch_end: Bound | None
+    looked_again: Callable[[], None] | None
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Bound | None: ...
@@ -147,8 +149,25 @@ class Hooks:
         self, trainer: Trainer, module: LightningModule, callbacks: Sequence[Callback], results: LogCollector
     ) -> None:
         self.module, self.results = module, results
+        self._trainer = trainer
+        self.looked_again = None
+        self._bind(callbacks)
 
-        self._callbacks = callbacks
+    def look_again(self, callbacks: Sequence[Callback]) -> None:
+        """Call from here on what users have by now: callbacks in the Trainer's list, hooks of the module's own."""
+        if [*map(id, callbacks)] != [*map(id, self._callbacks)] or self._given_hooks() != self._given:
+            self._bind(callbacks)
+            if self.looked_again is not None:
+                self.looked_again()
+
+    def _given_hooks(self) -> dict[str, Any]:
+        """The hooks that the module itself was given, and not its class."""
+        given = vars(self.module)
+        return {name: given[name] for name in NAMES if name in given}
+
+    def _bind(self, callbacks: Sequence[Callback]) -> None:
+        trainer, module = self._trainer, self.module
+        self._callbacks, self._given = [*callbacks], self._given_hooks()
 
         def of_callbacks(name: str) -> tuple[CallbackMethod, ...]:
             own = (callback for callback in callbacks if is_replaced(name, callback, Callback))

@@ -40,6 +40,10 @@ NEW_METRIC = (
     "itself, and the epoch's value would be that of the last one alone. Make the metric once, as an attribute of the "
     "module; or log numbers, of which the mean over the epoch is kept."
 )
+NOT_SAVED = (
+    "self.log({name!r}, <{metric}>): the metric is no attribute of the module (it lies in a list, say), so that this "
+    "checkpoint does not hold what it has collected in the epoch: make it one, or put it into a `torch.nn.ModuleList`."
+)
 _PLACES = {hook: place for place, hook in enumerate(LOGGING)}
 
 LogSnapshot = dict[Key, tuple[Any, ...]]
@@ -74,6 +78,7 @@ class LogCollector:
     Attributes:
         each_step: whether the loop calls :meth:`agree_on_step` after the micro-batch at hand; the same on all ranks.
         among_batches: whether an epoch's batches run: who looks then sees single steps' values, else the epoch's.
+        ended: the evaluation is over but for its last hook: a resume does not come back to what metrics hold.
 
     Args:
         combined: float64 vectors of equal length from all ranks, made one by a function.
@@ -112,7 +117,7 @@ class LogCollector:
         self.each_step = world_size > 1  # the first one finds out
         self.table: dict[str, Entry] | None = None
         self.hook: tuple[str, int] = ("", -1)
-        self.among_batches = False
+        self.among_batches = self.ended = False
         self.show_ahead: Callable[[], int] | None = None  # as `StepParts.show_newest`, where windows are played ahead
         self.shown = 0  # the micro-batch after which users last saw all values
         self.micro_batch = 1  # counted by the training loop, alike on all ranks
@@ -318,7 +323,8 @@ class LogCollector:
         """The on_epoch values over all steps and ranks; one packed row, and the metrics' own. Collective.
 
         What is reduced is cleared, so that a second call gives only what was logged in between; so are the newest
-        values of single steps, which the epoch's values replace.
+        values of single steps, which the epoch's values replace. Metrics keep what they have collected, of all loaders,
+        for the hooks of the epoch's end, until :meth:`reset_metrics`.
         """
         fresh = [entry for entry in self._entries() if entry.epoch_fresh]
         values = self._reduce(fresh, _epochs)
@@ -336,9 +342,21 @@ class LogCollector:
             found.append((entry, entry.epoch_name, value))
         for entry, _ in values:
             entry.clear()
-            if entry.metric is not None:
-                entry.metric.reset()
+        if self._by_loader is not None:
+            of_loaders = [entry.metric for entry, _ in values if entry.metric is not None and entry.key[1] >= 0]
+            for metric in {id(metric): metric for metric in of_loaders}.values():
+                self._by_loader.show_all(metric)
         return found
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """The torchmetrics objects that were logged, each once."""
+        return list({id(entry.metric): entry.metric for entry in self._entries() if entry.metric is not None}.values())
+
+    def reset_metrics(self) -> None:
+        """An epoch is over, with the hooks of its end: metrics begin anew, those of single steps, too."""
+        for metric in self.metrics:
+            metric.reset()
 
     def _computed(self, entries: list[Entry]) -> dict[Key, Any]:
         """What each entry's metric says, over the ranks, of the loader that it was logged from. Collective."""
@@ -461,9 +479,12 @@ class LogCollector:
         names = {id(part): name for name, part in self._modules().items() if is_metric(part)}
         found = []
         for entry in self._entries():
-            is_known = entry.metric is None or id(entry.metric) in names
+            if entry.metric is not None and id(entry.metric) not in names:
+                _say_not_saved(entry)
+                continue
             is_newer = entry.step_fresh > (self.shown if self._world_size == 1 else 0) and entry.last_weight > 0
-            if is_known and (entry.epoch_fresh or entry.each_step or is_newer):
+            is_logged = entry.epoch_fresh or entry.metric is not None  # which is reset when the epoch is over
+            if is_logged or entry.each_step or is_newer:
                 metric = None if entry.metric is None else names[id(entry.metric)]
                 age = self.micro_batch - entry.step_fresh if is_newer else None
                 found.append({**entry.state(age), "fresh": entry.epoch_fresh, "metric": metric})
@@ -516,6 +537,12 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
             if found.metric == "":
                 found.ranks.append(rank)
     return union
+
+
+def _say_not_saved(entry: Entry) -> None:
+    """A checkpoint does not hold what a metric has collected, as no name leads to it."""
+    if entry.epoch_fresh:
+        warn_once(NOT_SAVED.format(name=entry.key[2], metric=type(entry.metric).__name__))
 
 
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:

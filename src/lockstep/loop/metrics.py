@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
@@ -46,7 +46,7 @@ def put_back(saved: Snapshot) -> None:
     """Let a metric have what it had when the snapshot was taken."""
     for part, states, count, computed, cache in saved:
         for name, value in states.items():
-            setattr(part, name, value)
+            setattr(part, name, [*value] if isinstance(value, list) else value)  # a reset empties lists in place
         part._update_count, part._computed, part._forward_cache = count, computed, cache
 
 
@@ -87,6 +87,16 @@ class StatesByLoader:
                     "asks for one number over all, and this metric cannot join what it collected in each "
                     f"({error}): log it in the epoch's end hook, or one metric object a loader."
                 ) from error
+
+    def show_all(self, metric: Metric) -> None:
+        """Let the metric have what it collected in all loaders; nothing where it cannot join that."""
+        loaders = [loader for which, loader in self._saved if which == id(metric)]
+        try:
+            self.show(metric, loaders, type(metric).__name__)
+        except MisconfigurationException:
+            metric.reset()
+        for part in parts_of(metric):
+            part._computed = None  # a loader's own
 
 
 @contextmanager
@@ -180,6 +190,37 @@ def _described(value: Any) -> tuple[int, Any]:
     tensors = [item for item in value if isinstance(item, Tensor)]
     kind = (tensors[0].dtype, tuple(tensors[0].shape[1:])) if tensors else None
     return len(value), kind
+
+
+def leave_inference_mode(module: nn.Module) -> None:
+    """Let metrics and buffers be tensors that a later fit can change; those made in inference mode cannot be."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else _ordinary(buffer)
+        for name in part._defaults if is_metric(part) else ():
+            value = getattr(part, name)
+            setattr(part, name, [*map(_ordinary, value)] if isinstance(value, list) else _ordinary(value))
+
+
+def _ordinary(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+
+def find_metric(module: nn.Module, name: str) -> Metric | None:
+    """The metric that a checkpoint names; None where the module has none.
+
+    What tracks a metric over epochs (torchmetrics' `MetricTracker`) makes another one with each, and makes here those
+    of the epochs that are over.
+    """
+    owner: Any = module
+    for part in name.split("."):
+        increment = getattr(owner, "increment", None)
+        while callable(increment) and part.isdigit() and len(owner) <= int(part):
+            increment()
+        owner = owner._modules.get(part)
+        if owner is None:
+            return None
+    return owner if is_metric(owner) else None
 
 
 def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -63,6 +63,9 @@ class MicroBatches:
     """
 
     newest = -1
+    training_step: Callable[..., Any]
+    takes_idx: bool
+    _given: Callable[..., Any] | None = None  # the module's, when it was looked at last
 
     def __init__(self, session: Session, update: Update) -> None:
         self._session = session
@@ -71,14 +74,20 @@ class MicroBatches:
         self._results = session.results
         self._progress = session.fit.progress
         self._update = update
-        self.training_step = session.module.training_step
-        self.takes_idx = takes_idx(self.training_step)
+        self.take_step()
         self.transfer = Transfer(session.module, session.datamodule, session.strategy)
         self.moves = not self.transfer.idle
         self.absent: tuple[int, ...] = ()
         self.ended_by_user = False
         self._results.enter("training_step")
         self._table = self._results.table
+
+    def take_step(self) -> None:
+        """Take the module's ``training_step``, which a hook may have replaced since the last epoch."""
+        given = self._session.module.training_step
+        if given != self._given:
+            self._given = self.training_step = given
+            self.takes_idx = takes_idx(given)
 
     def begun(self, window: Window, batch_idx: int) -> Iterator[Begun]:
         """Begin one micro-batch after the other; none behind the one for which the user has ended the epoch."""

@@ -70,6 +70,8 @@ class Instruments:
         self._module = f"[LightningModule]{type(session.module).__name__}."
         self._strategy = f"[Strategy]{type(session.strategy).__name__}."
         self._time_hooks(session.hooks)
+        self._time_own_hooks(session.hooks)
+        self._replace(session.hooks, "looked_again", lambda: self._time_hooks(session.hooks))
         self._time_strategy(session.strategy)
         self._time_fit(trainer)
         self._time_data(session)
@@ -146,6 +148,8 @@ class Instruments:
                 self._replace(hooks, name, (timed_before, timed_own, timed_behind))
         monitors = tuple(of_callback(call, "on_train_epoch_end") for call in hooks.epoch_end_monitors)
         self._replace(hooks, "epoch_end_monitors", monitors)
+
+    def _time_own_hooks(self, hooks: Hooks) -> None:
         real = hooks.own
 
         def own_hook(name: str, *args: object) -> Any:

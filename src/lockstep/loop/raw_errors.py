@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.checkpoint.pretrained import is_of_transformers
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, words_of
+from lockstep.ground.types import TrainerFn
 from lockstep.loop.device_errors import device_error
 from lockstep.module import LightningModule
 
@@ -211,6 +212,17 @@ def _one_sample(module: LightningModule, strategy: str, found: re.Match[str]) ->
     )
 
 
+def _no_gradient(module: LightningModule, strategy: str, found: re.Match[str]) -> str | None:
+    trainer = module._trainer
+    if trainer is None or trainer.state.fn is TrainerFn.FITTING or not trainer.inference_mode:
+        return None
+    return (
+        f"{found.string}. trainer.{trainer.state.fn} runs under torch.inference_mode, in which nothing has a gradient, "
+        "under `torch.enable_grad()` neither: a step that takes one, for forces or a penalty say, needs "
+        "Trainer(inference_mode=False) besides."
+    )
+
+
 TOLD: list[tuple[re.Pattern[str], Teller]] = [
     (re.compile(form), tell)
     for form, tell in (
@@ -232,6 +244,7 @@ TOLD: list[tuple[re.Pattern[str], Teller]] = [
         (r"loss must be a scalar tensor\. If you need", _no_scalar),
         (r"^vars\(\) argument must have __dict__ attribute", _no_output),
         (r"got mixed torch\.Tensor and DTensor", _outside),
+        (r"does not require grad and does not have a grad_fn|Inference tensors cannot be saved", _no_gradient),
         (r"^setStorage: .* storage of size 0", _through_blocks),
         (r"meta|CUDA enabled|list index out of range|has no attribute 'ds_tensor'", _meta),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,7 @@ from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.checkpoint.frozen import FrozenBase
 from lockstep.checkpoint.pretrained import is_planned
 from lockstep.config.devices import apply_to_process
+from lockstep.config.objects import check_callbacks
 from lockstep.config.run import RunConfig
 from lockstep.data.feed import Feed
 from lockstep.datamodule import LightningDataModule
@@ -69,12 +71,14 @@ class FitState:
         progress: the counters.
         feed: the training loaders as this rank draws from them; None before they are asked for.
         given: the training loaders as the user made them.
+        asked_for: the epoch for which they were asked for, where they are reloaded.
         results: what was logged in training.
         weights: the sum of what ``training_step`` returned as "weight" in the window under way.
         resumed: this rank's part of the checkpoint, until training goes on.
         logged_elsewhere: the resume goes on within an epoch whose logged values Lightning's checkpoint does not hold.
         cut_epoch: what an epoch that ended early had logged, for a checkpoint.
         random_before: the random states at the beginning of the validation under way, which a resume begins anew.
+        metrics_before: what torchmetrics objects had collected there.
         run_batches: by what a run counts that goes on with other ranks.
         counted: micro-batches of this rank's epoch as that plan counts them.
         shares: what the checkpoint tells of the ranks' shares; None: they were equal.
@@ -86,12 +90,14 @@ class FitState:
     progress: Progress = field(default_factory=Progress)
     feed: Feed | None = None
     given: object = None
+    asked_for: int | None = None
     results: LogCollector | None = None
     weights: float | Tensor | None = None
     resumed: dict[str, Any] | None = None
     logged_elsewhere: bool = False
     cut_epoch: dict[str, Any] | None = None
     random_before: dict[str, Any] | None = None
+    metrics_before: dict[str, Any] | None = None
     run_batches: RunBatches = field(default_factory=RunBatches)
     counted: Callable[[int], int] = int
     shares: dict[str, Any] | None = None
@@ -124,7 +130,9 @@ class Session:
         trainer: the Trainer, to be handed to the user's hooks.
         connect: finds out which rank this process is, and ties the module to the Trainer; set-up begins with it.
         cluster: the user's cluster plugin.
-        base_callbacks: the Trainer's own; ``callbacks`` has those of the module besides.
+        base_callbacks: the Trainer's own; ``callbacks`` has those of the module besides. Users may change the list.
+        shown: ``callbacks`` as set-up made it.
+        watched: left when the loop of the call has ended.
         ckpt_path: the checkpoint that the call goes on from.
         should_stop: this rank wants the fit to end.
         interruption: "Ctrl-C" or "SIGTERM", where one has ended the call.
@@ -148,6 +156,7 @@ class Session:
     loggers: list[Logger]
     base_callbacks: list[Callback]
     callbacks: list[Callback]
+    shown: list[Callback] = field(init=False)
 
     state: TrainerState = field(default_factory=TrainerState)
     datamodule: LightningDataModule | None = None
@@ -167,6 +176,7 @@ class Session:
     built: list[Tensor] | None = None
     chooses: bool = False
     inner: Session | None = None
+    watched: ExitStack | None = None
 
     module: LightningModule = field(init=False)
     hooks: Hooks = field(init=False)
@@ -175,6 +185,9 @@ class Session:
     base: FrozenBase = field(init=False)
     stop_flag: int = field(init=False)
     interrupt_flag: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shown = [*self.callbacks]
 
     @property
     def world_size(self) -> int:
@@ -232,10 +245,21 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has, here or in another process; the rest is bound to this one, or to the call that runs."""
-        bound = ("hooks", "results", "agreement", "activations", "built", "signals", "inner")
+        bound = ("hooks", "results", "agreement", "activations", "built", "signals", "inner", "watched")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     # -- callbacks and loggers -----------------------------------------------------------------------------
+
+    def keep_callbacks(self) -> None:
+        """Before a call: what users have changed in the list of callbacks since set-up made it is the Trainer's own."""
+        shown, now = [*map(id, self.shown)], [*map(id, self.callbacks)]
+        if shown == now:
+            return
+        kept = [callback for callback in self.base_callbacks if id(callback) in now or id(callback) not in shown]
+        known = {*shown, *map(id, kept)}
+        self.base_callbacks = [*kept, *(callback for callback in self.callbacks if id(callback) not in known)]
+        check_callbacks("trainer.callbacks", self.base_callbacks)
+        self.callbacks, self.shown = self.base_callbacks, [*self.base_callbacks]
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:

@@ -26,12 +26,13 @@ from lockstep.ground.hyperparameters import noted_classes, plain_hyperparameters
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.ground.types import TrainerFn, TrainerStatus
-from lockstep.loop.metrics import is_metric, load_metric
+from lockstep.loop.logging import LogCollector
+from lockstep.loop.metrics import find_metric, is_metric, load_metric, parts_of
 from lockstep.loop.progress import Progress
 from lockstep.loop.saved_ranks import SavedRanks, at_window_start
 from lockstep.loop.session import Session
 from lockstep.loop.state_checks import check_types, load_optimizer, load_weights, taking
-from lockstep.loop.window_start import metric_state, put_buffers
+from lockstep.loop.window_start import initial_state, metric_state, put_buffers
 from lockstep.module import check_weights
 
 OWN = "lockstep"  # our own part of a checkpoint; all but it and the classes of hyperparameters has Lightning's names
@@ -192,12 +193,25 @@ def _parts(session: Session, progress: Progress, begun: int, start: dict[str, An
 
 def logged(session: Session) -> dict[str, Any]:
     """What this rank has logged in the epoch so far, and what callbacks read of the epochs before."""
-    module, results = session.module, session.fit.results
+    module, results, before = session.module, session.fit.results, session.fit.metrics_before
     return {
         "results": [] if results is None else deepcopy(results.state_dict()),
-        "metrics": {name: metric_state(m) for name, m in module.named_modules() if is_metric(m)},
+        "metrics": metric_states(module, vars(session).get("results")) if before is None else before,
         "published": dict(session.published.callback),
     }
+
+
+def metric_states(module: torch.nn.Module, of: LogCollector | None = None) -> dict[str, Any]:
+    """What the torchmetrics objects of a module have collected, by name.
+
+    Args:
+        module: of the fit.
+        of: what is logged into; where it has ended, its metrics are as they will begin anew.
+    """
+    logged = of.metrics if of is not None and of.ended else []
+    ended = {id(part) for metric in logged for part in parts_of(metric)}
+    metrics = ((name, part) for name, part in module.named_modules() if is_metric(part))
+    return {name: (initial_state if id(metric) in ended else metric_state)(metric) for name, metric in metrics}
 
 
 def _of_data(session: Session) -> dict[str, Any]:
@@ -535,9 +549,12 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
                 if not isinstance(entry.get(key), (int, float, torch.Tensor, NoneType)):
                     raise TypeError(f"{key!r} of a logged value is a {type(entry[key]).__name__}")
         session.results.load_state_dict(logged, session.fit.progress.total_batches)
-        modules = dict(module.named_modules())
         for name, saved in part.get("metrics", {}).items():
-            load_metric(modules[name], saved if isinstance(saved, list) else [saved])
+            metric = find_metric(module, name)
+            if metric is not None:
+                load_metric(metric, saved if isinstance(saved, list) else [saved])
+            else:
+                warn_once(f"The checkpoint holds what the metric {name!r} had collected, and the module has none here.")
         if "published" in part:
             session.published.callback.clear()
             session.published.callback.update(part["published"])

@@ -82,7 +82,7 @@ class StepOutputs:
 
     def _loss_of(self, output: Any) -> Any:
         """The loss in a dict: a tensor, or a nest of them, one for each of several loaders."""
-        loss = output.get("loss") if isinstance(output, dict) else None
+        loss = output.get("loss") if isinstance(output, Mapping) else None
         nests = (dict, list, tuple) if self._fit.loaded.nest is not None else ()
         if not isinstance(loss, (Tensor, *nests)):
             raise MisconfigurationException(

@@ -45,14 +45,13 @@ class Update:
         self._strategy = session.strategy
         self._hooks = session.hooks
         self._fit, self._progress = session.fit, session.fit.progress
-        self._config = session.config
         self._scaler = session.strategy.precision.scaler
         self._shared = session.world_size > 1
         self._outputs = outputs
         self.module = session.module
         self.own_zero_grad = is_replaced("optimizer_zero_grad", self.module, LightningModule)
         self.own_clipping = is_replaced("configure_gradient_clipping", self.module, LightningModule)
-        self._clips = self.own_clipping or self._config.gradient_clip_val is not None
+        self._defines_clipping = self.own_clipping  # a profiler sets the other
         self.share = 1.0
         self.schedulers = Schedulers(session)
         self.had_batch = False
@@ -126,12 +125,13 @@ class Update:
             self._scaler.unscale(optimizer)
         if self._hooks.on_before_optimizer_step is not None:
             self._hooks.call("on_before_optimizer_step", optimizer)
-        if self._clips:
-            value, algorithm = self._config.gradient_clip_val, self._config.gradient_clip_algorithm
+        config = self._session.config  # a hook may have set a flag
+        value, algorithm = config.gradient_clip_val, config.gradient_clip_algorithm
+        if value is not None or self._defines_clipping:
             if self.own_clipping:
                 self.module.configure_gradient_clipping(optimizer, value, algorithm)
             else:
-                self._strategy.clip(optimizer, value, algorithm)  # type: ignore[arg-type]  # which `_clips` tells
+                self._strategy.clip(optimizer, value, algorithm)  # type: ignore[arg-type]  # there is a value
 
     def end_window(self, batch_idx: int, updated: bool) -> None:
         """Count the update and step the schedulers, unless there was nothing to step for, or gradients overflowed."""
@@ -150,15 +150,16 @@ class Update:
     # -- what users call -----------------------------------------------------------------------------------
 
     def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of one optimizer, with the Trainer's settings where none are given."""
-        own = self._config.gradient_clip_val
+        """Clip the gradients of one optimizer, with the Trainer's settings where none are given; 0 is no clipping."""
+        config = self._session.config
+        own = config.gradient_clip_val
         if value is not None and own is not None and value != own:
             raise MisconfigurationException(
                 f"clip_gradients(gradient_clip_val={value!r}) beside Trainer(gradient_clip_val={own!r}): give one of "
                 "the two."
             )
         value = own if value is None else value
-        algorithm = self._config.gradient_clip_algorithm if algorithm is None else str(algorithm).lower()
+        algorithm = config.gradient_clip_algorithm if algorithm is None else str(algorithm).lower()
         if algorithm not in ("norm", "value"):
             raise MisconfigurationException(
                 f'clip_gradients(gradient_clip_algorithm={algorithm!r}): choose "norm" or "value".'
@@ -167,7 +168,8 @@ class Update:
             return
         if not isinstance(value, (int, float)):
             raise WrongType(f"clip_gradients(gradient_clip_val={value!r}): give a number, or None for the Trainer's.")
-        self._strategy.clip(optimizer, value, algorithm)
+        if value > 0:
+            self._strategy.clip(optimizer, value, algorithm)
 
     def _mean_loss(self, loss: Any) -> Tensor:
         """The mean over the ranks of a closure's losses, weighed as `manual_backward` weighs them. Collective."""

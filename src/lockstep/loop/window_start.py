@@ -34,6 +34,12 @@ def metric_state(metric: Metric) -> MetricState:
     return {"states": states, "count": metric._update_count}
 
 
+def initial_state(metric: Metric) -> MetricState:
+    """What a torchmetrics object will have collected when it begins anew."""
+    states = metric._defaults.items()
+    return {"states": {name: list(v) if isinstance(v, list) else v.detach().clone() for name, v in states}, "count": 0}
+
+
 SMALL = 1 << 16
 """Elements of a buffer, at most, that may change without a new version, as torch's batch norm changes its own."""
 

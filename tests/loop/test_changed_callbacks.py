@@ -1,0 +1,155 @@
+"""What users change while a Trainer lives: its callbacks, hooks of the module, ``training_step``, flags, schedulers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.utilities.exceptions import MisconfigurationException
+from tests.loop.pieces import Slope, numbers, quiet
+
+
+class Counts(Callback):
+    """Counts the batches that it sees, and logs."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+        self.log("counted", float(self.batches))  # type: ignore[attr-defined]
+
+
+class Acts(Slope):
+    """Does something in a hook, in the epochs of ``at``."""
+
+    def __init__(self, hook: str, act: Any, at: tuple[int, ...] = (0,)) -> None:
+        super().__init__(lr=0.1)
+        inherited = getattr(self, hook)
+
+        def acting(*args: Any, **kwargs: Any) -> Any:
+            if self.current_epoch in at:
+                act(self)
+            return inherited(*args, **kwargs)
+
+        setattr(self, hook, acting)
+
+
+@pytest.mark.everyday
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_a_callback_that_a_hook_adds_was_in_the_list_and_never_called(hook: str) -> None:
+    counts = Counts()
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Acts(hook, lambda module: module.trainer.callbacks.append(counts)), numbers(3))
+    assert counts.batches == 6
+    assert trainer.callback_metrics["counted"] == 6
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Slope(), numbers(3))  # it stays the Trainer's
+    assert counts.batches == 9
+
+
+def test_a_checkpoint_callback_that_setup_adds_saves(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="it")
+    quiet(max_epochs=1).fit(Acts("setup", lambda module: module.trainer.callbacks.append(saves)), numbers(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["it.ckpt"]
+
+
+def test_callbacks_that_are_changed_between_fits_were_those_of_the_first() -> None:
+    first, added, other = Counts(), Counts(), Counts()
+    trainer = quiet(max_epochs=1, callbacks=[first])
+    trainer.fit(Slope(), numbers(3))
+    trainer.callbacks.append(added)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Slope(), numbers(3))
+    assert (first.batches, added.batches) == (6, 3)
+    trainer.callbacks.remove(first)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Slope(), numbers(3))
+    assert (first.batches, added.batches) == (6, 6)
+    trainer.callbacks = [other]
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(Slope(), numbers(3))
+    assert (first.batches, added.batches, other.batches) == (6, 6, 3)
+
+
+def test_a_module_keeps_its_callbacks_beside_those_that_are_added() -> None:
+    own, mine, added = Counts(), Counts(), Callback()
+
+    class Brings(Slope):
+        def configure_callbacks(self) -> Any:
+            return [own]
+
+    trainer = quiet(max_epochs=1, callbacks=[mine])
+    trainer.fit(Brings(), numbers(2))  # in the place of the Trainer's
+    trainer.callbacks.append(added)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Slope(), numbers(2))
+    assert (own.batches, mine.batches) == (2, 2)
+    assert trainer.callbacks == [mine, added]
+
+
+def test_what_is_no_callback_is_refused_where_it_was_added() -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.callbacks.append(Counts)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"trainer\.callbacks: Counts is a class"):
+        trainer.fit(Slope(), numbers(2))
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_train_epoch_start"])
+def test_a_hook_that_the_module_is_given_while_it_is_set_up_is_called(hook: str) -> None:
+    called: list[int] = []
+
+    def give(module: Slope) -> None:
+        module.on_after_backward = lambda: called.append(module.trainer.global_step)  # type: ignore[method-assign]
+
+    quiet(max_epochs=2).fit(Acts(hook, give), numbers(2))
+    assert called == [0, 1, 2, 3]
+
+
+def test_another_training_step_holds_from_the_epoch_on_that_it_was_given_in() -> None:
+    seen: list[float] = []
+
+    def second(module: Slope) -> None:
+        def step(batch: Any) -> Any:
+            seen.append(batch.item())
+            return (2 * module.w * batch).mean()
+
+        module.training_step = step  # type: ignore[method-assign,assignment]
+
+    module = Acts("on_train_epoch_start", second, at=(1,))
+    quiet(max_epochs=3).fit(module, numbers(2))
+    assert (module.batches, seen) == ([[1], [2]], [1, 2, 1, 2])
+    assert module.gradients == [1, 2, 2, 4, 2, 4]
+
+
+def test_a_bound_that_a_hook_sets_was_that_of_the_fits_beginning() -> None:
+    def bound(module: Slope) -> None:
+        module.trainer.gradient_clip_val = 0.5
+
+    module = Acts("on_train_epoch_start", bound, at=(1,))
+    quiet(max_epochs=2).fit(module, numbers(2))
+    assert module.applied == pytest.approx([1, 2, 0.5, 0.5], abs=1e-5)
+
+
+def test_a_scheduler_that_a_hook_adds_is_stepped() -> None:
+    def schedule(module: Slope) -> None:
+        made = torch.optim.lr_scheduler.StepLR(module.trainer.optimizers[0], 1, gamma=0.5)
+        module.trainer.lr_scheduler_configs.append(LRSchedulerConfig(made))
+
+    trainer = quiet(max_epochs=3)
+    trainer.fit(Acts("on_train_epoch_start", schedule, at=(1,)), numbers(2))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict", "fit"])
+def test_a_call_within_a_fits_epochs_lost_what_the_fit_had_logged(method: str) -> None:
+    def call(module: Slope) -> None:
+        getattr(module.trainer, method)(module, numbers(2))
+
+    with pytest.raises(MisconfigurationException, match=rf"trainer\.{method}\(\) in a hook of trainer\.fit"):
+        quiet(max_epochs=1).fit(Acts("on_train_epoch_end", call), numbers(2))
