@@ -102,7 +102,7 @@ def find_model(module: nn.Module, model: nn.Module | None) -> tuple[str, nn.Modu
     if model is not None:
         for name, layer in module.named_modules():
             if layer is model:
-                return f"{name}." if name else "", layer._modules.get("_orig_mod", layer)  # that was compiled
+                return f"{name}." if name else "", getattr(layer, "_orig_mod", layer)  # that was compiled
         raise MisconfigurationException(NOT_PART.format(kind=type(model).__name__, module=type(module).__name__))
     found = list(_outermost("", module))
     if len(found) > 1:

@@ -321,8 +321,7 @@ class Numbers:
             for key in event["trainable"]:
                 own, value = sizes[event["names"][key]], gradients.get(key)
                 if value is not None:
-                    size = _largest(value)
-                    own.append(0.0 if size <= rounding else size)
+                    own.append(_above(rounding, _largest(value)))
                 elements[event["names"][key]] = _number_of(after.get(key))
                 moved = moved or _is_moved(before.get(key), after.get(key))
         zero = [name for name, own in sizes.items() if not any(own)]
@@ -431,6 +430,11 @@ def _why_nothing(events: Sequence[Event], untouched: Sequence[str]) -> str:
             "its step"
         )
     return "all gradients are zero, so that nothing is trained: let the loss depend on the parameters"
+
+
+def _above(least: float, size: float) -> float:
+    """A size; 0 where it is not above the least one, and NaN as it is."""
+    return 0.0 if size <= least else size
 
 
 def _number_of(value: Tensor | None) -> int:
