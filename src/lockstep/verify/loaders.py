@@ -174,7 +174,9 @@ class Loaders:
                 return
             self.watch.begin_training()
             states = self._share_randomness(f"random-{number}-{iteration}-{at}.pkl")
+            self.watch.collates = True
             batch = collate()
+            self.watch.collates = False
             if NUDGED in settings.overrides:
                 batch = moved_batch(batch)
             yield widened_tree(batch) if settings.float64 else batch
