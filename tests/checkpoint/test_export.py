@@ -13,12 +13,13 @@ from torch import Tensor
 
 from lockstep import Trainer
 from lockstep.callbacks import ModelCheckpoint
+from lockstep.checkpoint import export
 from lockstep.cli.checkpoint import checkpoint
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
 from tests.accelerator.left_out import strategies
 from tests.checkpoint.test_pretrained import Split, strategy_of
-from tests.checkpoint.tuned import CLASSES, Tuned, class_of, needs_transformers, texts, write_folder
+from tests.checkpoint.tuned import CLASSES, CONFIGS, Tuned, class_of, needs_transformers, texts, write_folder
 from tests.loop.pieces import quiet
 
 pytestmark = pytest.mark.usefixtures("transformers")
@@ -169,6 +170,34 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
         checkpoint([*words, str(tmp_path)])
     with pytest.raises(MisconfigurationException, match="there is no tokenizer in this folder"):
         checkpoint([*words, str(tmp_path / "in"), "--tokenizer", str(tmp_path / "in")])
+
+
+def test_a_compiled_model_is_written_under_its_own_names(tmp_path: Path) -> None:
+    """No tensor was found under the names that `torch.compile` makes."""
+    model = class_of(CLASSES["llama"])(CONFIGS["llama"]())
+    around = torch.nn.ModuleDict({"model": torch.compile(model)})
+    prefix, found = export.find_model(around, None)
+    tensors = export.named_as_in_files(found, prefix, around.named_parameters())
+    export.write(tmp_path / "of a run", tensors, found, "5GB", None)
+    export.write_state(str(tmp_path / "of a checkpoint"), around.state_dict(), str(tmp_path / "of a run"), "5GB", None)
+    for folder in ("of a run", "of a checkpoint"):
+        read = class_of(CLASSES["llama"]).from_pretrained(tmp_path / folder)
+        assert [name for name, p in model.named_parameters() if not torch.equal(p, read.get_parameter(name))] == []
+
+
+def test_a_checkpoint_of_two_models_that_the_config_fits_is_refused(tmp_path: Path) -> None:
+    """The first one was written, a teacher say, and nobody said so."""
+    config = str(write_folder(tmp_path / "in", "llama"))
+    one, other = (class_of(CLASSES["llama"])(CONFIGS["llama"]()).state_dict() for _ in range(2))
+    both = {
+        f"{name}.{key}": each for name, state in (("teacher", one), ("student", other)) for key, each in state.items()
+    }
+    with pytest.raises(MisconfigurationException, match=r"has 2 models that it fits \('teacher', 'student'\)"):
+        export.write_state(str(tmp_path / "out"), both, config, "5GB", None)
+    same = {f"{name}.{key}": each for name in ("net", "alias") for key, each in one.items()}
+    export.write_state(str(tmp_path / "out"), same, config, "5GB", None)
+    read = class_of(CLASSES["llama"]).from_pretrained(tmp_path / "out")
+    assert torch.equal(read.lm_head.weight, one["lm_head.weight"])
 
 
 def test_a_folder_lies_beside_each_checkpoint_and_goes_with_it(tmp_path: Path) -> None:

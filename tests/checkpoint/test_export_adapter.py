@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.callbacks import ModelCheckpoint
+from lockstep.checkpoint import export
 from lockstep.cli.run import main
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
@@ -104,6 +105,19 @@ def test_beside_checkpoints(tmp_path: Path) -> None:
     trainer.fit(module, texts())
     assert {path.name for path in into.iterdir()} == {"last.ckpt", "last-pretrained"}
     assert differing(read_back(folder, into / "last-pretrained"), dict(module.named_parameters())) == []
+
+
+def test_a_compiled_model_of_adapters_is_written(tmp_path: Path) -> None:
+    """The folder had no adapter in it, and nobody said so."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    around = torch.nn.ModuleDict({"model": torch.compile(get_peft_model(layers, LoraConfig(target_modules=["0"])))})
+    prefix, found = export.find_model(around, None)
+    export.write_adapter(tmp_path / "out", around.named_parameters(), prefix, found, None)
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert sorted(name.rpartition("lora_")[2] for name in written) == ["A.weight", "B.weight"]
 
 
 class ByTransformers(Tuned):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.pretrained import WeightFiles
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.strategies import BalancedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -496,6 +498,40 @@ def test_a_model_with_memory_is_filled_at_once(tmp_path: Path) -> None:
     found = {f"model.{name}": each for name, each in (*model.named_parameters(), *model.named_buffers())}
     assert differing(found, str(folder), CLASSES["gpt2"]) == []
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_one_file_comes_before_an_index_as_from_pretrained_has_it(tmp_path: Path) -> None:
+    """The index's older weights were taken, or asked for where they were gone."""
+    folder = write_folder(tmp_path / "parts", "llama")
+    other = write_folder(tmp_path / "one", "llama", seed=2, max_shard_size="1GB")
+    shutil.copy(other / "model.safetensors", folder)
+    for _ in range(2):
+        model = class_of(CLASSES["llama"])(CONFIGS["llama"]())
+        lockstep.load_pretrained(model, folder)
+        found = {f"model.{name}": each for name, each in (*model.named_parameters(), *model.named_buffers())}
+        assert differing(found, str(folder), CLASSES["llama"]) == []
+        for part in folder.glob("model-*.safetensors"):
+            part.unlink()
+
+
+def test_a_layer_that_two_folders_fill_has_the_later_ones_values(tmp_path: Path) -> None:
+    """It was said to be gone."""
+    from safetensors.torch import save_file
+
+    weights = [nn.ModuleDict({"words": nn.Embedding(5, 4), "own": nn.Linear(4, 4)}) for _ in range(2)]
+    for name, each in zip("ab", weights, strict=True):
+        (tmp_path / name).mkdir()
+        save_file(each.state_dict(), tmp_path / name / "model.safetensors")
+    with torch.device("meta"):
+        words = nn.Embedding(5, 4)
+        models = nn.ModuleList([nn.ModuleDict({"words": words, "own": nn.Linear(4, 4)}) for _ in range(2)])
+    for name, model in zip("ab", models, strict=True):
+        lockstep.load_pretrained(model, tmp_path / name)
+    fill_whole(models)
+    found = models.state_dict()
+    for number, each in enumerate(weights):
+        for name, value in {**each.state_dict(), "words.weight": weights[1].state_dict()["words.weight"]}.items():
+            assert torch.equal(found[f"{number}.{name}"], value), (number, name)
 
 
 def test_tied_weights_of_which_the_folder_has_two_are_parted(tmp_path: Path) -> None:

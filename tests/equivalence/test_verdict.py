@@ -10,6 +10,7 @@ import torch
 
 from lockstep.testing import check_equivalence
 from lockstep.testing.equivalence import BUFFER, GRADIENT, PARAMETER, STEPS, RankFinding, Witness, digest, judge
+from lockstep.utilities.exceptions import MisconfigurationException
 from tests.equivalence.models import Plain, rows
 
 pytestmark = pytest.mark.timeout(60)
@@ -109,3 +110,9 @@ def test_the_caller_keeps_its_random_state() -> None:
     torch.manual_seed(5)
     assert check_equivalence(Plain, rows(23), strategy="auto", devices=1, steps=2)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_run_without_a_step_is_no_pass() -> None:
+    """It was called equal, with the steps that were asked for."""
+    with pytest.raises(MisconfigurationException, match="makes no optimizer step"):
+        check_equivalence(Plain, rows(23), strategy="auto", devices=1, limit_train_batches=0)

@@ -287,7 +287,49 @@ for step in range(8):
         x, y = next(endless)
 """
 
+MODEL_OF_LAYERS = """\
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+"""
+RECURRENT = """\
+    return Recurrent()
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.GRU(1, 8, num_layers=2, dropout=0.4, batch_first=True)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.layers(x.unsqueeze(-1))[0][:, -1])
+"""
+MASKED = """\
+def masked(samples):
+    x, y = (torch.stack(each) for each in zip(*samples))
+    return x * torch.bernoulli(torch.full_like(x, 0.8)), y
+
+
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 8, sampler=sampler, collate_fn=masked)
+"""
+MADE = "optimizer = torch.optim"
+SEEDED = (MADE, f"torch.manual_seed(rank + 1)\n{MADE}")
+
 HEALTHY: dict[str, Changes] = {
+    "a recurrent network that drops out between its layers": ((MODEL_OF_LAYERS, RECURRENT),),
+    "masks that are drawn where samples are put together": ((SHARED_OUT, MASKED), SEEDED),
+    "a number of torch's that each rank draws for its batch": (
+        (LOSS, "F.mse_loss(model(x * torch.rand(())), y)"),
+        SEEDED,
+    ),
+    "random numbers of a distribution": (
+        (LOSS, "F.mse_loss(model(x * torch.distributions.Beta(2.0, 2.0).sample((len(x), 1))), y)"),
+        SEEDED,
+    ),
+    "random numbers within a function of torch's": (
+        (LOSS, "F.mse_loss(model(F.gumbel_softmax(x, tau=2.0)), y)"),
+        SEEDED,
+    ),
     "clipping by keywords": (
         (STEP, STEP.replace("optimizer.step()", "nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.3)") + STEP),
     ),
@@ -397,6 +439,30 @@ def test_pythons_random_numbers_of_a_rank_are_its_own_by_nature(certify: Certify
     certificate = certify(changed((LOSS, "F.mse_loss(model(x * random.uniform(0.5, 1.5)), y)")))
     assert certificate.verdict == ALIKE, str(certificate)
     assert any("each rank draws its own random numbers of Python's" in note for note in certificate.nature)
+
+
+FLAT = """\
+    return Flat()
+
+
+class Flat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.randn(8, 32) / 3), nn.Parameter(torch.randn(32) / 6)
+
+    def forward(self, x):
+        return (x @ self.first).tanh() @ self.last
+"""
+PARTED = "(model(x) - y[:, 0]).square()"
+
+
+@pytest.mark.slow
+def test_means_of_a_model_that_no_layer_shows_are_not_passed_off_as_comparisons_of_samples(certify: Certify) -> None:
+    """They were: the scripts were called alike."""
+    changes = ((MODEL_OF_LAYERS, FLAT), (LOSS, f"{PARTED}[x[:, 0] > -0.5].mean() + {PARTED}[x[:, 1] > -0.5].mean()"))
+    certificate = certify(changed(*changes))
+    assert certificate.verdict == UNKNOWN, str(certificate)
+    assert "or divides by each rank's own counts" in certificate.reasons[0]
 
 
 @pytest.mark.slow

@@ -188,13 +188,14 @@ def trained(folder: Path, gradients: list[torch.Tensor | None]) -> RankRecording
     [
         (None, ["still"], [], []),
         (torch.zeros(2), [], ["still"], []),
+        (torch.full((2,), 1e-12), [], ["still"], []),
         (torch.full((2,), math.nan), [], [], [NOT_FINITE]),
     ],
 )
 def test_no_gradient_a_zero_one_and_one_that_is_no_number_are_told_apart(
     gradient: torch.Tensor | None, untouched: list[str], zero: list[str], vacuous: list[str], tmp_path: Path
 ) -> None:
-    """NaN was called zero, and a zero one missing."""
+    """NaN was called zero, a zero one missing, and of one that no tolerance sees nothing was said."""
     recording = Recording((trained(tmp_path / "0", [gradient, gradient]),))
     found = Numbers(recording, recording, exactly).compare()
     assert (found.untouched, found.zero, found.vacuous) == (untouched, zero, vacuous)

@@ -86,6 +86,29 @@ def test_an_optimizer_that_begins_anew_is_named(check: Check) -> None:
     assert "the optimizer begins anew" in certificate.cause
 
 
+NORMED = RIGHT.replace("nn.Tanh()", "nn.BatchNorm1d(24), nn.Tanh()")
+
+
+@pytest.mark.slow
+def test_statistics_of_batchnorm_that_are_not_restored_are_named(check: Check) -> None:
+    """Nothing was said: no gradient follows from them."""
+    assert check(NORMED).verdict == ALIKE
+    lost = NORMED.replace("model.module.state_dict()", "dict(model.module.named_parameters())")
+    certificate = check(lost.replace('(state["model"])', '(state["model"], strict=False)'))
+    assert certificate.verdict == DIFFERENT, str(certificate)
+    assert certificate.first.startswith("step 3 (0 behind the stop): buffers of 1.")
+    assert certificate.cause.startswith("buffers (BatchNorm's running statistics, say) are not those of the stop")
+
+
+@pytest.mark.slow
+def test_other_random_numbers_are_named(check: Check) -> None:
+    """The weights were said not to be restored."""
+    certificate = check(RIGHT.replace("model(x)", "model(x + 0.1 * torch.randn_like(x))"))
+    assert certificate.verdict == DIFFERENT, str(certificate)
+    assert certificate.cause.startswith("the random numbers of a step are others")
+    assert "(train.py:" in certificate.cause
+
+
 @pytest.mark.slow
 def test_a_script_that_begins_anew_is_refused(check: Check) -> None:
     certificate = check(RIGHT.replace("if os.path.exists(args.checkpoint):", "if False:"))

@@ -53,6 +53,11 @@ NOT_OF_CONFIG = (
     "--config {config!r}: this is the config of another model than the checkpoint has, or its names were changed: "
     "{count} tensors of {model} are not in the checkpoint: "
 )
+SEVERAL = (
+    "--config {config!r}: the checkpoint has {count} models that it fits ({names}), with other weights: give the "
+    "checkpoint to a Trainer as ckpt_path= (trainer.validate, say), and call trainer.save_pretrained(folder, "
+    "model=...) with the one that is meant."
+)
 OF_ADAPTER = (
     "The checkpoint has what was trained alone, and not the weights of {base} beside it: give it to a Trainer as "
     "ckpt_path= (trainer.validate, say), and call trainer.save_pretrained(folder), which writes peft's folder of it."
@@ -97,7 +102,7 @@ def find_model(module: nn.Module, model: nn.Module | None) -> tuple[str, nn.Modu
     if model is not None:
         for name, layer in module.named_modules():
             if layer is model:
-                return f"{name}." if name else "", layer
+                return f"{name}." if name else "", getattr(layer, "_orig_mod", layer)  # that was compiled
         raise MisconfigurationException(NOT_PART.format(kind=type(model).__name__, module=type(module).__name__))
     found = list(_outermost("", module))
     if len(found) > 1:
@@ -145,6 +150,7 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
     """
     if getattr(model, "peft_config", None):
         raise MisconfigurationException(ADDED.format(model=type(model).__name__))
+    prefix = _plain(prefix)
     places = {_plain(name): place for name, place in places_of(model).items()}
     sources = _tied(model, places)
     names = names_in_files(model, list(places))
@@ -217,12 +223,12 @@ def write_state(
         left_out: what the state dict lacks, where it is of an adapter alone.
 
     Raises:
-        MisconfigurationException: the config is of another model.
+        MisconfigurationException: the config is of another model, or of several that are there.
     """
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {_plain(name): value for name, value in state.items() if isinstance(value, Tensor)}
     model = _model_of(config)
     wanted = {name: tensor_at(*place) for name, place in places_of(model).items()}
-    prefix = _prefix_of(tensors, wanted)
+    prefix = _prefix_of(tensors, wanted, config)
     missing = [name for name in wanted if prefix + name not in tensors]
     if missing:
         _refuse_missing(missing, config, type(model).__name__, left_out)
@@ -258,10 +264,20 @@ def _model_of(config: str) -> Any:
         return kinds[0](found) if kinds and kinds[0] is not None else transformers.AutoModel.from_config(found)
 
 
-def _prefix_of(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    """What the model's names begin with in a state dict: that under which most of them are there."""
+def _prefix_of(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], config: str) -> str:
+    """What the model's names begin with in a state dict: that under which most of them are there.
+
+    Raises:
+        MisconfigurationException: all of them are there several times, with other values.
+    """
     first = next(iter(wanted))
     found = [name.removesuffix(first) for name in tensors if name == first or name.endswith(f".{first}")]
+    whole = [prefix for prefix in found if all(prefix + name in tensors for name in wanted)]
+    if any(
+        not torch.equal(tensors[prefix + name], tensors[whole[0] + name]) for prefix in whole[1:] for name in wanted
+    ):
+        names = ", ".join(repr(prefix.removesuffix(".")) for prefix in whole)
+        raise MisconfigurationException(SEVERAL.format(config=config, count=len(whole), names=names))
     return max(found, key=lambda prefix: sum(prefix + name in tensors for name in wanted), default="")
 
 
@@ -316,7 +332,7 @@ def write_adapter(
     """
     target = Path(folder)
     with _beside(target, tokenizer) as beside:
-        wanted, keeps = _names_of_adapters(model), comm.rank(None) == 0
+        wanted, keeps, prefix = _names_of_adapters(model), comm.rank(None) == 0, _plain(prefix)
         held: dict[str, Tensor] = {}
         for name, tensor in tensors:
             own = _plain(name).removeprefix(prefix)

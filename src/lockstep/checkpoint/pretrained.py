@@ -87,7 +87,7 @@ class WeightFiles:
     """The tensors of a folder of safetensors, by name. Nothing but the files' headers is read here.
 
     Args:
-        folder: with an index and the parts that it names, or with one file.
+        folder: with one file, or with an index and the parts that it names.
 
     Attributes:
         shapes: of all tensors.
@@ -112,13 +112,16 @@ class WeightFiles:
 
     def _parts(self) -> dict[Path, Collection[str] | None]:
         """The files, and what the index says is in each; None: whatever is."""
-        folder = str(self.folder)
+        folder, one = str(self.folder), self.folder / ONE_FILE
+        if (
+            one.is_file()
+        ):  # before an index, as `from_pretrained` has it: a model that was saved in parts leaves its own
+            return {one: None}
         if (self.folder / INDEX).is_file():
             return self._indexed()
         found = sorted(self.folder.glob("*.safetensors"))
-        one = self.folder / ONE_FILE
-        if one in found or len(found) == 1:
-            return {one if one in found else found[0]: None}
+        if len(found) == 1:
+            return {found[0]: None}
         if found:
             shown = ", ".join(path.name for path in found[:3])
             raise MisconfigurationException(NO_INDEX.format(folder=folder, count=len(found), shown=shown, index=INDEX))
@@ -274,7 +277,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
 
     Args:
         model: of transformers, or any other whose names are those of the files.
-        folder: with ``model.safetensors.index.json`` and its parts, or with ``model.safetensors``.
+        folder: with ``model.safetensors``, or with ``model.safetensors.index.json`` and its parts.
         ignore_mismatched_sizes: tensors of other shapes than the model has are passed over, as if the folder lacked
             them; else they are an error.
 
@@ -310,7 +313,10 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
     vars(model)[FOLDER] = str(files.folder)
     for name, source in found.items():
         layer, own = places[name]
-        vars(layer).setdefault(PLAN, {})[own] = source
+        plan: dict[str, Source] = vars(layer).setdefault(PLAN, {})
+        if own in plan:  # of a layer that an earlier call was to fill, too
+            plan[own].loading.waiting.discard(plan[own].name)
+        plan[own] = source
         loading.waiting.add(source.name)
     if not any(tensor_at(*place).is_meta for place in places.values()):
         for layer, own, source in planned(model):

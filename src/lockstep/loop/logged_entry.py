@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lockstep.ground.device_numbers import widest
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.reductions import reduction_of
 from lockstep.loop.logged_rows import NEUTRAL, extreme
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Entry:
         self.on_epoch = default_on_epoch if on_epoch is None else bool(on_epoch)
         self.each_step = self.on_step and any(options[7:])
         self.logger = logger is not False
-        self.op = _reduction(name, reduce_fx)
+        self.op = reduction_of(name, reduce_fx)
         if not self.on_step and not self.on_epoch:
             raise MisconfigurationException(
                 f"self.log({name!r}, on_step=False, on_epoch=False) in `{hook}` is not useful: leave one of them on."
@@ -234,19 +235,6 @@ def _kept(dtype: torch.dtype) -> torch.dtype:
         return dtype
     default = torch.get_default_dtype()
     return default if default in (torch.float32, torch.float64) else torch.float32
-
-
-def _reduction(name: str, reduce_fx: object) -> str:
-    op = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", sum: "sum", min: "min", max: "max"}
-    found = reduce_fx.lower() if isinstance(reduce_fx, str) else op.get(reduce_fx)  # type: ignore[call-overload]
-    if found == "avg":
-        found = "mean"
-    if found not in NEUTRAL:
-        raise MisconfigurationException(
-            f"self.log({name!r}, reduce_fx={reduce_fx!r}): choose one of {', '.join(NEUTRAL)}, or log a "
-            "torchmetrics.Metric for a reduction of your own."
-        )
-    return found
 
 
 def _plus(total: Tensor | float, lost: Tensor | float, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lockstep.callbacks.base import Callback
 from lockstep.cluster.environments import ClusterEnvironment
 from lockstep.engines.strategy import Strategy
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import plain_name
 from lockstep.ground.seed import isolate_rng
 from lockstep.module import LightningModule
@@ -261,6 +262,11 @@ def _alike_on_all(first: tuple[RankDifference, ...], ranks: list[Witness]) -> bo
 # -- the comparison ------------------------------------------------------------------------------------------
 
 
+NO_STEPS = (
+    "check_equivalence: one process makes no optimizer step with the data of make_data, and nothing can be compared: "
+    "give more samples, a loader without drop_last, or flags that let it train"
+)
+
 _QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "precision": "64-true",
@@ -309,7 +315,7 @@ def check_equivalence(
         **flags: of both Trainers: ``gradient_clip_val=0.5``, say, or ``precision`` in place of "64-true".
 
     Returns:
-        a report that is true where all is equal, and else names step, parameter and ranks.
+        a report that is true where all is equal, and else names step, parameter and ranks; no steps are an error.
 
     Example::
 
@@ -332,7 +338,12 @@ def check_equivalence(
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
     settings = {"accumulate": accumulate, "batch_size": batch_size, **flags}
     told = ", ".join(f"{setting}={value}" for setting, value in settings.items())
-    return judge(f"{name} on {trainer.world_size} rank(s), {told}", steps, compare.ranks)
+    return judge(f"{name} on {trainer.world_size} rank(s), {told}", _steps_of(tape), compare.ranks)
+
+
+def _steps_of(tape: list[_Observation]) -> int:
+    """The optimizer steps that one process has made."""
+    return max((each.step + 1 for each in tape if each.what == PARAMETER), default=0)
 
 
 def _one_process(
@@ -341,6 +352,8 @@ def _one_process(
     record = _ProcessRecorder()
     torch.manual_seed(seed)
     _trainer({**flags, "plugins": _AloneEnvironment()}, record, seed).fit(make_module(), data)
+    if not _steps_of(record.tape):
+        raise MisconfigurationException(NO_STEPS)
     return record.tape
 
 

@@ -14,6 +14,7 @@ from lockstep.verify.causes import gradient_factor
 from lockstep.verify.compare import Reason, own_gradients, told_by_rank
 from lockstep.verify.diagnose import Parts
 from lockstep.verify.loaders import DRAWS
+from lockstep.verify.nature import KEPT
 from lockstep.verify.nudge import NUDGED, STILL, compares_samples
 from lockstep.verify.recordings import Recording
 from lockstep.verify.runs import Runs
@@ -29,8 +30,14 @@ IN_BATCH = (
 
 
 OWN_NUMBERS = (
-    "each rank draws its own random numbers of Python's or NumPy's in a step, which one process cannot for all of "
-    "them: each rank's gradient is what one process computes of its part, with its numbers, in all steps"
+    "each rank draws its own random numbers of Python's, of NumPy's, or of torch's for a whole batch in a step, which "
+    "one process cannot for all of them: each rank's gradient is what one process computes of its part, with its "
+    "numbers, in all steps"
+)
+UNSEEN = (
+    "each rank's gradient is what one process computes of its part, in all steps, and differs from that of the whole: "
+    "whether the loss compares the samples of a batch, or divides by each rank's own counts, shows in what layers give "
+    "for each sample, and no layer gives a tensor with a row for each: let one do so (nn.Linear, say)"
 )
 
 
@@ -41,10 +48,12 @@ class AloneFinding:
     Attributes:
         nature: why ranks and one process differ by nature; "" where they do not.
         cause: why they differ otherwise; None where it was not found.
+        unknown: why it cannot be told whether they do; "" where it can.
     """
 
     nature: str = ""
     cause: Reason | None = None
+    unknown: str = ""
 
 
 class RanksAlone:
@@ -52,11 +61,13 @@ class RanksAlone:
 
     Args:
         ranks: the run on ranks.
+        whole: the run of one process that was fed the samples of all.
         runs: makes more of them.
     """
 
-    def __init__(self, ranks: Recording, runs: Runs) -> None:
+    def __init__(self, ranks: Recording, whole: Recording, runs: Runs) -> None:
         self.ranks = ranks
+        self.whole = whole
         self.runs = runs
         self.updates = ranks.fewest_steps
 
@@ -74,9 +85,12 @@ class RanksAlone:
             for update in range(min(self.updates, len(alone.first.steps))):
                 if not self._is_same(rank, update, alone):
                     return AloneFinding(cause=self._of_rank(rank, update, alone))
-        if self._compares_samples():
+        compares = self._compares_samples()
+        if compares:
             return AloneFinding(nature=IN_BATCH)
-        return AloneFinding(nature=OWN_NUMBERS) if self._draws_own() else AloneFinding(cause=self._of_counts())
+        if self._draws_own():
+            return AloneFinding(nature=OWN_NUMBERS)
+        return AloneFinding(unknown=UNSEEN) if compares is None else AloneFinding(cause=self._of_counts())
 
     def _averages(self) -> bool:
         """Whether every step of the ranks averages their own gradients."""
@@ -140,13 +154,15 @@ class RanksAlone:
 
     # -- a batch
 
-    def _compares_samples(self) -> bool:
-        """Whether the loss of rank 0 compares samples, as far as that can be seen."""
+    def _compares_samples(self) -> bool | None:
+        """Whether the loss of rank 0 compares samples; None where that cannot be seen."""
         still, nudged = (self.runs.on_one(self.ranks, FOLLOW, word, order=(0,)) for word in (STILL, NUDGED))
-        return compares_samples(still.first.of("rows"), nudged.first.of("rows")) is not False
+        return compares_samples(still.first.of("rows"), nudged.first.of("rows"))
 
     def _draws_own(self) -> bool:
-        """Whether steps draw random numbers of Python's or NumPy's, and ranks others."""
+        """Whether steps draw random numbers, and ranks others, that could not be put together for one process."""
+        if any(event["grad"] for event in self.whole.first.of(*KEPT)):
+            return True
         paths = [sorted(rank.folder.glob("random-*.pkl")) for rank in self.ranks.ranks]
         states = {tuple(path.read_bytes() for path in own) for own in paths}
         return self.ranks.has(DRAWS) and len(states) > 1

@@ -47,7 +47,7 @@ class Calls:
         """Note a call that a step has made."""
         if self._update != self.watch.updates or not self.watch.is_training or self.watch.in_loader:
             return
-        if not self._left or not isinstance(result, Tensor) or not torch.is_grad_enabled():
+        if self.watch.collates or not self._left or not isinstance(result, Tensor) or not torch.is_grad_enabled():
             return
         where = _line(sys._getframe(2))
         if where and result.dtype.is_floating_point and type(result) is not torch.nn.Parameter:

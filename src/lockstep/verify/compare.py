@@ -112,7 +112,7 @@ class Comparison:
         course: by update, the largest difference of gradients, as part of the largest.
         sizes: by kind and update, the largest difference as part of the largest value.
         untouched: names of parameters that no gradient reached.
-        zero: names of those whose gradient was zero in all steps.
+        zero: names of those whose gradient was zero in all steps, or rounding beside the largest.
         zero_share: the part of a model's elements that both are.
         vacuous: why a pass would say nothing.
     """
@@ -315,13 +315,13 @@ class Numbers:
         for event in self.ranks.first.steps:
             gradients = self.ranks.whole("gradients", event["update"])[0]
             after = self.ranks.whole("parameters", event["update"])[0]
-            number = event["optimizer"]
+            number, rounding = event["optimizer"], self._passes_unseen(gradients, event["update"])
             before = last.get(number) or self.ranks.whole("first", number)[0]
             last[number] = after
             for key in event["trainable"]:
                 own, value = sizes[event["names"][key]], gradients.get(key)
                 if value is not None:
-                    own.append(_largest(value))
+                    own.append(_above(rounding, _largest(value)))
                 elements[event["names"][key]] = _number_of(after.get(key))
                 moved = moved or _is_moved(before.get(key), after.get(key))
         zero = [name for name, own in sizes.items() if not any(own)]
@@ -329,6 +329,11 @@ class Numbers:
         self.result.zero = [name for name in zero if sizes[name]]
         self.result.zero_share = sum(elements[name] for name in zero) / max(sum(elements.values()), 1)
         self._say_vacuous([size for own in sizes.values() for size in own], moved)
+
+    def _passes_unseen(self, gradients: Tensors, update: int) -> float:
+        """The largest gradient of which nobody would see that it differs: it is rounding beside the others."""
+        unseen = self.tolerance(GRADIENTS, update) * _largest_of(gradients)
+        return unseen if math.isfinite(unseen) else 0.0
 
     def _say_vacuous(self, sizes: Sequence[float], moved: bool) -> None:
         """Say why an agreement means nothing.
@@ -425,6 +430,11 @@ def _why_nothing(events: Sequence[Event], untouched: Sequence[str]) -> str:
             "its step"
         )
     return "all gradients are zero, so that nothing is trained: let the loss depend on the parameters"
+
+
+def _above(least: float, size: float) -> float:
+    """A size; 0 where it is not above the least one, and NaN as it is."""
+    return 0.0 if size <= least else size
 
 
 def _number_of(value: Tensor | None) -> int:

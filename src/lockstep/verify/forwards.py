@@ -176,6 +176,9 @@ class Forwards:
         @functools.wraps(shard)
         def sharded(*args: Any, **kwargs: Any) -> Any:
             self.watch.journal.note_once("sharded data parallel")
+            mesh = kwargs.get("mesh")
+            if mesh is not None and mesh.size() < self.watch.settings.world:
+                self.watch.journal.note_once("sharded in groups", size=mesh.size(), where=location())
             return shard(*args, **kwargs)
 
         put(home, name, sharded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from lockstep.verify.watch import Watch
 _DRAWS = {
     *("randn", "rand", "randint", "randperm", "randn_like", "rand_like", "randint_like", "normal", "bernoulli"),
     *("multinomial", "poisson", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_"),
-    *("cauchy_", "geometric_", "rrelu"),
+    *("cauchy_", "geometric_", "rrelu", "binomial", "_standard_gamma", "_sample_dirichlet"),
 }
+_DRAWS_WITHIN = {"gumbel_softmax"}
+"""Functions of torch's in Python that draw by such ones: those are called with this mode on."""
 _DROPOUTS = {
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_"),
     *("feature_dropout", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"),
@@ -29,6 +32,8 @@ _DROPOUTS = {
 
 _PROBABILITIES = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 """The place of `dropout_p` among the arguments."""
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+"""Functions whose one float among the arguments is the probability of dropout between layers."""
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -64,8 +69,13 @@ class Functions(TorchFunctionMode):
         call = float64.call if self.watch.settings.float64 else _plainly
         if name in _DROPOUTS and args and isinstance(args[0], Tensor):
             return self._without_dropout(func, args, kwargs)
+        if name in _DRAWS_WITHIN:
+            with self:
+                return _undispatched(func)(*args, **kwargs)
         if name in _PROBABILITIES:
             args, kwargs = self._without_argument(_PROBABILITIES[name], args, kwargs)
+        elif name in _RECURRENT:
+            args = self._without_layers_dropout(args)
         elif name == "batch_norm" and len(self.watch.chunks) > 1:
             return self._batch_norm(func, args, kwargs)
         result = call(func, args, kwargs)
@@ -96,6 +106,9 @@ class Functions(TorchFunctionMode):
         if name.endswith("_"):
             with torch.no_grad():
                 return result.copy_(found)
+        if result.requires_grad:  # a gradient follows from the values that were drawn
+            result.data.copy_(found)
+            return result
         return found.to(result.dtype)
 
     def _next_file(self) -> str:
@@ -109,7 +122,7 @@ class Functions(TorchFunctionMode):
         return f"draw-{window[0]}-{micro_batch}-{self._at}.pt"
 
     def _note(self, kind: str, name: str) -> None:
-        self.watch.journal.note_once(kind, name=name, where=location())
+        self.watch.journal.note_once(kind, name=name, where=location(), grad=torch.is_grad_enabled())
 
     # -- dropout
 
@@ -129,6 +142,15 @@ class Functions(TorchFunctionMode):
             return (*args[:at], 0.0, *args[at + 1 :]), kwargs
         return args, {**kwargs, "dropout_p": 0.0}
 
+    def _without_layers_dropout(self, args: Arguments) -> Arguments:
+        """Arguments of a recurrent network's layers, of which none drops anything."""
+        at = next((at for at, value in enumerate(args) if isinstance(value, float)), None)
+        if at is None or not args[at]:
+            return args
+        if args[at + 1]:  # in training
+            self._note("dropout", "recurrent layers")
+        return (*args[:at], 0.0, *args[at + 1 :])
+
     # -- batch normalization
 
     def _batch_norm(self, func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
@@ -147,6 +169,17 @@ class Functions(TorchFunctionMode):
             kept = (mean, var) if at == first else (None, None)
             parts.append(func(part, *kept, **given))
         return torch.cat(parts)
+
+
+def _undispatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch's in Python, which calls no mode for itself, so that it does so for what it calls."""
+    own: Any = function
+    return FunctionType(
+        own.__code__,
+        {**own.__globals__, "has_torch_function_unary": lambda _: False},
+        own.__name__,
+        own.__defaults__,
+    )
 
 
 def _plainly(function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:

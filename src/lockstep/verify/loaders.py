@@ -34,6 +34,9 @@ DRAWS = "draws"
 _ORDER = 100_000
 """Samples of an epoch's order that are written down."""
 
+Collate = Callable[[], Any]
+"""Puts the samples of a batch together."""
+
 
 def fingerprint(sample: object) -> str:
     """A few letters for the content of a sample; "" where it cannot be read."""
@@ -150,8 +153,12 @@ class Loaders:
         """Whether one process goes on to an epoch that ranks have not begun."""
         return self.watch.settings.is_replay and iteration > 0 and (number, iteration) not in self._begun
 
-    def _tracked(self, number: int, batches: Generator[Any]) -> Iterator[Any]:
-        """The batches; an epoch of training ends when the steps are made."""
+    def _tracked(self, number: int, batches: Generator[Collate]) -> Iterator[Any]:
+        """The batches; an epoch of training ends when the steps are made.
+
+        Samples are put together as a part of the step: random numbers that this draws (of which tokens are masked, say)
+        are handed over as the step's are.
+        """
         settings = self.watch.settings
         before, iteration = self.watch.steps, self._iterations[number] - 1
         for at in itertools.count():
@@ -162,11 +169,14 @@ class Loaders:
                     return
             try:
                 with self.watch.inside_loader():
-                    batch = next(batches)
+                    collate = next(batches)
             except StopIteration:
                 return
             self.watch.begin_training()
             states = self._share_randomness(f"random-{number}-{iteration}-{at}.pkl")
+            self.watch.collates = True
+            batch = collate()
+            self.watch.collates = False
             if NUDGED in settings.overrides:
                 batch = moved_batch(batch)
             yield widened_tree(batch) if settings.float64 else batch
@@ -230,7 +240,7 @@ class Loaders:
             torch.set_rng_state(states[0])
             random.setstate(states[1])
 
-    def _recorded(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Any]:
+    def _recorded(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch's iterators do
         source = _stream(loader) if isinstance(loader.dataset, IterableDataset) else _indexed(loader)
         for at in itertools.count():
@@ -244,7 +254,7 @@ class Loaders:
             whole = loader.batch_sampler is None and loader.batch_size is None
             self._write(samples, number, iteration, at, found[0], whole)
             try:
-                yield loader.collate_fn(samples[0] if whole else samples)
+                yield functools.partial(loader.collate_fn, samples[0] if whole else samples)
             except GeneratorExit:
                 self._note_rest(source, number, iteration)
                 raise
@@ -291,7 +301,7 @@ class Loaders:
 
     # -- replay
 
-    def _replayed(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Any]:
+    def _replayed(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
         seen: set[str] = set()
         for at in itertools.count():
             parts = self._parts(number, iteration, at)
@@ -300,13 +310,16 @@ class Loaders:
             if number in self.watch.settings.once:
                 parts = _once(parts, seen)
             self.watch.chunks = tuple(len(part["samples"]) for part in parts)
-            if not parts[0]["whole"]:
-                yield loader.collate_fn([sample for part in parts for sample in part["samples"]])
-                continue
-            convert = loader.collate_fn or default_convert
-            batches = [convert(part["samples"][0]) for part in parts]
-            self.watch.chunks = tuple(_rows(batch) for batch in batches)
-            yield joined(batches)
+            if parts[0]["whole"]:
+                yield functools.partial(self._joined, loader.collate_fn or default_convert, parts)
+            else:
+                yield functools.partial(loader.collate_fn, [sample for part in parts for sample in part["samples"]])
+
+    def _joined(self, convert: Callable[[Any], Any], parts: list[dict[str, Any]]) -> Any:
+        """The ranks' ready-made batches as one."""
+        batches = [convert(part["samples"][0]) for part in parts]
+        self.watch.chunks = tuple(_rows(batch) for batch in batches)
+        return joined(batches)
 
     def _parts(self, number: int, iteration: int, at: int) -> list[dict[str, Any]]:
         """What the ranks got as their batch ``at``; of one rank after another, where they are not put together."""

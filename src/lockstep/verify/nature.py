@@ -12,10 +12,11 @@ _OF_RANKS = {
     mixed_precision.NOTE: "{name} was off: it rounds parameters or gradients to a smaller type",
     "comm hook": "the communication hook {name} was off: it rounds gradients, or keeps parts back",
 }
+KEPT = ("own draw", "rank 0's draw")
+"""What one process notes where it keeps its own random numbers, or takes rank 0's alone."""
 _OF_ONE = {
     "batch norm": "BatchNorm is not synchronized: one process was made to count over each rank's samples, as ranks do",
-    "own draw": "random numbers of {where} could not be handed to one process",
-    "rank 0's draw": "random numbers of {where} could not be handed to one process",
+    **dict.fromkeys(KEPT, "random numbers of {where} could not be handed to one process"),
 }
 
 

@@ -64,6 +64,18 @@ def of_ranks(ranks: Recording, steps: int) -> str:
     return ""
 
 
+def cut_twice(ranks: Recording) -> str:
+    """Why samples that come on several ranks may be meant so: ranks hold parts of a model in two ways; "" for one."""
+    event = next((event for _, event in ranks.of("sharded in groups")), None)
+    if event is None:
+        return ""
+    return (
+        f"fully_shard gets a mesh of {event['size']} of {len(ranks.ranks)} ranks ({event['where']}), and ranks train "
+        "on the same samples, as they do where tensor parallelism cuts the model besides: both at once cannot be told "
+        "yet; verify each alone, by a mesh of one dimension"
+    )
+
+
 _TO_RUN = "mend what fails, or give the arguments with which the script trains behind --"
 _PROCESSES = "verify the script that they run, with their arguments"
 NO_LOADER = (

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from lockstep.verify import refusals
 from lockstep.verify.certificate import Certificate, Row
 from lockstep.verify.compare import Difference, Reason
+from lockstep.verify.loaders import DRAWS
 from lockstep.verify.recordings import Event, RankRecording, Recording, Value
 from lockstep.verify.runs import Request, Runs
 
@@ -20,8 +22,16 @@ _CAUSES = {
     "learning rates": "the schedule is not restored: save and load the scheduler's state_dict()",
     "gradients": "the weights are not those of the stop: save and load all of the model's state_dict()",
     "parameters": "the optimizer begins anew (momentum, averages): save and load its state_dict()",
+    "buffers": (
+        "buffers (BatchNorm's running statistics, say) are not those of the stop: save and load all of the model's "
+        "state_dict(), and not its parameters alone"
+    ),
 }
 """What is compared, and what a difference there is a sign of where all before it is alike."""
+_RANDOM = (
+    "the random numbers of a step are others: save and load the states of the generators that it draws by "
+    "(torch.get_rng_state(), random.getstate(), numpy.random.get_state())"
+)
 
 _BEHIND, _WITHIN = "samples", "samples within an epoch"
 _STOPS = {_BEHIND: "the stop", _WITHIN: "a stop within the epoch"}
@@ -54,6 +64,8 @@ class ResumeCheck:
         reason = refusals.of_ranks(undisturbed, 1)
         if reason:
             return self._certificate(reason)
+        if undisturbed.has("dropout"):
+            self._notes.append("dropout was off: whether its random numbers go on was not compared")
         stopped = self.runs.on_ranks_cut(steps + 1, steps, epochs=1)
         self._stop = len(stopped.first.steps)
         reason, found = self._behind_epoch(undisturbed, stopped)
@@ -137,9 +149,11 @@ class ResumeCheck:
 
     def _numbers(self, undisturbed: Recording, resumed: Recording, most: int) -> Finding | None:
         count = min(resumed.fewest_steps, most)
+        ranks = list(zip(undisturbed.ranks, resumed.ranks, strict=True))
         for at in range(count):
             for kind, cause in _CAUSES.items():
-                for number, (whole, again) in enumerate(zip(undisturbed.ranks, resumed.ranks, strict=True)):
+                # rank 0's buffers are those that last, and that are saved
+                for number, (whole, again) in enumerate(ranks[:1] if kind == "buffers" else ranks):
                     name, size = _differs(kind, whole, self._stop + at, again, at)
                     if size > _EXACT:
                         self._rows.append(Row(kind, f"{at + 1} steps", "DIFFERENT"))
@@ -147,7 +161,10 @@ class ResumeCheck:
                             f"step {self._stop + at} ({at} behind the stop): {kind} of {name} on rank {number}: off by "
                             f"{size:.2g}"
                         )
-                        return Difference(kind, -1, at, name, (number,), size, text), Reason(cause)
+                        reason = Reason(cause)
+                        if kind == "gradients" and _drawn(whole, self._stop + at) != _drawn(again, at):
+                            reason = Reason(_RANDOM, again.where("draw") or again.where(DRAWS))
+                        return Difference(kind, -1, at, name, (number,), size, text), reason
         self._rows += [Row(kind, f"{count} steps", "as undisturbed") for kind in _CAUSES]
         return None
 
@@ -179,6 +196,17 @@ def _trained(rank: RankRecording, step: int) -> list[Event]:
     return rank.of("batch", grad=True, step=step)
 
 
+def _drawn(rank: RankRecording, step: int) -> list[object]:
+    """What a step drew of random numbers, and the states of Python's and NumPy's generators, if steps draw of them."""
+    update = rank.steps[step]["update"]
+    paths = sorted(rank.folder.glob(f"draw-{update}-*.pt"))
+    found: list[object] = [(path.name.split("-", 2)[2], torch.load(path).tolist()) for path in paths]
+    if rank.of(DRAWS):
+        names = ("random-{loader}-{iteration}-{batch}.pkl".format_map(event) for event in _trained(rank, step))
+        found += [path.read_bytes() for path in map(rank.folder.joinpath, names) if path.exists()]
+    return found
+
+
 def _prints(batches: list[Event]) -> list[object]:
     return [event["prints"] for event in batches]
 
@@ -203,7 +231,9 @@ def _differs(kind: str, whole: RankRecording, at: int, again: RankRecording, ste
     if kind == "learning rates":
         sizes = [abs(a - b) for a, b in zip(own["rates"], theirs["rates"], strict=False)]
         return "all parameters", max(sizes, default=0.0)
-    key, size = _largest_difference(whole.load(kind, own["update"]), again.load(kind, theirs["update"]))
+    expected = whole.load(kind, own["update"])
+    saved = {key: value for key, value in expected.items() if key not in own["unsaved"]}
+    key, size = _largest_difference(saved, again.load(kind, theirs["update"]))
     return own["names"].get(key, key), size
 
 
@@ -220,6 +250,8 @@ def _difference(expected: Value, found: Value) -> float:
         return 0.0
     if own.shape != theirs.shape:
         return math.inf
+    if not own.is_floating_point():
+        return math.inf if not torch.equal(own, theirs) else 0.0
     return ((own - theirs).abs().max() / own.abs().max().clamp_min(1e-300)).item()
 
 

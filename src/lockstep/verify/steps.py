@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -184,6 +184,7 @@ class Steps:
             unknown=[self._keys[id(p)] for p in parameters if id(p) not in names],
             trainable=[self._keys[id(p)] for p in parameters if p.requires_grad],
             covered=[self._keys[id(p)] for p in parameters if id(p) in self.forwards.covered],
+            unsaved=[name for name, _, persists in self._named_buffers() if not persists],
             closure=closure,
             where=location(),
         )
@@ -262,14 +263,18 @@ class Steps:
         return {self._keys[id(p)]: _gradient(p) for p in parameters if id(p) in self._keys}
 
     def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.detach() for name, buffer, _ in self._named_buffers() if not _is_sharded(buffer)}
+
+    def _named_buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """The buffers of all models by name, and whether a state dict has them."""
         several = len(self.forwards.roots) > 1
-        found = {}
         for number, root in enumerate(self.forwards.roots):
             prefix = f"{type(root).__name__}-{number}." if several else ""
-            for name, buffer in root.named_buffers():
-                if not _is_sharded(buffer):
-                    found[prefix + plain(name)] = buffer.detach()
-        return found
+            for path, layer in root.named_modules():
+                for own, buffer in layer._buffers.items():
+                    if buffer is not None:
+                        name = prefix + plain(f"{path}.{own}".lstrip("."))
+                        yield name, buffer, own not in layer._non_persistent_buffers_set
 
     def _save(self, what: str, tensors: Mapping[str, object], number: int | None = None) -> None:
         number = self.watch.updates if number is None else number

@@ -123,7 +123,8 @@ class Verification:
         self.samples = Samples(ranks, self.splits_model).look()
         self.nature += self.samples.notes
         if self.samples.differences:
-            return self._different(ranks, *self.samples.differences[0])
+            reason = refusals.cut_twice(ranks)
+            return self._unknown(reason) if reason else self._different(ranks, *self.samples.differences[0])
         return self._against_one(ranks)
 
     def _against_one(self, ranks: Recording) -> Certificate:
@@ -161,7 +162,9 @@ class Verification:
             cause = Causes(first, ranks, whole, self._alike_without, self.splits_model).find()
             alone = AloneFinding(cause=cause)
             if cause is None and first.what == GRADIENTS:
-                alone = RanksAlone(ranks, self.runs).look()
+                alone = RanksAlone(ranks, whole, self.runs).look()
+            if alone.unknown:
+                return self._unknown(alone.unknown)
             if not alone.nature:
                 return self._different(ranks, first, alone.cause)
             self.nature.append(alone.nature)
@@ -194,13 +197,17 @@ class Verification:
         untouched, zero = self.comparison.untouched, self.comparison.zero
         if self.comparison.zero_share > _UNTOUCHED:
             return [
-                f"no gradient reaches {self.comparison.zero_share:.0%} of the parameters ({_some(untouched + zero)}): "
-                "let the optimizer have those alone that are trained, or ask for more --steps"
+                f"no gradient, or one that is rounding beside the largest, reaches {self.comparison.zero_share:.0%} of "
+                f"the parameters ({_some(untouched + zero)}): let the optimizer have those alone that are trained, or "
+                "ask for more --steps"
             ]
         if untouched:
             self.nature.append(f"no gradient reaches {_some(untouched)}: nothing is known of it")
         if zero:
-            self.nature.append(f"the gradient of {_some(zero)} is zero in all steps: nothing is known of it")
+            self.nature.append(
+                f"the gradient of {_some(zero)} is zero, or rounding beside the largest, in all steps: nothing is "
+                "known of it"
+            )
         return []
 
     def _different(self, ranks: Recording, difference: Difference, cause: Reason | None) -> Certificate:

@@ -28,6 +28,7 @@ class Watch:
         backwards: calls of backward since the last step.
         is_training: whether training has begun: before it, random numbers are a model's first weights.
         in_loader: whether a loader is drawing a batch.
+        collates: whether its samples are being put together.
         chunks: samples of each rank in the newest batch of a replay, in the order in which they are put together.
         depth: how many modules are being called, one within the other.
         on_training: called when training begins.
@@ -41,6 +42,7 @@ class Watch:
         self.backwards = 0
         self.is_training = False
         self.in_loader = False
+        self.collates = False
         self.chunks: tuple[int, ...] = ()
         self.depth = 0
         self.on_training: Callable[[], None] | None = None

@@ -124,6 +124,21 @@ def test_own_weights_are_summed_over_the_parts() -> None:
     assert module.gradients == pytest.approx([1.0, 1.0])
 
 
+def test_a_reduction_is_that_of_one_device_whatever_it_is_called() -> None:
+    """By a function, in capitals or by its place, parts were averaged."""
+
+    class Reduces(Slope):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("sum", batch.sum(), reduce_fx=torch.sum)
+            self.log("most", batch.max(), reduce_fx="MAX")
+            self.log("least", batch.min(), False, True, False, True, "min")
+
+    found, expected = (
+        quiet(**flags).validate(Reduces(), numbers(8, batch_size=4)) for flags in ({"strategy": "dp", "devices": 2}, {})
+    )
+    assert found == expected
+
+
 def test_what_one_process_cannot_do_is_refused() -> None:
     class Manual(Slope):
         def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from lockstep.engines.dp.replicas import cut, gather, in_threads, join, replicat
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.moving import has_pinned_memory, move_data_to_device
+from lockstep.ground.reductions import reduction_of
 from lockstep.module import LightningModule
 
 
@@ -80,7 +82,7 @@ class DataParallelStrategy(Strategy):
             for place, name, metric in own_metrics:
                 place[name] = metric
         for name, logged in _merged(logs, sizes, self.root_device).items():
-            module.log(name, logged.value, *logged.args, **logged.kwargs)
+            module.log(name, logged.value, **logged.options)
         return self._output(fn.__name__, outputs, sizes)
 
     def _output(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
@@ -103,10 +105,10 @@ class DataParallelStrategy(Strategy):
 
 
 class _LoggedInPart:
-    """What ``self.log`` was called with in one part."""
+    """What ``self.log`` was called with in one part; options by their names."""
 
-    def __init__(self, value: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.value, self.args, self.kwargs = value, args, kwargs
+    def __init__(self, value: object, options: dict[str, Any]) -> None:
+        self.value, self.options = value, options
 
 
 class _InTurn:
@@ -147,9 +149,13 @@ def _take_turns(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[d
     return changed
 
 
+_OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
+"""What ``log`` takes behind the name and the value."""
+
+
 def _collect(log: dict[str, _LoggedInPart]) -> Callable[..., None]:
     def collect(name: str, value: object, *args: object, **kwargs: object) -> None:
-        log[name] = _LoggedInPart(value, args, kwargs)
+        log[name] = _LoggedInPart(value, {**dict(zip(_OPTIONS, args, strict=False)), **kwargs})
 
     return collect
 
@@ -182,22 +188,23 @@ def _merged(logs: list[dict[str, _LoggedInPart]], sizes: list[int], device: torc
         found = [(log[name], size) for log, size in zip(logs, sizes, strict=True) if name in log]
         entry = found[0][0]
         if isinstance(entry.value, _InTurn):
-            merged[name] = _LoggedInPart(entry.value.metric, entry.args, entry.kwargs)
+            merged[name] = _LoggedInPart(entry.value.metric, entry.options)
             continue
         if _is_metric(entry.value):
             merged[name] = entry
             continue
-        weights = [float(logged.kwargs.get("batch_size") or size) for logged, size in found]
+        weights = [float(logged.options.get("batch_size") or size) for logged, size in found]
         values = [
             torch.as_tensor(logged.value).detach().to(device, non_blocking=has_pinned_memory(device.type))
             for logged, _ in found
         ]
-        how, kwargs = entry.kwargs.get("reduce_fx", "mean"), dict(entry.kwargs)
-        if how in ("min", "max", "sum"):
-            value = getattr(torch.stack(values), how)()
-        else:
+        options = dict(entry.options)
+        how = reduction_of(name, options.get("reduce_fx", "mean"))
+        if how == "mean":
             value = _mean(values, weights)
-            if kwargs.get("batch_size") is not None:
-                kwargs["batch_size"] = int(sum(weights))
-        merged[name] = _LoggedInPart(value, entry.args, kwargs)
+            if options.get("batch_size") is not None:
+                options["batch_size"] = int(sum(weights))
+        else:
+            value = getattr(torch.stack(values), how)()
+        merged[name] = _LoggedInPart(value, options)
     return merged
