@@ -45,6 +45,8 @@ from torch import Tensor
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.testing import leaks
 
+ROOT = Path(__file__).resolve().parents[2]
+
 Moment = Literal["batch", "validation", "save", "write", "rename", "teardown"]
 
 SECONDS_TO_FOLLOW = 20.0
@@ -252,6 +254,12 @@ class Life:
     output: str
 
 
+def _environment() -> dict[str, str]:
+    """Variables of a script that is to be killed: it imports from the tests, and SIGABRT prints stacks of a hang."""
+    folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(folders), "PYTHONFAULTHANDLER": "1"}
+
+
 def live(command: Sequence[str], kill: Kill | None = None, *, timeout: float = 120.0) -> Life:
     """Runs a script in a session of its own, and leaves no process and no shared memory of it behind.
 
@@ -268,7 +276,7 @@ def live(command: Sequence[str], kill: Kill | None = None, *, timeout: float = 1
     def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             words,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},  # so that SIGABRT prints the stacks of one that hangs
+            env={**os.environ, **_environment()},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
