@@ -141,6 +141,10 @@ class Drawn(Indexed):
         if self._gather is not None and turn == 0:
             self._pull()
             self._order.compare(self._gather)
+        self._draw_up_to(start, number)
+
+    def _draw_up_to(self, start: int, number: int) -> None:
+        """Draw the micro-batches before the ``start``, of which the pass of the sampler begins with ``number``."""
         # as far as it was drawn before the resume, to compare all of it now
         while self._order.expected and self._pull():
             pass

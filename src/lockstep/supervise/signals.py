@@ -33,6 +33,15 @@ def _is_users(handler: Any) -> bool:
     return callable(handler) and handler is not signal.SIG_IGN
 
 
+def _taken_over(before: Mapping[int, Any], replaceable: Collection[object], beside: Collection[int]) -> dict[int, Any]:
+    """Of the handlers that signals have, those whose place a note takes: replaceable ones, and users' ``beside`` it."""
+    return {
+        number: handler
+        for number, handler in before.items()
+        if handler in replaceable or (number in beside and _is_users(handler))
+    }
+
+
 @contextmanager
 def handling(
     numbers: Iterable[int], note: Callable[[int], None], gives_way: bool = False, beside: Collection[int] = ()
@@ -64,11 +73,7 @@ def handling(
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in numbers}
     replaceable = (signal.SIG_DFL, *_giving_way)
-    taken = {
-        number: handler
-        for number, handler in before.items()
-        if handler in replaceable or (number in beside and _is_users(handler))
-    }
+    taken = _taken_over(before, replaceable, beside)
     for number in taken:
         signal.signal(number, handle)
     if gives_way:
@@ -172,8 +177,7 @@ def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[
         ask()
 
     users = _users_of_ctrl_c()
-    numbers = [] if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else [int(signal.SIGINT)]
-    before = {number: signal.getsignal(number) for number in [*numbers, *([] if PASS is None else [PASS])]}
+    before = {number: signal.getsignal(number) for number in _heard_of_ctrl_c()}
     _asking.append(handle)
     for number in before:
         signal.signal(number, handle)
@@ -189,6 +193,13 @@ def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[
 
 _asking: list[object] = []
 """The handlers of :func:`interruptible` that are in place."""
+
+
+def _heard_of_ctrl_c() -> list[int]:
+    """The signals that tell of a Ctrl-C: SIGINT, unless it is ignored, and that of :func:`pass_on`."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    heard = (None if ignored else int(signal.SIGINT), PASS)
+    return [number for number in heard if number is not None]
 
 
 def _users_of_ctrl_c() -> Callable[[int, FrameType | None], Any] | None:
