@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep import seed_everything
 from lockstep.ground.seed import current_seed
@@ -64,6 +67,20 @@ def hold_group_in_a_circle() -> None:
 def gloo_threads() -> int:
     threads = Path("/proc/self/task").iterdir()
     return sum((thread / "comm").read_text().startswith("gloo_tcp") for thread in threads)
+
+
+def gloo_threads_of_what_is_alive() -> int:
+    gc.collect()
+    return gloo_threads()
+
+
+def sum_over_a_mesh(groups: int, columns: int = 1) -> float:
+    """The sum of a DTensor over a mesh, whose groups are named after those that were made before them."""
+    for _ in range(groups):
+        dist.new_group()
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("rows", "row"))
+    cut = distribute_tensor(torch.ones(4, columns), mesh, [Shard(0), Shard(0)])
+    return float((cut * 2).sum(0).full_tensor()[0])
 
 
 def spoil() -> None:
@@ -255,6 +272,20 @@ def test_groups_of_earlier_calls_kept_their_threads(ranks: RankPool) -> None:
     for _ in range(2 * CALLS_PER_COLLECTION):
         ranks.run(hold_group_in_a_circle)
     assert max(ranks.run(gloo_threads, group=False)) < CALLS_PER_COLLECTION
+
+
+def test_a_mesh_of_an_earlier_call_was_asked_for_its_group(ranks: RankPool) -> None:
+    """torch's caches gave it to an equal mesh: "Could not resolve the process group registered under the name 5"."""
+    for groups in (4, 0, 2):
+        assert ranks(4).run(sum_over_a_mesh, groups) == [8.0] * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by /proc")
+def test_meshes_of_earlier_calls_kept_their_threads(ranks: RankPool) -> None:
+    """In torch's caches, one for each shape."""
+    for columns in (1, 2):
+        ranks(2).run(sum_over_a_mesh, 0, columns)
+    assert ranks(2).run(gloo_threads_of_what_is_alive, group=False) == [0, 0]
 
 
 def test_an_open_pool_is_no_leak_and_closing_leaves_no_process_and_no_file(

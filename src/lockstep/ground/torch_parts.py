@@ -269,12 +269,6 @@ PARTS: tuple[Part, ...] = (
     Part(f"{_PARAM}._module_info", "engines/", "the layers that a parameter belongs to", FSDP),
     Part("torch.distributed.tensor.DTensor._local_tensor", "ground/parts.py planner/trace.py", "a shard", FSDP),
     Part(
-        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        "engines/sharded/fully_shard.py ground/parts.py verify/steps.py",
-        "where a shard lies in the whole",
-        FSDP,
-    ),
-    Part(
         "torch.distributed.tensor._dtensor_spec.DTensorSpec", "engines/sharded/fully_shard.py", "shards of states", FSDP
     ),
     Part("torch.distributed.tensor._dtensor_spec.TensorMeta", "engines/sharded/fully_shard.py", "as above", FSDP),
@@ -441,6 +435,13 @@ PARTS: tuple[Part, ...] = (
     # testing
     Part("torch.distributed.distributed_c10d._set_pg_timeout", "testing/pool.py", "a call's limit", TESTING),
     Part("torch._C._distributed_c10d._set_thread_isolation_mode", "testing/pool.py", "groups of rank threads", TESTING),
+    Part(
+        "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+        "testing/worker.py",
+        "caches that keep groups of earlier calls",
+        TESTING,
+    ),
+    Part("torch.distributed.tensor._redistribute._gen_transform_infos", "testing/worker.py", "as above", TESTING),
 )
 
 

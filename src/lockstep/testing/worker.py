@@ -122,11 +122,30 @@ def serve(pipe_descriptor: int, stacks_descriptor: int) -> None:
                 # would wait for its own end, which aborts the process.
                 wait_for_torch_threads()
                 dist.destroy_process_group()
+            forget_meshes()
             leaks.restore_settings(before)
             sys.path[:] = path
             if number % CALLS_PER_COLLECTION == 0:
                 gc.collect()
             pipe.send_bytes(b"ready")
+
+
+def forget_meshes() -> None:
+    """Empty torch's caches of what operations on DTensors do.
+
+    A mesh equals one of an earlier call with as many ranks, so the caches would give a result that mesh, whose groups
+    are gone: their names are unknown, or now those of other groups. They would also keep the groups' threads.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
+    clear_redistribute_planner_cache()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def run(call: PoolCall, before: leaks.Snapshot) -> PoolOutcome:
