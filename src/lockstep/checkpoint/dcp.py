@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, cast
@@ -17,12 +17,23 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.storage import PathLike
+from lockstep.ground.parts import box_of, is_cut_again, local_part
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a part of a tensor begins in the whole, and its size, in each dimension."""
 
 PIECE = 1 << 22
 """Bytes that are hashed while they are written, at a time."""
@@ -32,6 +43,57 @@ SYNCED = 1 << 25
 
 METADATA = ".metadata"
 """DCP's own file: which bytes of which file are which part of which tensor."""
+
+
+# -- parts of tensors ----------------------------------------------------------------------------------------
+
+
+def chunks_of(boxes: Iterable[Box]) -> list[ChunkStorageMetadata]:
+    """This rank's parts of a tensor, as DCP describes them."""
+    return [ChunkStorageMetadata(torch.Size(corner), torch.Size(sizes)) for corner, sizes in boxes]
+
+
+def items_of(name: str, shape: torch.Size, local: Tensor, boxes: Iterable[Box]) -> list[WriteItem]:
+    """What this rank could write of a tensor.
+
+    Args:
+        name: of the tensor.
+        shape: of the whole.
+        local: this rank's values, of which the kind is asked.
+        boxes: that they fill.
+    """
+    items, properties = [], TensorProperties.create_from_tensor(local)
+    for chunk in chunks_of(boxes):
+        data = TensorWriteData(chunk=chunk, properties=properties, size=shape)
+        items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+    return items
+
+
+class _PlacedPart:
+    """A DTensor that says itself where this rank's part lies: torch is wrong for some; see `box_in`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self._part = tensor.shape, local_part(tensor.detach())
+        box = box_of(tensor)
+        begins, sizes = tuple(each.start for each in box), tuple(self._part.shape)
+        self._boxes = [(begins, sizes)] if self._part.numel() else []
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def to_local(self) -> Tensor:
+        return self._part
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return items_of(fqn, self.shape, self._part, self._boxes)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return chunks_of(self._boxes)
+
+
+def _placed(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors of which DCP learns where this rank's parts lie."""
+    return {name: _PlacedPart(each) if is_cut_again(each) else each for name, each in tensors.items()}
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -199,6 +261,7 @@ class Planner(DefaultSavePlanner):
     def __init__(self, state: Mapping[str, Any], is_zero: bool) -> None:
         super().__init__()
         self.set_up_planner(dict(state), is_coordinator=is_zero)
+        self.state_dict = _placed(self.state_dict)
         self.local: dict[str, Tensor] = {}
         self._box: dict[str, Callable[[torch.Size, Tensor], Tensor]] = {}
         for name, value in self.state_dict.items():
@@ -310,12 +373,25 @@ def read(folder: PathLike, metadata: Metadata, into: Mapping[str, Tensor]) -> No
         metadata: of the folder.
         into: by name; each of the shape that the files have.
     """
-    planner, reader = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False), _Reader(folder)
-    planner.set_up_planner(cast("dict[str, Any]", dict(into)), metadata, True)
+    planner, reader = _ReadPlanner(into, metadata), _Reader(folder)
     reader.set_up_storage_reader(metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     with torch.no_grad():
         reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+class _ReadPlanner(DefaultLoadPlanner):
+    """Plans which parts of files this rank reads, and into which tensors."""
+
+    def __init__(self, into: Mapping[str, Tensor], metadata: Metadata) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.set_up_planner(dict(into), metadata, True)
+        self.state_dict = _placed(into)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The memory of this rank's part of a tensor; torch takes what is placed for no tensor."""
+        part = self.state_dict[index.fqn]
+        return part.to_local() if isinstance(part, _PlacedPart) else super().lookup_tensor(index)
 
 
 class _Reader(FileSystemReader):

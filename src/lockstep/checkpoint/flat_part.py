@@ -73,21 +73,14 @@ class FlatPart(Tensor):
     # -- as torch's distributed checkpoint asks
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+        from lockstep.checkpoint.dcp import items_of
 
-        properties = TensorProperties.create_from_tensor(self._run)
-        items = []
-        for corner, sizes, _place in self.boxes():
-            chunk = ChunkStorageMetadata(torch.Size(corner), torch.Size(sizes))
-            data = TensorWriteData(chunk=chunk, properties=properties, size=self.shape)
-            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        return items
+        return items_of(fqn, self.shape, self._run, [box[:2] for box in self.boxes()])
 
     def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from lockstep.checkpoint.dcp import chunks_of
 
-        return [ChunkStorageMetadata(torch.Size(corner), torch.Size(sizes)) for corner, sizes, _ in self.boxes()]
+        return chunks_of(box[:2] for box in self.boxes())
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self.box(index.offset, self._run)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement, Shard
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -15,20 +20,59 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
-def begins_of(tensor: Any) -> list[int]:
-    """The first index, in each dimension, of this rank's part of a DTensor; of another tensor zeros."""
-    if not hasattr(tensor, "placements"):
-        return [0] * tensor.dim()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return list(begins)
-
-
 def box_of(tensor: Tensor) -> tuple[slice, ...]:
-    """The range of each dimension that this rank's part takes of the whole."""
-    part = local_part(tensor.detach())
-    return tuple(slice(begin, begin + size) for begin, size in zip(begins_of(tensor), part.shape, strict=True))
+    """The range of each dimension that this rank's part takes of the whole; of another tensor all."""
+    if not hasattr(tensor, "placements"):
+        return tuple(slice(0, size) for size in tensor.shape)
+    return box_in(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
+    """The range of each dimension that this rank's part of a DTensor would take.
+
+    torch's ``compute_local_shape_and_global_offset`` knows this, too. It is wrong for sizes that tensor parallelism and
+    then ``fully_shard`` cut unevenly: of 50,257 rows on a mesh of 4 x 2 two ranks would have the same one.
+
+    Args:
+        shape: of the whole.
+        mesh: over which it is cut; a rank that is no part of it has nothing.
+        placements: one for each dimension of the mesh.
+    """
+    place = mesh.get_coordinate()
+    if place is None:
+        return tuple(slice(0, 0) for _ in shape)
+    box = [slice(0, size) for size in shape]
+    for axis in _in_order_of_cuts(placements):
+        dim = cast("Shard", placements[axis]).dim
+        box[dim] = _chunk(box[dim], mesh.size(axis), place[axis])
+    return tuple(box)
+
+
+def begins_of(tensor: Tensor) -> list[int]:
+    """The first index, in each dimension, of this rank's part of a DTensor; of another tensor zeros."""
+    return [each.start for each in box_of(tensor)]
+
+
+def is_cut_again(tensor: Tensor) -> bool:
+    """Whether ``fully_shard`` has cut a dimension of a DTensor that tensor parallelism had cut before."""
+    return any(hasattr(placement, "split_factor") for placement in getattr(tensor, "placements", ()))
+
+
+def _in_order_of_cuts(placements: Sequence[Placement]) -> list[int]:
+    """The dimensions of a mesh that cut a tensor, in the order in which they did.
+
+    That is from left to right, but for those that have cut again what dimensions on their right had cut.
+    """
+    cut = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]
+    again = [axis for axis in cut if hasattr(placements[axis], "split_factor")]
+    return [axis for axis in cut if axis not in again] + again[::-1]
+
+
+def _chunk(whole: slice, chunks: int, number: int) -> slice:
+    """One chunk of a range, as `torch.chunk` cuts it: the last ones are smaller, or empty."""
+    step = -(-(whole.stop - whole.start) // chunks)
+    begin = min(whole.start + number * step, whole.stop)
+    return slice(begin, min(begin + step, whole.stop))
 
 
 FSDP, DEEPSPEED, PIPELINE = "fsdp", "deepspeed", "balanced"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lockstep.ground.parts import box_of
 from lockstep.verify.compare import aligned
 from lockstep.verify.float64 import widen_in_place
 from lockstep.verify.forwards import Forwards, plain
@@ -318,11 +319,11 @@ def _described(tensor: Tensor) -> Value:
     if not _is_sharded(tensor):
         return dense(tensor)
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     assert isinstance(tensor, DTensor)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return TensorPart(part=tensor.to_local(), offset=tuple(offset), shape=tuple(tensor.shape), own=tuple(shape))
+    box, part = box_of(tensor), tensor.to_local()
+    offset = tuple(each.start for each in box)
+    return TensorPart(part=part, offset=offset, shape=tuple(tensor.shape), own=tuple(part.shape))
 
 
 def _is_sharded(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ from lockstep.engines.sharded.fsdp_groups import (
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import plain_name
-from lockstep.ground.parts import begins_of, local_part
+from lockstep.ground.parts import begins_of, box_in, local_part
 from lockstep.ground.tree import tensors_in, tree_map
 
 if TYPE_CHECKING:
@@ -698,9 +698,8 @@ def _empty_part(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placeme
     """A DTensor without values, of which this rank's part is where that of ``beside`` is."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    size, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    size = [each.stop - each.start for each in box_in(shape, mesh, placements)]
     part = torch.empty(size, dtype=dtype, device=local_part(beside).device)
     whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
     # not DTensor.from_local, which would bring a part that is offloaded to the mesh's devices
