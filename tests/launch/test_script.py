@@ -340,9 +340,8 @@ def test_a_rank_that_begins_with_a_call_that_rank_0_has_made_alone_is_told_so(tm
     ended = python(path, folder=tmp_path)
     assert ended.returncode == 1
     assert sorted(ended.stdout.splitlines()) == ["0 two", "None auto"]
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith(f"lockstep: rank 1 failed first, at {path}:10: ")
-    assert f"this rank was started by the call at {path}:12, and comes to that at {path}:10 first" in last
+    assert ended.stderr.splitlines()[-1].startswith(f"lockstep: rank 1 failed first, at {path}:10: ")
+    assert f"this rank was started by the call at {path}:12, and comes to that at {path}:10 first" in ended.stderr
     path.write_text(FIRST.replace("DEVICES", "(2, 1, 2)"))  # "auto" are the two by then
     ended = python(path, folder=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")

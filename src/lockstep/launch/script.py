@@ -125,8 +125,7 @@ def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
     if started is not None and os.path.normpath(started) != here:
         raise MisconfigurationException(
             f"this rank was started by the call at {started}, and comes to that at {here} first, which rank 0 has made "
-            "without it: give the Trainers of both the same devices, num_nodes and strategy, or put the first into a "
-            "script of its own"
+            "alone: give both Trainers the same devices, num_nodes and strategy, or each a script of its own"
         )
 
 

@@ -443,6 +443,56 @@ def test_ranks_of_a_row_draw_the_same_random_numbers(ranks: RankPool) -> None:
     assert ranks(2).run(fit_only_tensors, timeout=60) == [True, True]
 
 
+class ManyWords(LightningModule):
+    """13 words: tensor parallelism cuts them into 7 and 6, and three ranks those into 3, 3, 1 and 2, 2, 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(13, WIDTH), nn.Linear(WIDTH, 13)
+
+    def configure_model(self) -> None:
+        if getattr(self.trainer.strategy, "device_mesh", None) is None or isinstance(self.head.weight, DTensor):
+            return
+        out = ColwiseParallel(output_layouts=Replicate())
+        plan = {"words": RowwiseParallel(input_layouts=Replicate()), "head": out}
+        parallelize_module(self, self.device_mesh["tensor_parallel"], plan)
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.words(batch)).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+def fit_many_words(steps: int, strategy: Any, save: str = "", resume: str | None = None) -> dict[str, Tensor]:
+    world = dist.get_world_size() if strategy != "auto" else 1
+    torch.manual_seed(1)
+    module = ManyWords()
+    trainer = quiet(strategy=strategy, devices=world, max_steps=steps, precision="64-true", max_epochs=-1)
+    batches = torch.randint(0, 13, (24, 4), generator=torch.Generator().manual_seed(0))
+    trainer.fit(module, DataLoader(batches, 6 if world == 1 else 2), ckpt_path=resume)  # type: ignore[arg-type]
+    if save:
+        trainer.save_checkpoint(save)
+    return {name: value.clone() for name, value, _ in trainer.strategy.whole_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_words_that_are_cut_unevenly_go_from_and_to_a_mesh(ranks: RankPool, tmp_path: Path, in_parts: bool) -> None:
+    """In parts they could not be saved: torch said that two ranks have the same row."""
+    path = str(tmp_path / "words.ckpt")
+    strategy = ModelParallelStrategy(3, 2, in_parts)
+    saved = ranks(6).run(fit_many_words, 2, strategy, path, timeout=60)[0]
+    found = TorchCheckpointIO().load_checkpoint(path)["state_dict"]
+    assert all(torch.equal(found[name], value) for name, value in saved.items())
+    whole = fit_many_words(4, "auto")
+    resumed = [fit_many_words(4, "auto", resume=path), *ranks(6).run(fit_many_words, 4, strategy, "", path, timeout=60)]
+    for read in resumed:
+        for name, value in read.items():
+            torch.testing.assert_close(value, whole[name], rtol=1e-7, atol=1e-9, msg=name)
+
+
 # -- layers on the meta device -------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from lockstep.engines.sharded.fsdp_groups import (
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import plain_name
-from lockstep.ground.parts import begins_of, box_in, local_part
+from lockstep.ground.parts import begins_of, box_in, box_of, local_part
 from lockstep.ground.tree import tensors_in, tree_map
 
 if TYPE_CHECKING:
@@ -637,7 +637,7 @@ def cut_like(own: object, value: Any) -> Any:
 
     Collective where ``value`` is in parts already, and those are others.
     """
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor
 
     if isinstance(value, DTensor):
         if isinstance(own, DTensor) and own.device_mesh == value.device_mesh:
@@ -648,8 +648,9 @@ def cut_like(own: object, value: Any) -> Any:
     if value.shape != own.shape:
         return value
     # every rank has read the whole: nothing is sent
-    found = distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
-    return found.to(own.device)  # torch puts it onto the mesh's device, and offloaded shards are on the CPU
+    made = _empty_part(value.shape, value.dtype, own.device_mesh, own.placements, own)
+    local_part(made).copy_(value.detach()[box_of(own)])
+    return made
 
 
 def _cut_along_first(shape: torch.Size, dtype: torch.dtype, example: Any) -> Tensor:
