@@ -22,9 +22,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def box_of(tensor: Tensor) -> tuple[slice, ...]:
     """The range of each dimension that this rank's part takes of the whole; of another tensor all."""
-    if not hasattr(tensor, "placements"):
+    placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
+    if placements is None or mesh is None:
         return tuple(slice(0, size) for size in tensor.shape)
-    return box_in(tensor.shape, tensor.device_mesh, tensor.placements)
+    return box_in(tensor.shape, mesh, placements)
 
 
 def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
