@@ -1,6 +1,7 @@
 """What a script has to use for a row of the tables of differences to concern it; `lockstep migrate` reads the result.
 
-A key is ``flag CALL(argument)``, ``flag CALL(argument=value)`` or ``name X``, as `lockstep.cli.migrate` looks for them.
+A key is ``flag CALL(argument)``, ``flag CALL(argument=value)``, ``name X`` or ``several Trainers``:
+`lockstep.cli.migrate` looks for them.
 Beside these rows stands what is to be done by hand: hooks that nobody calls today, and arguments with another name.
 """
 
@@ -65,7 +66,7 @@ PROSE: dict[str, tuple[str, ...]] = {
     "`shard_optimizer=True`": (),
     "a SLURM batch script": ("name SLURMEnvironment",),
     "a SLURM job that is asked": ("name SLURMEnvironment",),
-    "Trainers of different sizes": RANKS,
+    "Trainers of different sizes": ("several Trainers",),
     "SIGTERM": ("name SIGTERM",),
     "calls of the ranks": (),
     "progress bar": (),

@@ -435,6 +435,9 @@ def _used(script: _Script) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Name | ast.arg):
             name = ast.unparse(node).partition(":")[0]
             yield node.lineno, f"name {script.names.get(name, name).rpartition('.')[2]}"
+    calls = (node for node in script.nodes if isinstance(node, ast.Call))
+    trainers = sorted(call.lineno for call in calls if script.meant(call.func).endswith(".Trainer"))
+    yield from ((line, "several Trainers") for line in trainers[1:])
 
 
 def _argument(keyword: ast.keyword) -> Iterator[str]:
