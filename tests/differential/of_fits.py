@@ -72,6 +72,12 @@ def loader_made_anew(program: Program, d: Difference, theirs: Record, ours: Reco
     return begins(d.ours, "train_dataloader") and d.ours[1:] == d.theirs[: len(d.ours) - 1]
 
 
+def epoch_of_a_loader(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A loader that a resumed fit asks for, as the run that is resumed had."""
+    resumed = "resume" in d.call and "reload_dataloaders_every_n_epochs" in program.flags
+    return resumed and d.where.endswith("_dataloader") and d.name == "current_epoch" and d.ours < d.theirs
+
+
 def contradicted_in_dry_run(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     return bool(program.flags.get("fast_dev_run")) and refused(theirs, "`val_check_interval` should be an integer")
 
@@ -166,6 +172,13 @@ OF_FITS = [
         PAGE,
         program_of(40717),
         loader_made_anew,
+    ),
+    Row(
+        "A fit that goes on under reload_dataloaders_every_n_epochs asks for a loader as in the epoch that it was made "
+        "in, which current_epoch tells meanwhile; Lightning tells the epoch of the resume.",
+        PAGE,
+        program_of(40717),
+        epoch_of_a_loader,
     ),
     Row(
         "fast_dev_run sets the flags of validation before they are compared with each other; Lightning refuses "

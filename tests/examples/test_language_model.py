@@ -64,8 +64,8 @@ def test_the_loss_is_that_of_ddp(ranks: RankPool, tmp_path: Path, strategy: str)
     found = []
     for name, world in (("ddp", 2), (strategy, 4 if strategy == "model_parallel" else 2)):
         own = [f"--strategy={name}", f"--devices={world}", *flags]
-        done = run_script(ranks, SCRIPT, *own, folder=tmp_path, world=world, launched=True, timeout=200)[0]
-        assert done.returncode == 0, done.stderr
-        found.append(re.findall(r"^step 12: .*", done.stdout, re.MULTILINE))
+        done = run_script(ranks, SCRIPT, *own, folder=tmp_path, world=world, launched=True, timeout=200)
+        assert [each.returncode for each in done] == [0] * world, [each.stderr for each in done]
+        found.append(re.findall(r"^step 12: .*", done[0].stdout, re.MULTILINE))
     assert found[0] == found[1]
     assert len(found[0]) == 1
