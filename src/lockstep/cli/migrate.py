@@ -405,7 +405,7 @@ ROWS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("dif
 def found_in(script: _Script) -> Iterator[ReportLine]:
     """The rows that apply to what the script uses; what differs, at the line where it is used first."""
     said: set[str] = set()
-    for line, used in sorted(set(_used(script))):
+    for line, used in sorted({*_used(script), *_several_trainers(script)}):
         yield from (ReportLine(line, text) for text in ROWS["by_hand"].get(used, ()))
         new = [text for text in ROWS["differs"].get(used, ()) if text not in said]
         said.update(new)
@@ -435,9 +435,13 @@ def _used(script: _Script) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Name | ast.arg):
             name = ast.unparse(node).partition(":")[0]
             yield node.lineno, f"name {script.names.get(name, name).rpartition('.')[2]}"
+
+
+def _several_trainers(script: _Script) -> Iterator[tuple[int, str]]:
+    """Each Trainer that a script makes beside its first one, by the key ``several Trainers``."""
     calls = (node for node in script.nodes if isinstance(node, ast.Call))
-    trainers = sorted(call.lineno for call in calls if script.meant(call.func).endswith(".Trainer"))
-    yield from ((line, "several Trainers") for line in trainers[1:])
+    lines = sorted(call.lineno for call in calls if script.meant(call.func).endswith(".Trainer"))
+    yield from ((line, "several Trainers") for line in lines[1:])
 
 
 def _argument(keyword: ast.keyword) -> Iterator[str]:

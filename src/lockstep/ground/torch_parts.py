@@ -442,6 +442,7 @@ PARTS: tuple[Part, ...] = (
         TESTING,
     ),
     Part("torch.distributed.tensor._redistribute._gen_transform_infos", "testing/worker.py", "as above", TESTING),
+    Part("torch.distributed.tensor._collective_utils.MeshTopoInfo", "testing/worker.py", "as above", TESTING),
 )
 
 
