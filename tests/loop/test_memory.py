@@ -393,6 +393,16 @@ def test_the_error_says_what_memory_was_used_for_and_what_would_need_less() -> N
         assert way in text
 
 
+def no_memory() -> list[Any]:
+    raise MemoryError
+
+
+def test_a_cpu_without_memory_for_a_list_of_objects_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list takes megabytes: what went on was the allocator's error, without a word on what to do."""
+    monkeypatch.setattr("lockstep.loop.memory.gc.get_objects", no_memory)
+    assert 'Trainer(strategy="fsdp", devices=2)' in str(told(Hungry()))
+
+
 KEPT: list[list[Tensor]] = []
 """What `Keeps` has kept, to be let go of by the test."""
 

@@ -252,7 +252,11 @@ def held_elsewhere(held: Mapping[str, Iterable[Tensor]], used: MemoryUse) -> int
     with suppress(RuntimeError, NotImplementedError):
         known = {_storage(part) for tensors in held.values() for tensor in tensors for part in parts_of(tensor)}
     gc.collect()  # what is garbage is held by nobody
-    for thing in gc.get_objects():
+    try:
+        things = gc.get_objects()
+    except MemoryError:  # the list alone takes megabytes of a CPU that has none left
+        return 0
+    for thing in things:
         if type(thing) in (Tensor, nn.Parameter) and thing.device.type == used.device:
             with suppress(RuntimeError, NotImplementedError):  # one without memory of its own
                 found[_storage(thing)] = thing.untyped_storage().nbytes()
