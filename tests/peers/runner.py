@@ -140,9 +140,11 @@ def _child(mouth: int, test: str, candidate: str, folder: str, limit: float) -> 
         made, skipped = _in_group(test, candidate, folder, limit)
         end = {"word": "skips" if skipped else "passes", "reason": skipped, "detail": "", "made": made}
     except BaseException as error:
+        ended = time.monotonic()  # before others see this process go, and end by it
         lines = str(error).strip().splitlines() or [""]
         reason, detail = f"{type(error).__name__}: {lines[0]}", traceback.format_exc()
-        end = {"word": "fails", "reason": reason[:1000], "detail": detail[-8000:]}  # what a pipe takes at once
+        detail = detail[-8000:]  # what a pipe takes at once
+        end = {"word": "fails", "reason": reason[:1000], "detail": detail, "ended": ended}
     finally:
         os.write(mouth, json.dumps(end).encode())
         os._exit(0)
