@@ -30,7 +30,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.storage import PathLike
-from lockstep.ground.parts import box_of, is_cut_again, local_part
+from lockstep.ground.parts import begins_of, is_cut_again, local_part
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a part of a tensor begins in the whole, and its size, in each dimension."""
@@ -74,9 +74,8 @@ class _PlacedPart:
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self._part = tensor.shape, local_part(tensor.detach())
-        box = box_of(tensor)
-        begins, sizes = tuple(each.start for each in box), tuple(self._part.shape)
-        self._boxes = [(begins, sizes)] if self._part.numel() else []
+        box = tuple(begins_of(tensor)), tuple(self._part.shape)
+        self._boxes = [box] if self._part.numel() else []
 
     def size(self) -> torch.Size:
         return self.shape

@@ -138,14 +138,23 @@ def forget_meshes() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor._collective_utils import MeshTopoInfo
-    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    # each by itself: an older torch lacks some of these caches
+    with contextlib.suppress(ImportError):
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    _clear_sharding_prop_cache()
-    _gen_transform_infos.cache_clear()
-    clear_redistribute_planner_cache()
-    MeshTopoInfo.build_from_mesh.cache_clear()
+        _clear_sharding_prop_cache()
+    with contextlib.suppress(ImportError):
+        from torch.distributed.tensor._redistribute import _gen_transform_infos
+
+        _gen_transform_infos.cache_clear()
+    with contextlib.suppress(ImportError):
+        from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+
+        clear_redistribute_planner_cache()
+    with contextlib.suppress(ImportError):
+        from torch.distributed.tensor._collective_utils import MeshTopoInfo
+
+        MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def run(call: PoolCall, before: leaks.Snapshot) -> PoolOutcome:

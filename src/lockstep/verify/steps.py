@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.ground.parts import box_of
+from lockstep.ground.parts import begins_of
 from lockstep.verify.compare import aligned
 from lockstep.verify.float64 import widen_in_place
 from lockstep.verify.forwards import Forwards, plain
@@ -321,9 +321,8 @@ def _described(tensor: Tensor) -> Value:
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)
-    box, part = box_of(tensor), tensor.to_local()
-    offset = tuple(each.start for each in box)
-    return TensorPart(part=part, offset=offset, shape=tuple(tensor.shape), own=tuple(part.shape))
+    part = tensor.to_local()
+    return TensorPart(part=part, offset=tuple(begins_of(tensor)), shape=tuple(tensor.shape), own=tuple(part.shape))
 
 
 def _is_sharded(tensor: Tensor) -> bool:
