@@ -19,7 +19,7 @@ from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.config.compile import CompileOptions
 from lockstep.config.objects import in_order
-from lockstep.config.run import RunConfig, set_flag
+from lockstep.config.run import NonFinite, RunConfig, set_flag
 from lockstep.data.combined import CombinedLoader
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
@@ -113,6 +113,7 @@ class Attributes:
     inference_mode: bool
     use_distributed_sampler: bool
     detect_anomaly: bool
+    non_finite: NonFinite
     reload_dataloaders_every_n_epochs: int
     enable_autolog_hparams: bool
     order: Literal["lockstep", "torch"]

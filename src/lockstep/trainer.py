@@ -36,6 +36,7 @@ from lockstep.config.objects import (
     sort_plugins,
 )
 from lockstep.config.run import (
+    NonFinite,
     config_of,
     defaults_of,
     refuse_unknown_flags,
@@ -149,6 +150,10 @@ class Trainer(Attributes):
             arguments ("mode", "fullgraph", "dynamic", "backend", "options"), "blocks" (True: the repeated blocks, as
             by default on several ranks; False: the whole module, as by default on one; or classes of layers) and
             "graph_breaks" (True: tell where the compiler could not follow). Recompilations are told with their reason.
+        non_finite: what follows from a loss or gradient that is NaN or infinite. "protect": the fit ends with a
+            `NonFiniteError` where weights have become so; while they are finite, a warning names the first such step.
+            "skip": the update is left out, on all ranks; "stop": the fit ends before it; both wait for the device in
+            each step. "ignore": the fit goes on. Weights that are not finite are never saved.
         hang_timeout: how long a rank may wait for others, in seconds or as a timedelta, before it is told which rank
             waits where, and what the others do. None: nobody is told.
         hang_kill: the same, before the run is ended; one whose ranks provably went different ways ends at once. None:
@@ -213,6 +218,7 @@ class Trainer(Attributes):
         keep_global_batch: bool = True,
         balance: bool = False,
         compile: bool | Mapping[str, Any] = False,
+        non_finite: NonFinite = "protect",
         hang_timeout: float | timedelta | None = 60.0,
         hang_kill: float | timedelta | None = 1800.0,
         **others: Never,

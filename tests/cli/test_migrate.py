@@ -143,7 +143,7 @@ def test_what_cannot_be_moved_is_told(line: str, said: str) -> None:
         ("show_progress_bar=False, log_save_interval=10", "enable_progress_bar=False"),
         ("log_gpu_memory=None, auto_lr_find=False", ""),
         ("log_gpu_memory=None, max_epochs=1, auto_lr_find=False", "max_epochs=1"),
-        ("terminate_on_nan=True", "detect_anomaly=True"),
+        ("terminate_on_nan=True", "non_finite='stop'"),
         ("terminate_on_nan=False, max_epochs=1", "max_epochs=1"),
         ("reload_dataloaders_every_epoch=True", "reload_dataloaders_every_n_epochs=1"),
         ("checkpoint_callback=False", "enable_checkpointing=False"),

@@ -141,7 +141,7 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"add_row_log_interval": 4}, {"log_every_n_steps": 4}),
     ({"default_save_path": "somewhere"}, {"default_root_dir": "somewhere"}),
     ({"replace_sampler_ddp": False}, {"use_distributed_sampler": False}),
-    ({"terminate_on_nan": True}, {"detect_anomaly": True}),
+    ({"terminate_on_nan": True}, {"non_finite": "stop"}),
     ({"reload_dataloaders_every_epoch": True}, {"reload_dataloaders_every_n_epochs": 1}),
 ]
 

@@ -20,7 +20,7 @@ from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
 PACKAGE = str(Path(lockstep.__file__).parent) + os.sep
-FRAMES, FILES, CALLS = 7, 5, 25
+FRAMES, FILES, CALLS = 7, 5, 27
 ENGINE = "engines/ddp/"
 """What it calls grows with the buckets, and is the same in a hand-written loop."""
 

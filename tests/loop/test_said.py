@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from lockstep.callbacks import Callback
@@ -61,44 +60,6 @@ def test_a_resume_beyond_the_limit_says_that_nothing_is_left(tmp_path: Any) -> N
     assert path in said
     assert "max_steps=4 reached" in resume(max_epochs=9, max_steps=4)[0]
     assert resume(max_epochs=4) == []
-
-
-# -- a loss that is no number
-
-
-class Bad(Slope):
-    """Its loss is NaN from the third step on."""
-
-    def __init__(self, logs: str | None = None, **how: Any) -> None:
-        super().__init__(lr=0.1)
-        self.logs, self.how = logs, how
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx >= 2:
-            loss = loss * float("nan")
-        if self.logs is not None:
-            self.log(self.logs, loss, **self.how)
-        return loss
-
-
-@pytest.mark.parametrize(
-    ("logs", "what", "step"), [("train_loss", "'train_loss' is NaN", 3), (None, "'w' holds NaN", 5)]
-)
-def test_a_loss_that_is_nan_is_named_once_and_does_not_end_the_fit(logs: str | None, what: str, step: int) -> None:
-    trainer = quiet(max_epochs=3, log_every_n_steps=1)
-    [said] = heard(lambda: trainer.fit(Bad(logs), numbers(5)), "NaN")
-    assert what in said
-    assert f"at step {step} (epoch 0)" in said
-    assert "detect_anomaly=True" in said
-    assert trainer.global_step == 15
-
-
-def test_a_loss_logged_by_epoch_is_looked_at_too() -> None:
-    trainer = quiet(max_epochs=2)
-    [said] = heard(lambda: trainer.fit(Bad("my_loss", on_step=False, on_epoch=True), numbers(5)), "NaN")
-    assert "'my_loss' is NaN at step 5 (epoch 0)" in said
-    assert heard(lambda: quiet(max_epochs=2).fit(Slope(lr=0.1), numbers(3)), "NaN") == []
 
 
 # -- values that a step returns, as in 2019

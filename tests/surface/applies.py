@@ -48,6 +48,7 @@ PROSE: dict[str, tuple[str, ...]] = {
     "a data set or an order that has changed": (),
     "resume with another `batch_size`": (),
     "checkpoints": ("name load_from_checkpoint", "name save_checkpoint"),
+    "a loss or gradient that is NaN": (),
     "`fit()`": (),
     "a rank that fails": (),
     "ranks that wait": (),

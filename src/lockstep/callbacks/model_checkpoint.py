@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.callbacks.base import Callback
 from lockstep.checkpoint import storage
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, NonFiniteError
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.types import TrainerFn
 from lockstep.loggers.base import as_yaml
@@ -390,7 +390,11 @@ class ModelCheckpoint(Checkpoint):
             return
         metrics = self._metrics(trainer)
         path = self._free_path(trainer, metrics, "")
-        self._write(trainer, path)
+        try:
+            self._write(trainer, path)
+        except NonFiniteError:  # the exception that ended the run is the one to be raised
+            rank_zero_info(f"{type(exception).__name__} ended the run; not saved, as the weights are not finite.")
+            return
         self._delete(trainer, self._save_last(trainer, metrics), self.last_model_path)
         rank_zero_info(f"{type(exception).__name__} ended the run: saved it to {path!r}.")
 
@@ -426,12 +430,33 @@ class ModelCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer, metrics: dict[str, Tensor], ranked: bool = True) -> None:
         """One occasion: the ranked checkpoint, the last one, then the deletion of what they displaced."""
         self._is_waiting_for_metric = False
-        outdated = self._save_ranked(trainer, metrics) if ranked and self.save_top_k != 0 else ""
-        latest = self._latest_path
-        outdated_last = self._save_last(trainer, metrics)
+        ranking = ModelCheckpoint.state_dict(self)
+        try:
+            outdated, latest, outdated_last = self._write_both(trainer, metrics, ranked)
+        except NonFiniteError:
+            self._take_ranking(ranking)
+            if trainer.non_finite != "ignore":
+                raise
+            warn_once("ModelCheckpoint: the weights are not finite. Nothing is saved until they are.")
+            return
         # Only now: last.ckpt may have been a link to what is deleted.
         self._delete(trainer, outdated, latest)
         self._delete(trainer, outdated_last, self.last_model_path)
+
+    def _write_both(self, trainer: Trainer, metrics: dict[str, Tensor], ranked: bool) -> tuple[str, str, str]:
+        """Write the ranked checkpoint and the last one.
+
+        Returns:
+            the path that the first displaced, that of the newest checkpoint, and that which the second displaced.
+        """
+        outdated = self._save_ranked(trainer, metrics) if ranked and self.save_top_k != 0 else ""
+        latest = self._latest_path
+        return outdated, latest, self._save_last(trainer, metrics)
+
+    def _take_ranking(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave in this fit."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def _save_ranked(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
         """Saves if this is among the best; gives the path of what it displaced, or ``""``."""

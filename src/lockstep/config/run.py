@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, get_args
 
 from lockstep.config.compile import CompileOptions, compile_options
 from lockstep.data.counting import batches_of_window
@@ -276,6 +276,10 @@ def strip(given: dict[str, Any]) -> bool:
     return True
 
 
+NonFinite = Literal["protect", "skip", "stop", "ignore"]
+"""What ``Trainer(non_finite=...)`` may be."""
+
+
 # -- RunConfig -----------------------------------------------------------------------------------------------
 
 
@@ -317,6 +321,7 @@ class RunConfig:
     inference_mode: bool = _flag(switch)
     use_distributed_sampler: bool = _flag(switch)
     detect_anomaly: bool = _flag(switch)
+    non_finite: NonFinite = _flag(choice, choices=get_args(NonFinite))
     reload_dataloaders_every_n_epochs: int = _flag(whole, at_least=0, default=0)  # 0: never
     default_root_dir: str = _flag(folder)
     enable_autolog_hparams: bool = _flag(switch)

@@ -287,6 +287,13 @@ class Feed:
         at_end = number >= self.num_batches and not math.isinf(all_rows)
         return int(all_rows if at_end else min(rows, all_rows))
 
+    def samples(self, number: int) -> tuple[list[int], int] | None:
+        """Return (indices in the data set, position of the first) of this rank's part of a micro-batch of the epoch.
+
+        None where nobody knows: several loaders, streams, samplers of the user's.
+        """
+        return self._source.samples_of(number)
+
     def begun(self, number: int, accumulate: int) -> int:
         """Micro-batches of the window that is under way after so many of the epoch."""
         return (number - self._first) % self.counting.micro(accumulate)

@@ -256,6 +256,10 @@ class LoaderSource(ABC):
     def recut(self, plan: WindowPlan) -> None:  # noqa: B027
         """Cut the passes to come as another number of ranks has planned or begun them; before they are opened."""
 
+    def samples_of(self, number: int) -> tuple[list[int], int] | None:
+        """Return (indices, first position) of this rank's part of a micro-batch of the pass; None where not known."""
+        return None
+
     def position(self, number: int) -> Position:
         """What all ranks have drawn before a micro-batch with which a window begins, for :meth:`recut`."""
         return None
@@ -484,6 +488,10 @@ class Ordered(Indexed):
         whole = self._whole
         self._plan = plan
         self._use(plan.cut(whole.n, whole.batch, whole.size, whole.drop_last, whole.weights))
+
+    def samples_of(self, number: int) -> tuple[list[int], int] | None:
+        spans = [(first, end) for _, first, end in self._spans(self._cut_at(number), [number])]
+        return None if self._sampling.single or not spans else (self._indices(spans)[0], spans[0][0])
 
     def position(self, number: int) -> int:
         whole, plan = self._whole, self._plan

@@ -295,13 +295,17 @@ class Engine:
             absent: this rank has no samples for it, and no forward was run; else ``training_step`` gave no loss.
         """
 
-    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
-        """Clip the whole (reduced) gradient of an optimizer's parameters by its 2-norm or by value."""
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
+        """Clip the whole (reduced) gradient of an optimizer's parameters by its 2-norm or by value.
+
+        Returns:
+            the norm before clipping; None where none was computed.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
-            torch.nn.utils.clip_grad_norm_(parameters, value)
-        else:
-            clip_by_value(parameters, value)
+            return torch.nn.utils.clip_grad_norm_(parameters, value)
+        clip_by_value(parameters, value)
+        return None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update the parameters of one optimizer."""

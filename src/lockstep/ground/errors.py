@@ -31,6 +31,10 @@ class KeyNotThere(MisconfigurationException, KeyError):
     __str__ = Exception.__str__  # that of KeyError shows the message in quotes
 
 
+class NonFiniteError(FloatingPointError):
+    """A loss, a gradient or the weights of a fit are NaN or infinite."""
+
+
 def words_of(error: BaseException) -> str:
     """What an exception says; "" where its class cannot tell: a ``__str__`` that fails would take its place."""
     try:

@@ -122,7 +122,6 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("torch._foreach_mul", "callbacks/weight_averaging.py", "averages of weights", EVERYTHING),
     Part("torch._foreach_add_", "callbacks/weight_averaging.py", "averages of weights", EVERYTHING),
-    Part("torch._foreach_norm", "loop/nan_watch.py", "norms of gradients", EVERYTHING),
     Part("torch._foreach_copy_", "loop/window_start.py engines/ddp/bucket.py", "copies of many tensors", EVERYTHING),
     Part("torch._foreach_zero_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),
     Part("torch._foreach_neg_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),
@@ -377,6 +376,12 @@ PARTS: tuple[Part, ...] = (
         "torch.amp.GradScaler._per_optimizer_states",
         "engines/sharded/fully_shard.py precision/base.py",
         "an overflow that only one rank has seen",
+        SCALER,
+    ),
+    Part(
+        "torch.amp.GradScaler._unscale_grads_",
+        "precision/base.py",
+        "whether gradients are finite, in float16 too",
         SCALER,
     ),
     Part(

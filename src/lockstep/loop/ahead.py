@@ -45,6 +45,7 @@ class Ahead:
         self._batches, self._outputs, self._update, self._play = batches, outputs, update, play
         self.at_once = 1
         self._parts = StepParts(session.results)
+        self._watch_loss = session.fit.finite.noting
         self._check()
 
     def _check(self) -> None:
@@ -118,6 +119,8 @@ class Ahead:
         loss, factor = self._outputs.read(output, share_of(share, part))
         if loss is None:
             return None
+        if self._watch_loss is not None:
+            self._watch_loss(loss)
         loss = loss * factor
         # a copy: on a CPU the mean of a loss lies in the memory of all that it is the mean of
         losses[number] = loss.detach().clone() if number not in losses else losses[number] + loss.detach()

@@ -44,6 +44,7 @@ class Automatic:
         self._shared = session.world_size > 1
         self._batches, self._outputs, self._update, self._backward = batches, outputs, update, backward
         self._learn_from: Callable[[Tensor, float | Tensor], Tensor] = backward.of
+        self._watch_loss = session.fit.finite.noting
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one window, yielding after each micro-batch, when its hooks have run."""
@@ -76,6 +77,8 @@ class Automatic:
     def _learn(self, output: Any, micro_batch: Begun) -> Any:
         """Backward from what ``training_step`` returned."""
         loss, factor = self._outputs.read(output, micro_batch.share)
+        if loss is not None and self._watch_loss is not None:
+            self._watch_loss(loss)
         if micro_batch.first:
             self._update.zero_grad(micro_batch.number)
         if self._shared and self._strategy.sync_gradients:

@@ -29,6 +29,7 @@ class Backward:
         self._shared = session.world_size > 1
         self._update = update
         self._batches = batches
+        self._watch_loss = session.fit.finite.noting
 
     def of(self, loss: Tensor, factor: float | Tensor) -> Tensor:
         """Backward of a loss times its factor; gives the product."""
@@ -47,6 +48,8 @@ class Backward:
 
     def by_hand(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """``manual_backward``: batches count by their samples here too."""
+        if self._watch_loss is not None and not self._session.is_padding:
+            self._watch_loss(loss)
         if self._update.share != 1.0:
             loss = loss * self._update.share
         try:

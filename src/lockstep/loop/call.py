@@ -32,6 +32,7 @@ from lockstep.loop import state
 from lockstep.loop.contradictions import check_contradictions
 from lockstep.loop.device_left import leave_device
 from lockstep.loop.early_optimizers import check_early
+from lockstep.loop.finite_watch import guard_updates, release_updates
 from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, is_overridden, is_replaced
 from lockstep.loop.loaders import RunLoaders
@@ -228,6 +229,8 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
     strategy.barrier("after setup")
     _configure_model(session)
     _compile(session, ends)
+    if fn is TrainerFn.FITTING:
+        guard_updates(session)
     own_backward = module.backward if is_replaced("backward", module, LightningModule) else None
     places_first = session.places_first
     if places_first:
@@ -395,6 +398,7 @@ def _agree_on_ends(session: Session, signals: Signals | None) -> None:
     session.agreement = session.strategy.make_agreement()
     session.stop_flag = session.agreement.register("stop")
     session.interrupt_flag = session.agreement.register("interrupt")
+    session.not_finite_flag = session.agreement.register("not finite")
     if signals is not None:
         signals.set_up()
 
@@ -477,6 +481,7 @@ def _tear_down(session: Session, release: Callable[[], None]) -> None:
     release()
     state.finish_alone(session)
     session.strategy.teardown()
+    release_updates(session)
     leave_device(session)
     if session.has("results"):
         session.results.enter("")  # nothing can be logged any more

@@ -24,9 +24,7 @@ from lockstep.loop import state
 from lockstep.loop.call import Asked, call, take_up_changes
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit_messages import say
-from lockstep.loop.logged_entry import Entry
 from lockstep.loop.memory import memory_of, watch_first_window
-from lockstep.loop.nan_watch import NanWatch
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
 from lockstep.loop.session import FitState, Session
 from lockstep.loop.signals import TERMINATED, Signals
@@ -106,7 +104,6 @@ class FitLoop:
         self._nothing_came = False  # the last epoch had no batches
         self._told_to_stay = False  # that a stop waits for the least number of epochs and steps
         self._most_steps = math.inf
-        self.nan_watch = NanWatch(session)
         self._epochs_by_default = epochs_by_default  # the user gave no `max_epochs`
 
     max_epochs, min_epochs, max_steps, min_steps = _Flag(), _Flag(), _Flag(), _Flag()
@@ -213,6 +210,7 @@ class FitLoop:
                     signals.ended(asdict(self._result()))
         finally:
             self.signals = self.balance = None
+            fit.finite.stop()
             self.step.release()
         fit.progress.ended = session.interruption is None
         return self._result()
@@ -222,7 +220,7 @@ class FitLoop:
         session, before = self.session, self.session.fit
         session.fit = FitState(before.progress.go_on(), given=before.given, run_batches=before.run_batches)
         self._reason = self.validation.feed = before.run_batches.saved = None
-        session.should_stop = session.received_sigterm = self.nan_watch.told = self.begun = self.starts = False
+        session.should_stop = session.received_sigterm = self.begun = self.starts = False
         self._told_to_stay = self._nothing_came = False
         session.fit.started = time.monotonic()
         return Signals(session)
@@ -231,6 +229,7 @@ class FitLoop:
         """Up to the first epoch: the session is there, and the ranks are connected."""
         session, fit, self.begun = self.session, self.session.fit, True
         self.timing.start()
+        fit.finite.start(session, None if fit.resumed is None else session.ckpt_path)
         session.loaders.check_reload(session.config.reload_dataloaders_every_n_epochs)
         self.step.setup()
         self._measure(measured)
@@ -506,8 +505,12 @@ class FitLoop:
             up = session.agreement.up
             interrupted = session.interrupt_flag in up
             stop = stop or session.stop_flag in up
+            if session.not_finite_flag in up:
+                session.fit.finite.judge()
         else:
             interrupted = False if self.signals is None else self.signals.asked != 0
+            if session.fit.finite.has_found:
+                session.fit.finite.judge()
         if interrupted:
             self._act_on_signals()
             stop = True
@@ -532,31 +535,30 @@ class FitLoop:
         newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown)
         session.published.publish(newest)
         results.shown = results.micro_batch
-        of_epoch, for_loggers = self._publish_epoch()
-        self.nan_watch.look_at([*newest, *of_epoch])
-        self.nan_watch.look_at_weights()
+        for_loggers = self._publish_epoch()
+        session.fit.finite.settle()
         if whole:
             self.step.update.watch.epoch_ended()
         # a third party may have put its callback on one rank alone, and reducing takes all of them
         if hooks.on_train_epoch_end is not None or session.world_size > 1:
             hooks.call("on_train_epoch_end")
-            for_loggers.update(self._publish_epoch()[1])
+            for_loggers.update(self._publish_epoch())
         results.reset_metrics()
         if whole:
             session.fit.progress.phase = EPOCH_END
         results.enter("on_train_epoch_end")
         for monitor in hooks.epoch_end_monitors:
             monitor()
-        for_loggers.update(self._publish_epoch()[1])
+        for_loggers.update(self._publish_epoch())
         return for_loggers
 
-    def _publish_epoch(self) -> tuple[list[tuple[Entry, str, Tensor]], dict[str, Tensor]]:
-        """Reduce and show what was logged for the epoch; gives it, and what of it goes to the loggers. Collective."""
+    def _publish_epoch(self) -> dict[str, Tensor]:
+        """Reduce and show what was logged for the epoch; return what of it goes to the loggers. Collective."""
         session = self.session
         values = session.results.reduce_epoch()
         for_loggers = session.published.publish(values)
         session.published.note_measured(values, session.fit.progress.global_step)
-        return values, for_loggers
+        return for_loggers
 
     def _end_epoch(self, whole: bool, feed: Feed) -> None:
         session, results, progress = self.session, self.session.results, self.session.fit.progress
@@ -682,6 +684,7 @@ class FitLoop:
 
     def _validate(self, at_window_end: bool) -> None:
         session = self.session
+        session.fit.finite.settle()
         session.share_step_values()
         session.results.shown = session.results.micro_batch
         if at_window_end:
@@ -712,7 +715,7 @@ class FitLoop:
             values = session.results.reduce_step()
         else:
             values = session.results.take_step_values()
-        self.nan_watch.look_at(values)
+        session.fit.finite.look()
         for_loggers = session.published.publish(values)
         if for_loggers:
             session.log_metrics(for_loggers, self.session.fit.progress.windows)

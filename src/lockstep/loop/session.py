@@ -30,6 +30,7 @@ from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.hpc.trials import TrialFolder
 from lockstep.launch.attempts import trial_folder
 from lockstep.loggers.base import Logger
+from lockstep.loop.finite_watch import FiniteWatch
 from lockstep.loop.hook_changes import HookChanges
 from lockstep.loop.hooks import Hooks
 from lockstep.loop.loaders import RunLoaders
@@ -84,6 +85,7 @@ class FitState:
         shares: what the checkpoint tells of the ranks' shares; None: they were equal.
         window_start: what the micro-batches of the window under way change, as it was before them.
         hook_changes: what hooks have frozen, thawed or switched to eval mode since training began.
+        finite: looks for losses, gradients and weights that are not finite.
         started: when this attempt of the fit began, on the clock of ``time.monotonic``.
     """
 
@@ -103,6 +105,7 @@ class FitState:
     shares: dict[str, Any] | None = None
     window_start: WindowStart = field(default_factory=WindowStart)
     hook_changes: HookChanges = field(default_factory=HookChanges)
+    finite: FiniteWatch = field(default_factory=FiniteWatch)
     started: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,7 +141,7 @@ class Session:
         interruption: "Ctrl-C" or "SIGTERM", where one has ended the call.
         is_padding: the batch at hand stands in for samples that this rank does not have.
         signals: those of the fit that runs; None in an evaluation and in a trial, which nobody goes on from.
-        stop_flag, interrupt_flag: bits of ``agreement``.
+        stop_flag, interrupt_flag, not_finite_flag: bits of ``agreement``.
         base: what the module began with frozen.
         activations: what a forward of this fit keeps, once the first one has been counted.
         used: what memory was used for when the last fit ended.
@@ -185,6 +188,7 @@ class Session:
     base: FrozenBase = field(init=False)
     stop_flag: int = field(init=False)
     interrupt_flag: int = field(init=False)
+    not_finite_flag: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.shown = [*self.callbacks]

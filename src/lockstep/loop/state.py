@@ -129,6 +129,7 @@ def _resume(session: Session, engine: EngineState, progress: Progress, alone: bo
         "strategy of ranks": engine.by_rank,
         "changed by hooks": fit.hook_changes.state_dict(session.module),
         "shares": None if fit.feed is None else fit.feed.shares_state(),
+        "not finite at start": fit.finite.at_start,
     }
     return {
         **{key: value for key, value in if_any.items() if value},
@@ -252,6 +253,9 @@ def save(
     Args:
         also: adds to it; called on every rank.
         trainable_only: as of `collect`.
+
+    Raises:
+        NonFiniteError: the weights are not finite, and nothing was written.
     """
     if trainable_only and getattr(session.strategy.checkpoint_io, "writes_all_weights", False):
         raise MisconfigurationException(
@@ -261,19 +265,23 @@ def save(
     checkpoint = collect(session, weights_only, trainable_only=trainable_only)
     if also is not None:
         also(checkpoint)
+    session.fit.finite.check(checkpoint)
     error: Exception | None = None
     try:
         session.strategy.save_checkpoint(checkpoint, path, storage_options, sharded=session.strategy.saves_shards)
     except Exception as failed:
         error = failed
     raise_on_all(error, session.strategy.gather_objects, f"the checkpoint {os.fspath(path)!r}")
+    session.fit.finite.newest_checkpoint = os.fspath(path)
     if session.state.status is not TrainerStatus.RUNNING:  # there is no end of a call that would wait for it
         finish(session)
 
 
 def save_alone(session: Session, path: str | os.PathLike[str]) -> None:
     """Write a checkpoint from this rank without asking another one, as a rank that has failed must."""
-    session.strategy.save_checkpoint(collect(session, alone=True), path, alone=True)
+    checkpoint = collect(session, alone=True)
+    session.fit.finite.check_alone(checkpoint)
+    session.strategy.save_checkpoint(checkpoint, path, alone=True)
     session.strategy.checkpoints.close()
 
 
@@ -498,6 +506,7 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
     own = checkpoint.get(OWN, {})
     if "ranks" in own:
         fit.progress.load(own["progress"])
+        fit.finite.at_start = [str(name) for name in own.get("not finite at start", [])]
         if "changed by hooks" in own:
             fit.hook_changes.load(own["changed by hooks"])
         strategy.load(EngineState(own=own["strategy"], by_rank=own.get("strategy of ranks", [])))

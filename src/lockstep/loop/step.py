@@ -68,8 +68,8 @@ class Step:
             scaler.refuse(*update.optimizers)
         if scaler is not None and update.needs_closure:
             raise MisconfigurationException(
-                f'Trainer(precision="16-mixed") with {type(update.optimizer).__name__}: a scaled loss and a line '
-                'search do not go together; use precision="bf16-mixed" or "32-true".'
+                f"{scaler.asked_by} with {type(update.optimizer).__name__}: an update that may be left out and a line "
+                'search do not go together; use precision="bf16-mixed" or "32-true", and non_finite="protect".'
             )
 
     @property

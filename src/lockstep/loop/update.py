@@ -48,6 +48,7 @@ class Update:
         self._scaler = session.strategy.precision.scaler
         self._shared = session.world_size > 1
         self._outputs = outputs
+        self._note = session.fit.finite.noting
         self.module = session.module
         self.own_zero_grad = is_replaced("optimizer_zero_grad", self.module, LightningModule)
         self.own_clipping = is_replaced("configure_gradient_clipping", self.module, LightningModule)
@@ -131,7 +132,9 @@ class Update:
             if self.own_clipping:
                 self.module.configure_gradient_clipping(optimizer, value, algorithm)
             else:
-                self._strategy.clip(optimizer, value, algorithm)  # type: ignore[arg-type]  # there is a value
+                norm = self._strategy.clip(optimizer, value, algorithm)  # type: ignore[arg-type]  # there is a value
+                if norm is not None and self._note is not None:
+                    self._note(norm, "gradient norm")
 
     def end_window(self, batch_idx: int, updated: bool) -> None:
         """Count the update and step the schedulers, unless there was nothing to step for, or gradients overflowed."""

@@ -145,7 +145,7 @@ ROWS: dict[str, OldFlag] = {
     ),
     "print_nan_grads": _refused("use detect_anomaly=True, which names the operation that made a NaN", False),
     "terminate_on_nan": OldFlag(
-        today=lambda value: {"detect_anomaly": True} if value else {}, why="NaN ends the run where backward makes it"
+        today=lambda value: {"non_finite": "stop"} if value else {}, why="NaN ends the fit before the update"
     ),
     "auto_lr_find": _refused(
         "call `Tuner(trainer).lr_find(model)`, with Tuner from lockstep.tuner, before fit", False, None

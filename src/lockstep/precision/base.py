@@ -39,6 +39,9 @@ class LossScaler:
     MOST_LEFT_OUT = 100
     """Steps in a row that may be left out; by then the scale has fallen by 30 orders of magnitude."""
 
+    asked_by = "precision='16-mixed'"
+    """The Trainer's flag that it stands for, in messages."""
+
     def __init__(self, device_type: str = "cuda", **options: Any) -> None:
         refuse_without(SCALER, SCALER, "take precision='bf16-mixed'")
         self._grad_scaler = torch.amp.GradScaler(device_type, **options)
@@ -123,13 +126,17 @@ class LossScaler:
         self.left_out = any(bool(overflow) for overflow in self._found(optimizer).values())
         self._left_out_in_a_row = self._left_out_in_a_row + 1 if self.left_out else 0
         if self._left_out_in_a_row >= self.MOST_LEFT_OUT:
-            raise MisconfigurationException(
-                f"precision='16-mixed': the last {self.MOST_LEFT_OUT} steps were left out, since gradients were NaN or "
-                f"infinite, with ever smaller loss scales (now {self.get_scale():.3g}). The loss itself or the weights "
-                "are not finite: Trainer(detect_anomaly=True) names the operation; precision='bf16-mixed' has the "
-                "range of float32."
-            )
+            raise MisconfigurationException(self._too_many())
         return self.left_out
+
+    def _too_many(self) -> str:
+        """Explain why the run ends after so many steps that were left out."""
+        return (
+            f"precision='16-mixed': the last {self.MOST_LEFT_OUT} steps were left out, since gradients were NaN or "
+            f"infinite, with ever smaller loss scales (now {self.get_scale():.3g}). The loss itself or the weights "
+            "are not finite: Trainer(detect_anomaly=True) names the operation; precision='bf16-mixed' has the "
+            "range of float32."
+        )
 
     def update(self, optimizer: Optimizer | None = None) -> None:
         """Adapt the scale to whether gradients overflowed since the last call.
@@ -198,6 +205,83 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
         self._grad_scaler.load_state_dict(state)
+
+
+class _GradientCheck(torch.amp.GradScaler):
+    """A ``GradScaler`` whose scale is one: it only finds out whether gradients are finite."""
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Search the gradients, of which a loss scale would be taken out here."""
+        device = next(p.grad.device for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        one, none_found = torch.ones((), device=device), torch.zeros((), device=device)
+        # torch's kernel multiplies by one, which changes no number; gradients in float16 are no mistake here
+        found = self._unscale_grads_(optimizer, one, none_found, True)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+
+
+class UpdateGuard(LossScaler):
+    """Leaves out updates whose gradient is not finite, as a loss scale does, without scaling anything.
+
+    It waits for the device once a step.
+
+    Args:
+        device_type: of the gradients.
+        ends: called in place of leaving an update out, on all ranks; it raises.
+    """
+
+    def __init__(self, device_type: str, ends: Callable[[], None] | None) -> None:
+        super().__init__(device_type)
+        self.asked_by = f'Trainer(non_finite="{"skip" if ends is None else "stop"}")'
+        self.all_left_out = 0  # updates of this fit
+        self._ends = ends
+        self._grad_scaler = _GradientCheck(device_type)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss as it is."""
+        return loss
+
+    def multiply(self, gradients: Iterable[Tensor]) -> None:
+        """Leave gradients as they are."""
+
+    def divide(self, gradients: Iterable[Tensor]) -> None:
+        """Leave gradients as they are."""
+
+    def look(self, optimizer: Optimizer) -> None:
+        """Note whether a gradient is not finite."""
+        self.forget(optimizer)
+        self.unscale(optimizer)
+
+    def leaves_out(self, optimizer: Optimizer) -> bool:
+        """Return True if the optimizer must not step, as a gradient is not finite. Waits for the device."""
+        left_out = super().leaves_out(optimizer)
+        if left_out and self._ends is not None:
+            self._ends()
+        self.all_left_out += left_out
+        return left_out
+
+    def _too_many(self) -> str:
+        return (
+            f"{self.asked_by}: the last {self.MOST_LEFT_OUT} updates were left out, since gradients were not finite. "
+            "The model does not recover: resume from an earlier checkpoint, with other data or a lower learning rate."
+        )
+
+    def update(self, optimizer: Optimizer | None = None) -> None:
+        """Forget what is known of the gradients that were stepped with."""
+        if optimizer is None:
+            self._grad_scaler._per_optimizer_states.clear()
+        else:
+            self.forget(optimizer)
+
+    def get_scale(self) -> float:
+        """Return one."""
+        return 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: it has no state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Ignore the state of a loss scale."""
 
 
 def multiply(gradients: Iterable[Tensor], factor: float | Tensor) -> None:

@@ -1,5 +1,5 @@
 """Exceptions, by the names that users import."""
 
-from lockstep.ground.errors import MisconfigurationException, RankFailed
+from lockstep.ground.errors import MisconfigurationException, NonFiniteError, RankFailed
 
-__all__ = ["MisconfigurationException", "RankFailed"]
+__all__ = ["MisconfigurationException", "NonFiniteError", "RankFailed"]

@@ -118,7 +118,7 @@ def _sum_in_place(tensor: Tensor, group: comm.Group, factor: float) -> None:
 
 def clip_by_norm(
     parameters: Sequence[Parameter], owned: Ownership, bound: float, pipeline: comm.Group, device: torch.device
-) -> None:
+) -> Tensor:
     """Scale gradients so that the 2-norm of all stages' together is at most ``bound``. Collective.
 
     Args:
@@ -127,6 +127,9 @@ def clip_by_norm(
         bound: largest norm.
         pipeline: the ranks of this replica.
         device: of this rank, where it adds up.
+
+    Returns:
+        the norm before.
     """
     norms = [torch.linalg.vector_norm(p.grad) for p in owned.mine(parameters) if p.grad is not None]
     there = [norm.to(widest(norm.device)).to(device, non_blocking=True) for norm in norms]
@@ -139,3 +142,4 @@ def clip_by_norm(
         if kind not in factors:
             factors[kind] = factor.to(*kind, non_blocking=True)
         gradient.mul_(factors[kind])
+    return total

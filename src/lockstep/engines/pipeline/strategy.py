@@ -483,14 +483,14 @@ class BalancedStrategy(RankedStrategy):
         took = torch.tensor(time.perf_counter() - begin, dtype=torch.float32, device=self.root_device)
         return comm.all_reduce(took, "max").item()
 
-    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
         """Clip the whole gradient, of which each rank has a part. Collective."""
         assert self._owned is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
-            gradients.clip_by_norm(parameters, self._owned, value, self.members, self.root_device)
-        else:
-            clip_by_value(parameters, value)
+            return gradients.clip_by_norm(parameters, self._owned, value, self.members, self.root_device)
+        clip_by_value(parameters, value)
+        return None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """As the base does it; with a loss scale, all ranks leave the step out that one of them has to leave out."""

@@ -383,15 +383,15 @@ class FSDPStrategy(ShardedStrategy):
         if self._sharded is not None:
             self._sharded.free()
 
-    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
         """Clip the whole gradient of an optimizer's parameters, of which each rank has its shard."""
         from lockstep.engines.sharded.fully_shard import clip_norm, part_with_gradient
 
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
-            clip_norm(parameters, value)
-            return
+            return clip_norm(parameters, value)
         clip_by_value([part_with_gradient(parameter) for parameter in parameters], value)
+        return None
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
         """The same of a shard, and of the whole parameter where it is gathered now."""

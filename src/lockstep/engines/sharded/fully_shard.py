@@ -743,10 +743,13 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     optimizer.load_state_dict({**saved, "state": state})
 
 
-def clip_norm(parameters: Iterable[Tensor], limit: float) -> None:
+def clip_norm(parameters: Iterable[Tensor], limit: float) -> Tensor | None:
     """Scale gradients so that their 2-norm over all parameters and ranks is at most ``limit``. Collective.
 
     Parameters may be whole, or cut over different meshes.
+
+    Returns:
+        the norm before; None without gradients.
     """
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
@@ -755,7 +758,7 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> None:
             placed = getattr(parameter.grad, "placements", None)
             groups.setdefault((mesh, placed), []).append(parameter)
     if not groups:
-        return
+        return None
     norms = [
         whole_of(torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
         for group in groups.values()
@@ -763,6 +766,7 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> None:
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     for group in groups.values():
         torch.nn.utils.clip_grads_with_norm_(group, limit, total.to(group[0].device))
+    return total
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:

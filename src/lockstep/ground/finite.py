@@ -1,0 +1,36 @@
+"""Search tensors for NaN and Inf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lockstep.ground.parts import local_part, stands_in
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of the tensors that hold NaN or Inf in this rank's part.
+
+    Waits for the device once, and again only where something is found.
+    """
+    named = [(name, part) for name, tensor in tensors if (part := _values_of(tensor)) is not None]
+    if not named:
+        return []
+    # A norm is not finite where an element is not. It may also overflow, so what it finds is checked.
+    if bool(torch.nn.utils.get_total_norm([part for _, part in named]).isfinite()):
+        return []
+    return [name for name, part in named if not bool(part.isfinite().all())]
+
+
+def _values_of(tensor: Tensor) -> Tensor | None:
+    """Return this rank's floating-point values of a tensor; None where it has none that torch can search."""
+    if stands_in(tensor):
+        return None
+    # of a parameter in partitions (DeepSpeed's stage 3) the values are in another attribute
+    part = local_part(getattr(tensor, "ds_tensor", tensor)).detach()
+    plain = type(part) is Tensor and part.layout is torch.strided and not part.is_meta
+    return part if plain and part.dtype in _FLOATS and part.numel() else None

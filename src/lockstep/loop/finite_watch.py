@@ -1,0 +1,413 @@
+"""FiniteWatch: the losses, gradients and weights of a fit that are not finite, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.run import RunConfig
+from lockstep.engines.strategy import Strategy
+from lockstep.ground.agreement import ConsensusFlags
+from lockstep.ground.errors import MisconfigurationException, NonFiniteError
+from lockstep.ground.finite import not_finite
+from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.tree import tensors_in
+from lockstep.module import LightningModule
+from lockstep.precision.base import UpdateGuard
+
+SHOWN = 8
+"""Samples, and names of tensors, that a message lists."""
+MOST_KEPT = 1024
+"""Losses of a device that are kept before somebody reads them."""
+IN_CHECKPOINT = ("state_dict", "current_model_state", "optimizer_states")
+"""The parts of a checkpoint that have to be finite: weights, those beside an average, optimizer states."""
+
+
+class WatchedRun(Protocol):
+    """What `FiniteWatch` needs of a session."""
+
+    config: RunConfig
+    strategy: Strategy
+    module: LightningModule
+    agreement: ConsensusFlags
+    not_finite_flag: int
+    fit: Any
+
+    @property
+    def world_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class NonFiniteNumber:
+    """The first loss or gradient norm of a rank that is not finite.
+
+    Attributes:
+        what: "loss" or "gradient norm".
+        value: NaN or an infinity.
+        rank: where it was computed.
+        step: ``trainer.global_step`` before its update.
+        epoch: counted from 0.
+        batch: ``batch_idx``.
+        samples: indices in the data set of the batch's samples on this rank; None where only the sampler knows them.
+        position: of the first of them in the epoch's order; None with ``samples``.
+    """
+
+    what: str
+    value: float
+    rank: int
+    step: int
+    epoch: int
+    batch: int
+    samples: list[int] | None
+    position: int | None
+
+    def describe(self, with_rank: bool) -> str:
+        """Return what is wrong where, as a sentence, and the samples as a second one."""
+        where = f"batch {self.batch} in epoch {self.epoch} (step {self.step})"
+        on_rank = f" on rank {self.rank}" if with_rank else ""
+        text = f"The {self.what} of {where}{on_rank} is {self.value}."
+        if self.samples is None or self.position is None:
+            return text
+        shown = ", ".join(map(str, self.samples[:SHOWN])) + (", ..." if len(self.samples) > SHOWN else "")
+        last = self.position + len(self.samples) - 1
+        places = f"position {last}" if len(self.samples) == 1 else f"positions {self.position} to {last}"
+        return f"{text} Its samples: {shown} (indices in the data set; {places} of the epoch)."
+
+
+@dataclass
+class FiniteWatch:
+    """Watches what a fit computes for NaN and Inf, without waiting for a device in a step.
+
+    A loss on the CPU is read at once. Losses on a device are kept until the loop reads numbers of the device anyway.
+    Weights are searched after a loss that is not finite, where the loop logs and validates, at the end of an epoch,
+    and before a checkpoint is written. Ranks agree by a flag, and decide together.
+
+    Attributes:
+        is_active: a fit runs, and ``Trainer(non_finite=...)`` is not "ignore".
+        has_found: this rank has found something that was not judged yet.
+        at_start: parameters and buffers that were not finite when the run started (a mask of -inf): they may stay so.
+        newest_checkpoint: the path of the last one that was written or that the fit was resumed from; None: none.
+    """
+
+    is_active: bool = False
+    has_found: bool = False
+    at_start: list[str] = field(default_factory=list)
+    newest_checkpoint: str | None = None
+    _session: WatchedRun | None = None
+    _first: NonFiniteNumber | None = None
+    _weights: list[str] = field(default_factory=list)
+    _has_warned: bool = False
+    _waits: bool = False
+    _kept: list[tuple[Tensor, str, int, int, int]] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of a run has: what belongs to a fit under way stays behind."""
+        return {"at_start": self.at_start, "newest_checkpoint": self.newest_checkpoint}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(FiniteWatch()), **state)
+
+    # -- the fit -------------------------------------------------------------------------------------------
+
+    def start(self, session: WatchedRun, loaded: str | None) -> None:
+        """Note which weights are not finite before the first step. Collective.
+
+        Args:
+            session: of the fit, set up.
+            loaded: the checkpoint that the fit goes on from.
+
+        Raises:
+            NonFiniteError: the weights or optimizer states of that checkpoint are not finite, and were so neither when
+                its run started.
+        """
+        self._session = session
+        self.is_active = session.config.non_finite != "ignore"
+        self._waits = session.strategy.root_device.type != "cpu"
+        self.newest_checkpoint = loaded
+        found = self._of_all(self._search())
+        if loaded is not None and self.is_active:
+            broken = self._of_all(not_finite(_optimizer_states(session)))
+            broken += [name for name in found if name not in self.at_start]
+            if broken:
+                self.is_active = False
+                raise NonFiniteError(
+                    f"trainer.fit(ckpt_path={loaded!r}): not finite in this checkpoint: {_listed(broken)}. Resume from "
+                    'an earlier one, or set Trainer(non_finite="ignore") to go on from it.'
+                )
+        self.at_start = found
+
+    def stop(self) -> None:
+        """End with the fit; checkpoints that are written later are still checked."""
+        self.is_active = self.has_found = False
+        self._kept = []
+
+    @property
+    def noting(self) -> Callable[..., None] | None:
+        """`note`, for those who call it in each step; None where nobody watches."""
+        return self.note if self.is_active else None
+
+    def note(self, number: Tensor, what: str = "loss") -> None:
+        """Look at the loss of a micro-batch or the gradient norm of a window; on a device, keep it for `read`."""
+        if self._waits:
+            self._keep(number, what)
+            return
+        try:
+            value = number.item()
+        except RuntimeError:  # not one number, for which backward has its own words
+            return
+        if value - value != 0:  # NaN and Inf alone
+            self._find(value, what, *self._now())
+
+    def _keep(self, number: Tensor, what: str) -> None:
+        if number.numel() == 1:
+            self._kept.append((number.detach(), what, *self._now()))
+            if len(self._kept) >= MOST_KEPT:
+                self.read()
+
+    def _now(self) -> tuple[int, int, int]:
+        """Return step, epoch and batch."""
+        assert self._session is not None
+        progress = self._session.fit.progress
+        return progress.global_step, progress.epoch, progress.batch
+
+    def read(self) -> None:
+        """Look at the numbers that were kept. Waits for the device, once."""
+        if not self._kept:
+            return
+        kept, self._kept = self._kept, []
+        values = torch.stack([number.reshape(()).float() for number, *_ in kept]).tolist()
+        for value, (_, what, step, epoch, batch) in zip(values, kept, strict=True):
+            if value - value != 0:
+                self._find(value, what, step, epoch, batch)
+                return
+
+    def _find(self, value: float, what: str, step: int, epoch: int, batch: int) -> None:
+        session = self._session
+        assert session is not None
+        if self._first is None:
+            feed = session.fit.feed
+            samples = None if feed is None else feed.samples(batch)
+            self._first = NonFiniteNumber(
+                what, value, session.strategy.world.rank, step, epoch, batch, *(samples or (None, None))
+            )
+        self._report()
+
+    def _report(self) -> None:
+        session = self._session
+        assert session is not None
+        self.has_found = True
+        if session.world_size > 1:
+            session.agreement.request(session.not_finite_flag)
+
+    def look(self) -> None:
+        """Read the numbers that were kept, and search the weights. Asks no other rank."""
+        if not self.is_active:
+            return
+        self.read()
+        self._weights = self._search(but=self.at_start)
+        if self._weights:
+            self._report()
+
+    def settle(self) -> None:
+        """`look`, and decide with all ranks. Collective."""
+        session = self._session
+        if not self.is_active or session is None:
+            return
+        self.look()
+        found = self.has_found
+        if session.world_size > 1:
+            found = session.agreement.now(session.not_finite_flag)
+        if found:
+            self.judge()
+
+    def judge(self) -> None:
+        """End the fit where weights are not finite; else warn of the number that was not, once. Collective.
+
+        Raises:
+            NonFiniteError: the weights are not finite; or, with ``non_finite="stop"``, a loss or gradient is not.
+        """
+        session = self._session
+        assert session is not None
+        self.read()
+        self._weights = self._search(but=self.at_start)
+        first, broken = self._gathered(self._weights)
+        self._first, self._weights, self.has_found = None, [], False
+        if session.world_size > 1:
+            session.agreement.lower(session.not_finite_flag)
+        if broken or session.config.non_finite == "stop":
+            raise NonFiniteError(self._ending(first, broken))
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(self._warning(first))
+
+    def stop_at_gradient(self) -> None:
+        """End the fit before an update whose gradient is not finite. Collective."""
+        self.read()
+        first, _ = self._gathered([])
+        raise NonFiniteError(self._ending(first, {}))
+
+    def check(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint whose weights or optimizer states are not finite. Collective.
+
+        Args:
+            checkpoint: all that is to be written, on each rank its part of it.
+
+        Raises:
+            NonFiniteError: on all ranks.
+        """
+        session = self._session
+        if session is None:
+            return
+        found = not_finite(_in_checkpoint(checkpoint, {*self.at_start}))
+        if not checkpoint.get("state_dict"):  # an engine that writes the weights itself
+            found += self._search(but=self.at_start)
+        if session.strategy.reduce_boolean_decision(bool(found), all=False):
+            self.read()
+            first, broken = self._gathered(found)
+            raise NonFiniteError(self._ending(first, broken))
+
+    def check_alone(self, checkpoint: Mapping[str, Any]) -> None:
+        """`check` on a rank that has failed, and asks nobody."""
+        if self._session is not None:
+            found = not_finite(_in_checkpoint(checkpoint, {*self.at_start}))
+            if found:
+                raise NonFiniteError(f"not finite: {_listed(found)}")
+
+    # -- what ranks have found -----------------------------------------------------------------------------
+
+    def _search(self, but: list[str] | None = None) -> list[str]:
+        """Return the names of parameters and buffers that are not finite on this rank."""
+        assert self._session is not None
+        return not_finite(
+            (name, tensor) for name, tensor in _weights_of(self._session.module) if name not in (but or ())
+        )
+
+    def _of_all(self, names: list[str]) -> list[str]:
+        """Return the names that any rank has found, in one order. Collective."""
+        session = self._session
+        assert session is not None
+        if not session.strategy.reduce_boolean_decision(bool(names), all=False):
+            return []
+        return list(dict.fromkeys(name for own in session.strategy.gather_objects(names) for name in own))
+
+    def _gathered(self, names: list[str]) -> tuple[NonFiniteNumber | None, dict[str, int]]:
+        """Return the first number of all ranks, and by name the first rank that has found it. Collective."""
+        session = self._session
+        assert session is not None
+        every = session.strategy.gather_objects((self._first, names))
+        numbers = [number for number, _ in every if number is not None]
+        first = min(numbers, key=lambda number: (number.epoch, number.batch, number.rank), default=None)
+        found: dict[str, int] = {}
+        for rank, (_, own) in enumerate(every):
+            for name in own:
+                found.setdefault(name, rank)
+        return first, found
+
+    # -- words ---------------------------------------------------------------------------------------------
+
+    def _cause(self, first: NonFiniteNumber | None, broken: dict[str, int]) -> str:
+        session = self._session
+        assert session is not None
+        several = session.world_size > 1
+        if first is not None:
+            since = f" Not finite since then: {_listed([*broken])}." if broken else ""
+            return first.describe(several) + since
+        progress = session.fit.progress
+        at = f"step {progress.global_step} (epoch {progress.epoch})"
+        if not broken:
+            return f"The gradient of {at} is not finite, though every loss was."
+        on_rank = f" on rank {min(broken.values())}" if several else ""
+        return f"Not finite at {at}{on_rank}, though every loss was: {_listed([*broken])}."
+
+    def _ending(self, first: NonFiniteNumber | None, broken: dict[str, int]) -> str:
+        saved = "There is no checkpoint."
+        if self.newest_checkpoint is not None:
+            saved = f"The newest healthy checkpoint is {self.newest_checkpoint}"
+        return (
+            f"{self._cause(first, broken)}\n{saved}\n"
+            'Trainer(non_finite="skip") leaves such updates out; Trainer(detect_anomaly=True) names the operation.'
+        )
+
+    def _warning(self, first: NonFiniteNumber | None) -> str:
+        session = self._session
+        assert session is not None
+        what = "The weights are finite, and the fit continues"
+        if session.config.non_finite == "skip":
+            what = "The update is left out, and the fit continues"
+        return f"{self._cause(first, {})} {what}; Trainer(detect_anomaly=True) names the operation."
+
+
+# -- what is searched ----------------------------------------------------------------------------------------
+
+
+def _weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each parameter that is trained, and of each buffer that a checkpoint has."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _optimizer_states(session: WatchedRun) -> Iterator[tuple[str, Tensor]]:
+    for optimizer in session.strategy.optimizers:
+        for state in getattr(optimizer, "state", {}).values():
+            for tensor in tensors_in(state):
+                yield f"a state of {type(optimizer).__name__}", tensor
+
+
+def _in_checkpoint(checkpoint: Mapping[str, Any], but: set[str]) -> Iterator[tuple[str, Tensor]]:
+    for key in IN_CHECKPOINT:
+        part = checkpoint.get(key) or {}
+        if isinstance(part, Mapping):
+            yield from ((name, value) for name, value in part.items() if name not in but and isinstance(value, Tensor))
+        else:
+            yield from ((f"the optimizer's state ({key})", tensor) for tensor in tensors_in(part))
+
+
+def _listed(names: list[str]) -> str:
+    names = list(dict.fromkeys(names))
+    shown = ", ".join(names[:SHOWN])
+    return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown
+
+
+# -- updates that are left out -------------------------------------------------------------------------------
+
+
+def guard_updates(session: WatchedRun) -> None:
+    """Let updates whose gradient is not finite be left out, or end the fit, as ``Trainer(non_finite=...)`` asks.
+
+    A loss scale (``precision="16-mixed"``) leaves such updates out itself.
+
+    Raises:
+        MisconfigurationException: the engine reduces and steps in one go.
+    """
+    mode, strategy = session.config.non_finite, session.strategy
+    if mode not in ("skip", "stop") or strategy.precision.scaler is not None:
+        return
+    if strategy.steps_itself:
+        if mode == "stop":  # by the loss alone
+            return
+        raise MisconfigurationException(
+            f'Trainer(non_finite="skip"): {type(strategy).__name__} reduces and steps in one go, so that no update can '
+            'be left out; choose "protect" or "stop", or precision="16-mixed", which leaves updates out itself.'
+        )
+    ends = partial(_stop_at_gradient, session) if mode == "stop" else None
+    strategy.precision.scaler = UpdateGuard(strategy.root_device.type, ends)
+
+
+def _stop_at_gradient(session: WatchedRun) -> None:
+    session.fit.finite.stop_at_gradient()
+
+
+def release_updates(session: WatchedRun) -> None:
+    """Take away what `guard_updates` has set."""
+    if isinstance(session.strategy.precision.scaler, UpdateGuard):
+        session.strategy.precision.scaler = None
