@@ -145,10 +145,6 @@ MORE: dict[str, tuple[str, Program]] = {
         "A resume with another batch size says what that changes.",
         program_of(160),
     ),
-    "NaN": (
-        "A loss that has become NaN is told of once.",
-        program_of(1177),
-    ),
     "checkpoint without its metric": (
         "A save by steps whose metric is never logged is told of; Lightning's waits for it in silence.",
         program_of(1091),

@@ -501,6 +501,7 @@ class Player:
         flags = {**self.program.flags, **more}
         if self.package == "lockstep":
             flags["order"] = "torch"
+            flags["non_finite"] = "ignore"  # Lightning trains on, and what it then does is compared
         if self.program.single_device:
             flags["strategy"] = self.part("strategies").SingleDeviceStrategy(self.program.single_device)
         self.let_go()

@@ -72,7 +72,6 @@ TOPICS = {
     "nothing left to train": r"there is nothing left to train",
     "uneven loaders": r"loaders side by side are cut unevenly",
     "loaders that stay": r"reload_dataloaders_every_n_epochs=\d+\): fit\(\) got",
-    "NaN": r"the loss was NaN there or before",
     "summary's precision": r"Precision .* is not supported by the model summary",
     "lost states": r"callbacks used to create the checkpoint|the states of callbacks that this Trainer",
     "one cycle by epochs": r"OneCycleLR.*(Are you sure|is stepped once an epoch)",

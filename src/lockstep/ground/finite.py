@@ -12,18 +12,33 @@ from lockstep.ground.parts import local_part, stands_in
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
+Parts = list[tuple[str, Tensor]]
+"""Floating-point values by name, as this rank holds them."""
+
+
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names of the tensors that hold NaN or Inf in this rank's part.
 
     Waits for the device once, and again only where something is found.
     """
-    named = [(name, part) for name, tensor in tensors if (part := _values_of(tensor)) is not None]
-    if not named:
-        return []
-    # A norm is not finite where an element is not. It may also overflow, so what it finds is checked.
-    if bool(torch.nn.utils.get_total_norm([part for _, part in named]).isfinite()):
-        return []
-    return [name for name, part in named if not bool(part.isfinite().all())]
+    parts = parts_with_values(tensors)
+    norm = total_norm(parts)
+    return [] if norm is None or bool(norm.isfinite()) else names_not_finite(parts)
+
+
+def parts_with_values(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
+    """Return this rank's part of each tensor, without those that have none, or whose type torch cannot search."""
+    return [(name, part) for name, tensor in tensors if (part := _values_of(tensor)) is not None]
+
+
+def total_norm(parts: Parts) -> Tensor | None:
+    """Return a norm that is not finite if an element is not; it may also overflow. None without parts."""
+    return torch.nn.utils.get_total_norm([part for _, part in parts]) if parts else None
+
+
+def names_not_finite(parts: Parts) -> list[str]:
+    """Return the names of the parts that hold NaN or Inf. Waits for the device at each."""
+    return [name for name, part in parts if not bool(part.isfinite().all())]
 
 
 def _values_of(tensor: Tensor) -> Tensor | None:

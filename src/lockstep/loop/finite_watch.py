@@ -14,7 +14,7 @@ from lockstep.config.run import RunConfig
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import MisconfigurationException, NonFiniteError
-from lockstep.ground.finite import not_finite
+from lockstep.ground.finite import names_not_finite, not_finite, parts_with_values, total_norm
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.tree import tensors_in
 from lockstep.module import LightningModule
@@ -100,7 +100,6 @@ class FiniteWatch:
     newest_checkpoint: str | None = None
     _session: WatchedRun | None = None
     _first: NonFiniteNumber | None = None
-    _weights: list[str] = field(default_factory=list)
     _has_warned: bool = False
     _waits: bool = False
     _kept: list[tuple[Tensor, str, int, int, int]] = field(default_factory=list)
@@ -129,7 +128,7 @@ class FiniteWatch:
         self.is_active = session.config.non_finite != "ignore"
         self._waits = session.strategy.root_device.type != "cpu"
         self.newest_checkpoint = loaded
-        found = self._of_all(self._search())
+        found = self._of_all(not_finite(self._to_search([])))
         if loaded is not None and self.is_active:
             broken = self._of_all(not_finite(_optimizer_states(session)))
             broken += [name for name in found if name not in self.at_start]
@@ -175,16 +174,22 @@ class FiniteWatch:
         progress = self._session.fit.progress
         return progress.global_step, progress.epoch, progress.batch
 
-    def read(self) -> None:
-        """Look at the numbers that were kept. Waits for the device, once."""
-        if not self._kept:
-            return
+    def read(self, also: Tensor | None = None) -> bool:
+        """Look at the numbers that were kept, and at one more. Waits for the device, once.
+
+        Returns:
+            True if ``also`` is finite.
+        """
         kept, self._kept = self._kept, []
-        values = torch.stack([number.reshape(()).float() for number, *_ in kept]).tolist()
-        for value, (_, what, step, epoch, batch) in zip(values, kept, strict=True):
+        numbers = [number for number, *_ in kept] + ([] if also is None else [also])
+        if not numbers:
+            return True
+        values = torch.stack([number.detach().reshape(()).float() for number in numbers]).tolist()
+        for value, (_, what, step, epoch, batch) in zip(values, kept, strict=False):
             if value - value != 0:
                 self._find(value, what, step, epoch, batch)
-                return
+                break
+        return also is None or values[-1] - values[-1] == 0
 
     def _find(self, value: float, what: str, step: int, epoch: int, batch: int) -> None:
         session = self._session
@@ -208,9 +213,8 @@ class FiniteWatch:
         """Read the numbers that were kept, and search the weights. Asks no other rank."""
         if not self.is_active:
             return
-        self.read()
-        self._weights = self._search(but=self.at_start)
-        if self._weights:
+        parts = parts_with_values(self._to_search(self.at_start))
+        if not self.read(also=total_norm(parts)) and names_not_finite(parts):
             self._report()
 
     def settle(self) -> None:
@@ -234,9 +238,8 @@ class FiniteWatch:
         session = self._session
         assert session is not None
         self.read()
-        self._weights = self._search(but=self.at_start)
-        first, broken = self._gathered(self._weights)
-        self._first, self._weights, self.has_found = None, [], False
+        first, broken = self._gathered(not_finite(self._to_search(self.at_start)))
+        self._first, self.has_found = None, False
         if session.world_size > 1:
             session.agreement.lower(session.not_finite_flag)
         if broken or session.config.non_finite == "stop":
@@ -265,7 +268,7 @@ class FiniteWatch:
             return
         found = not_finite(_in_checkpoint(checkpoint, {*self.at_start}))
         if not checkpoint.get("state_dict"):  # an engine that writes the weights itself
-            found += self._search(but=self.at_start)
+            found += not_finite(self._to_search(self.at_start))
         if session.strategy.reduce_boolean_decision(bool(found), all=False):
             self.read()
             first, broken = self._gathered(found)
@@ -280,12 +283,9 @@ class FiniteWatch:
 
     # -- what ranks have found -----------------------------------------------------------------------------
 
-    def _search(self, but: list[str] | None = None) -> list[str]:
-        """Return the names of parameters and buffers that are not finite on this rank."""
+    def _to_search(self, but: list[str]) -> Iterator[tuple[str, Tensor]]:
         assert self._session is not None
-        return not_finite(
-            (name, tensor) for name, tensor in _weights_of(self._session.module) if name not in (but or ())
-        )
+        return ((name, tensor) for name, tensor in _weights_of(self._session.module) if name not in but)
 
     def _of_all(self, names: list[str]) -> list[str]:
         """Return the names that any rank has found, in one order. Collective."""
@@ -411,3 +411,10 @@ def release_updates(session: WatchedRun) -> None:
     """Take away what `guard_updates` has set."""
     if isinstance(session.strategy.precision.scaler, UpdateGuard):
         session.strategy.precision.scaler = None
+
+
+def updates_left_out(session: WatchedRun) -> str:
+    """Return the number of updates that `guard_updates` has left out, in words; "" for none."""
+    guard = session.strategy.precision.scaler
+    count = guard.all_left_out if isinstance(guard, UpdateGuard) else 0
+    return f"; updates left out, as a gradient was not finite: {count}" if count else ""

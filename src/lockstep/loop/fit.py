@@ -23,6 +23,7 @@ from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.call import Asked, call, take_up_changes
 from lockstep.loop.evaluate import EvaluationLoop
+from lockstep.loop.finite_watch import updates_left_out
 from lockstep.loop.fit_messages import say
 from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
@@ -204,7 +205,9 @@ class FitLoop:
                     session.hooks.call("on_train_end")
                 else:  # of a fit that had ended, whose ranks may have weights of their own
                     session.strategy.copies.end_training()
-                say(session, f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
+                say(
+                    session, f"trainer.fit ended: {self._reason}{updates_left_out(session)}."
+                )  # the progress bar is closed by now
                 self._share_ending()
                 if session.interruption is None:
                     signals.ended(asdict(self._result()))
