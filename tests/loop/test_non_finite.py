@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -355,3 +356,57 @@ def test_ranks_stop_together_before_the_update(ranks: RankPool, tmp_path: Path) 
         assert "on rank 1 is nan" in said
         assert steps == 3
         assert not_finite(parameters.items()) == []
+
+
+class Chain(LightningModule):
+    """Three blocks; at step 3 its loss is NaN, or its learning rate."""
+
+    def __init__(self, bad: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bad = bad
+        self.blocks = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.blocks(batch[0]).square().mean()
+        return loss * torch.nan if self.bad == "loss" and batch_idx == BAD_STEP else loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.bad == "rate" and batch_idx == BAD_STEP:
+            for group in self.trainer.optimizers[0].param_groups:
+                group["lr"] = torch.nan
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+def fitted_by_engine(folder: Path, bad: str, strategy: str) -> str:
+    trainer = quiet(
+        devices=torch.distributed.get_world_size(),
+        max_epochs=1,
+        strategy=strategy,
+        enable_checkpointing=True,
+        callbacks=[each_step(folder)],
+    )
+    inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(NonFiniteError) as error:
+        trainer.fit(Chain(bad), DataLoader(TensorDataset(inputs), 1))
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("strategy", "bad"), [("balanced", "loss"), ("deepspeed_stage_2", "rate"), ("deepspeed_stage_3", "rate")]
+)
+def test_other_engines_save_no_weights_that_are_not_finite(
+    ranks: RankPool, tmp_path: Path, strategy: str, bad: str
+) -> None:
+    """DeepSpeed leaves out an update whose gradient is not finite by itself, so there the learning rate is NaN."""
+    if "deepspeed" in strategy:
+        pytest.importorskip("deepspeed")
+    first, second = ranks(2).run(fitted_by_engine, tmp_path, bad, strategy, timeout=100)
+    assert first == second
+    assert re.search(r"step [34]\b", first)
+    assert "blocks.0.weight" in first
+    loaded = Chain.load_from_checkpoint(tmp_path / "last.ckpt", bad="")
+    assert not_finite(loaded.state_dict().items()) == []

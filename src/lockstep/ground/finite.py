@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lockstep.ground.parts import local_part, stands_in
+from lockstep.ground.parts import stands_in
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -46,6 +46,7 @@ def _values_of(tensor: Tensor) -> Tensor | None:
     if stands_in(tensor):
         return None
     # of a parameter in partitions (DeepSpeed's stage 3) the values are in another attribute
-    part = local_part(getattr(tensor, "ds_tensor", tensor)).detach()
+    tensor = getattr(tensor, "ds_tensor", tensor).detach()
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     plain = type(part) is Tensor and part.layout is torch.strided and not part.is_meta
     return part if plain and part.dtype in _FLOATS and part.numel() else None

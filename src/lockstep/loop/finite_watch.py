@@ -267,8 +267,7 @@ class FiniteWatch:
         if session is None:
             return
         found = not_finite(_in_checkpoint(checkpoint, {*self.at_start}))
-        if not checkpoint.get("state_dict"):  # an engine that writes the weights itself
-            found += not_finite(self._to_search(self.at_start))
+        found += not_finite(self._to_search(self.at_start))  # which an engine may write itself, past the checkpoint
         if session.strategy.reduce_boolean_decision(bool(found), all=False):
             self.read()
             first, broken = self._gathered(found)
