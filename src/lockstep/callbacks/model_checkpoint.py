@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
+import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
+from lockstep.callbacks.checkpoint_folder import OTHERS, FolderClaim, fill, name_pattern, written_since
 from lockstep.checkpoint import storage
+from lockstep.checkpoint.glance import glance
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.types import TrainerFn
@@ -39,49 +41,6 @@ class Checkpoint(Callback):
     def find_last(self, trainer: Trainer) -> set[str]:
         """Paths that ``ckpt_path="last"`` may stand for; the Trainer takes the newest."""
         return set()
-
-
-# -- names of files ------------------------------------------------------------------------------------------
-
-
-_FIELD = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
-
-
-def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") -> str:
-    """`template` with each ``{name}`` or ``{name:format}`` replaced by the metric of that name, or 0.
-
-    Args:
-        template: such as ``"{epoch:02d}-{val/loss:.2f}"``.
-        metrics: numbers or tensors of one element, by name.
-        equals: what stands between a name and its value; None leaves the name out.
-
-    Raises:
-        MisconfigurationException: a format does not fit its value.
-
-    Example::
-
-        >>> fill("{epoch:02d}-{loss:.2f}", {"epoch": 5, "loss": 0.123})
-        'epoch=05-loss=0.12'
-    """
-
-    def value(field: re.Match[str]) -> str:
-        name, form = field[1], field[2] or ""
-        try:
-            text = format(metrics.get(name, 0), form)
-        except ValueError as error:
-            raise MisconfigurationException(
-                f"The file name {template!r} writes {name!r} as {form!r}, which does not fit its value "
-                f"{metrics.get(name, 0)} ({error}): change the part after the colon."
-            ) from error
-        return text if equals is None else f"{name}{equals}{text}"
-
-    return _FIELD.sub(value, template)
-
-
-def name_pattern(template: str, extension: str) -> re.Pattern[str]:
-    """What matches all names that `template` can give, with or without a version at their end."""
-    literal = re.split(r"\{[^{}]*\}", template)
-    return re.compile(".*".join(map(re.escape, literal)) + r"(-v\d+)?" + re.escape(extension))
 
 
 # -- ModelCheckpoint -----------------------------------------------------------------------------------------
@@ -206,6 +165,13 @@ class ModelCheckpoint(Checkpoint):
         self._time_bit = 0
         self._is_waiting_for_metric = False
         self._has_validated = False
+        self._saves = ("", "")  # names of the save before this one, and of this one: a checkpoint has both
+        self._newest_save = ""  # that has written a file
+        self._displaced: dict[str, float] = {}  # what the latest save deletes once it is done: path, time of the file
+        self._leftovers: dict[str, float] = {}  # the same of the checkpoint that the run is resumed from
+        self._interrupted = ""  # what a killed run saved before it renewed its last checkpoint
+        self._offered: set[str] = set()  # as "last"
+        self._folder = FolderClaim()
 
     def _check_arguments(self) -> None:
         def refuse(arguments: str, rule: str) -> None:
@@ -277,6 +243,7 @@ class ModelCheckpoint(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Rank 0 looks at its disk and tells the others what it found, so that all go on, or all stop.
+        self._leftovers, self._interrupted = {}, ""
         found = self._find_folder(trainer, stage) if trainer.is_global_zero else (None, None)
         self.dirpath, problem = trainer.strategy.broadcast(found)
         if problem is not None:
@@ -303,6 +270,7 @@ class ModelCheckpoint(Checkpoint):
         self._has_validated = self._is_waiting_for_metric = False
         # A run that was resumed is already saved as it is now.
         self._step_of_last_save = self._step_of_last_batch = trainer.global_step
+        self._end_interrupted_save(trainer)
 
     def _find_folder(self, trainer: Trainer, stage: str) -> tuple[str, OSError | None]:
         """The folder, and why a fit cannot write into it, if so."""
@@ -310,9 +278,21 @@ class ModelCheckpoint(Checkpoint):
         try:
             if stage == "fit" and (self.save_top_k != 0 or self.save_last) and not trainer.fast_dev_run:
                 storage.check_writable(dirpath)
+                self._enter_folder(trainer, dirpath)
         except OSError as error:
             return dirpath, error
         return dirpath, None
+
+    def _enter_folder(self, trainer: Trainer, dirpath: str) -> None:
+        """On rank 0, before a fit: look for other runs in the folder, and remove what killed ones were writing."""
+        storage.remove_leftovers(dirpath)
+        others = [name for name in storage.names(dirpath) if name.endswith(self.FILE_EXTENSION)]
+        is_alone = self._folder.claim(dirpath)
+        if is_alone and others and not (self._latest_path or getattr(trainer, "ckpt_path", None)):
+            warn_once(OTHERS.format(folder=dirpath, name=others[0]))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._folder.release()
 
     def _is_due(self, trainer: Trainer, step: int) -> bool:
         """Whether to save behind this step, by time or by the number of steps; the time begins anew then."""
@@ -386,12 +366,15 @@ class ModelCheckpoint(Checkpoint):
             self._announce(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._folder.release()
         if not self.save_on_exception or trainer.world_size > 1 or self._should_skip(trainer):
             return
         metrics = self._metrics(trainer)
         path = self._free_path(trainer, metrics, "")
+        outdated_last = self._name_last(trainer, metrics)
         self._write(trainer, path)
-        self._delete(trainer, self._save_last(trainer, metrics), self.last_model_path)
+        self._save_last(trainer)
+        self._delete(trainer, outdated_last, self.last_model_path)
         rank_zero_info(f"{type(exception).__name__} ended the run: saved it to {path!r}.")
 
     def _end_of_epoch(self, trainer: Trainer, is_over: bool) -> None:
@@ -426,9 +409,11 @@ class ModelCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer, metrics: dict[str, Tensor], ranked: bool = True) -> None:
         """One occasion: the ranked checkpoint, the last one, then the deletion of what they displaced."""
         self._is_waiting_for_metric = False
+        self._saves, self._displaced = (self._newest_save, secrets.token_hex(8)), {}
+        outdated_last = self._name_last(trainer, metrics)  # before the first file: it is part of each
         outdated = self._save_ranked(trainer, metrics) if ranked and self.save_top_k != 0 else ""
         latest = self._latest_path
-        outdated_last = self._save_last(trainer, metrics)
+        self._save_last(trainer)
         # Only now: last.ckpt may have been a link to what is deleted.
         self._delete(trainer, outdated, latest)
         self._delete(trainer, outdated_last, self.last_model_path)
@@ -438,6 +423,7 @@ class ModelCheckpoint(Checkpoint):
         if self.monitor is None:
             displaced = self.best_model_path if self.save_top_k == 1 else ""
             self.best_model_path = self._free_path(trainer, metrics, displaced)
+            self._note_displaced(trainer, displaced)
             self._write(trainer, self.best_model_path)
             return displaced
         if self.monitor not in metrics:
@@ -458,14 +444,17 @@ class ModelCheckpoint(Checkpoint):
     def _save_scored(
         self, trainer: Trainer, metrics: dict[str, Tensor], score: Tensor, earlier: int | None = None
     ) -> str:
-        displaced = ""
-        if self.save_top_k > 0 and len(self.best_k_models) >= self.save_top_k:
-            displaced = self.kth_best_model_path
+        is_full = 0 < self.save_top_k <= len(self.best_k_models)
+        displaced = self.kth_best_model_path if is_full else ""
+        path = self._free_path(trainer, metrics, displaced)
+        if path in self.best_k_models:  # it is written once more
+            displaced = ""
+        elif displaced:
             del self.best_k_models[displaced]
             self.values_of_earlier_steps.pop(displaced, None)
+            self._note_displaced(trainer, displaced)
         if torch.isnan(score):
             score = torch.full_like(score, torch.inf if self.mode == "min" else -torch.inf)
-        path = self._free_path(trainer, metrics, displaced)
         # All this is part of the checkpoint itself, so it comes first.
         self.current_score = self.best_k_models[path] = score
         if earlier is None:
@@ -483,19 +472,24 @@ class ModelCheckpoint(Checkpoint):
         self._write(trainer, path)
         return displaced
 
-    def _save_last(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
-        """Writes or links ``last.ckpt``; gives the path that it had before, or ``""``."""
+    def _name_last(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
+        """Choose the path of ``last.ckpt``. Return the one that it had before, or ``""``."""
         if not self.save_last:
             return ""
         previous = self.last_model_path
         self.last_model_path = self._free_path(trainer, metrics, previous, self.CHECKPOINT_NAME_LAST)
+        if self.last_model_path != previous:
+            self._note_displaced(trainer, previous)
+        return previous
+
+    def _save_last(self, trainer: Trainer) -> None:
+        """Write or link ``last.ckpt``."""
         if self.save_last == "link" and self._latest_path and self.save_top_k != 0:
             if trainer.is_global_zero and self._latest_path != self.last_model_path:
                 # when the file is there: a link that leads nowhere would hide the checkpoints before it
                 trainer.strategy.checkpoint_io.then(partial(storage.link, self.last_model_path, self._latest_path))
-        else:
+        elif self.save_last:
             self._write(trainer, self.last_model_path)
-        return previous
 
     def _write(self, trainer: Trainer, path: str) -> None:
         # a Trainer of the user's may take no more than Lightning's
@@ -504,7 +498,9 @@ class ModelCheckpoint(Checkpoint):
         if self.save_pretrained:
             trainer.save_pretrained(self._pretrained_beside(path))
         self._step_of_last_save = trainer.global_step
-        self._latest_path = path
+        self._latest_path, self._newest_save = path, self._saves[1]
+        if trainer.is_global_zero:
+            self._folder.claim(str(self.dirpath))
         self._announce(trainer)
 
     def _announce(self, trainer: Trainer) -> None:
@@ -513,15 +509,50 @@ class ModelCheckpoint(Checkpoint):
                 logger.after_save_checkpoint(weakref.proxy(self))
 
     def _delete(self, trainer: Trainer, path: str, latest: str) -> None:
-        """Deletes a checkpoint of this run, unless it is the `latest` or the one that the run was resumed from."""
+        """Delete a checkpoint of this run, unless it is the `latest` or the user has named it to resume from."""
         if not path or path == latest or not trainer.is_global_zero or not self._is_ours(path):
             return
         resumed = getattr(trainer, "ckpt_path", None)
-        if resumed and storage.absolute(path) == storage.absolute(resumed):
+        if resumed and resumed not in self._offered and storage.absolute(path) == storage.absolute(resumed):
             return
         trainer.strategy.remove_checkpoint(path)
         if self.save_pretrained:
             shutil.rmtree(self._pretrained_beside(path), ignore_errors=True)
+
+    # -- after a kill --------------------------------------------------------------------------------------
+
+    def _note_displaced(self, trainer: Trainer, path: str) -> None:
+        """Have the checkpoint name a file that is deleted after it is written, which a kill may prevent."""
+        if path and trainer.is_global_zero and not storage.is_remote(path) and storage.exists(path):
+            self._displaced[path] = storage.modified(path)
+
+    def _end_interrupted_save(self, trainer: Trainer) -> None:
+        """Before a resumed fit trains: do what was left of the save in which the run was killed. Collective."""
+        if getattr(trainer, "ckpt_path", None) is None or not self._newest_save:
+            return
+        path, state = trainer.strategy.broadcast(self._interrupted_save(trainer))
+        if path:
+            self.load_state_dict(state)
+            self._interrupted = path
+        kept = {self.best_model_path, self.last_model_path, *self.best_k_models}
+        leftovers, self._leftovers = self._leftovers, {}
+        for left, time_of_file in leftovers.items():
+            is_same = left not in kept and storage.exists(left) and storage.modified(left) == time_of_file
+            if is_same and trainer.is_global_zero:
+                self._delete(trainer, left, "")
+
+    def _interrupted_save(self, trainer: Trainer) -> tuple[str, dict[str, Any]]:
+        """On rank 0: the ranked checkpoint that came after the ``last.ckpt`` that is resumed from, and its state."""
+        last = storage.absolute(str(trainer.ckpt_path))
+        if not trainer.is_global_zero or not self.last_model_path:
+            return "", {}
+        if storage.absolute(self.last_model_path) != last or storage.is_remote(last):
+            return "", {}
+        for path in written_since(last, str(self.dirpath), self.FILE_EXTENSION):
+            state = {} if path in self.best_k_models else glance(path).get("callbacks", {}).get(self.state_key, {})
+            if state.get("saves", ("", ""))[0] == self._newest_save:  # no other save has this name
+                return path, state
+        return "", {}
 
     def _pretrained_beside(self, path: str) -> str:
         return f"{path.removesuffix(self.FILE_EXTENSION)}-pretrained"
@@ -608,7 +639,7 @@ class ModelCheckpoint(Checkpoint):
         """A path that no file has, but for `own`, which may be overwritten."""
         path = self.format_checkpoint_name(metrics, filename)
         version = self.STARTING_VERSION
-        while self._enable_version_counter and path != own and self.file_exists(path, trainer):
+        while self._enable_version_counter and path not in (own, self._interrupted) and self.file_exists(path, trainer):
             path = self.format_checkpoint_name(metrics, filename, ver=version)
             version += 1
         return path
@@ -619,11 +650,14 @@ class ModelCheckpoint(Checkpoint):
         return bool(trainer.strategy.broadcast(found))
 
     def find_last(self, trainer: Trainer) -> set[str]:
-        """Paths in the folder that are named as ``last.ckpt`` is; where none is, all checkpoints that are there."""
+        """The newest file in the folder that is named as ``last.ckpt`` is; without one, all checkpoints there."""
         folder = self._choose_folder(trainer)
         pattern = name_pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
         names = [name for name in storage.names(folder) if name.endswith(self.FILE_EXTENSION)]
-        return {os.path.join(folder, name) for name in [n for n in names if pattern.fullmatch(n)] or names}
+        last = [os.path.join(folder, name) for name in names if pattern.fullmatch(name)]
+        newest = sorted(filter(storage.exists, last), key=storage.modified)[-1:]
+        self._offered = {*(newest if last else (os.path.join(folder, name) for name in names))}
+        return self._offered
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Writes :attr:`best_k_models` (path: score) as YAML, by default beside the checkpoints."""
@@ -647,6 +681,8 @@ class ModelCheckpoint(Checkpoint):
             "kth_value": self.kth_value,
             "last_model_path": self.last_model_path,
             "values_of_earlier_steps": dict(self.values_of_earlier_steps),
+            "saves": list(self._saves),
+            "displaced": dict(self._displaced),
         }
 
     def _foreign(self, paths: Sequence[str]) -> list[str]:
@@ -681,6 +717,9 @@ class ModelCheckpoint(Checkpoint):
         self.values_of_earlier_steps = {path: int(earlier[path]) for path in self.best_k_models if path in earlier}
         self.kth_best_model_path = state_dict.get("kth_best_model_path", self.kth_best_model_path)
         self.kth_value = state_dict.get("kth_value", self.kth_value)
+        before, latest = state_dict.get("saves", self._saves)
+        self._saves, self._newest_save = (str(before), str(latest)), str(latest)
+        self._leftovers = {path: float(time) for path, time in state_dict.get("displaced", {}).items()}
         self._drop_surplus()
         full = 0 < self.save_top_k <= len(self.best_k_models)
         if foreign or ((full or self.kth_best_model_path) and self.kth_best_model_path not in self.best_k_models):
