@@ -219,6 +219,13 @@ class WeightAveraging(Callback):
 
     # -- the average ---------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        kept = super().__getstate__()
+        average = self._average
+        if average is not None and any(_kind(tensor) != (None, None) for tensor in _tensors(average.module)):
+            kept.update(_average=None, _shown=False)  # this rank's parts are nothing where its ranks are not
+        return kept
+
     def _check(self, pl_module: LightningModule) -> None:
         assert self._average is not None
         shapes = [[tensor.shape for tensor in _tensors(module)] for module in (self._average.module, pl_module)]

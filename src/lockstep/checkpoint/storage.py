@@ -389,11 +389,19 @@ def written_by_torch(folder: Path) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        raise_interruption(error)
         words = ("inline_container", "PytorchStreamWriter", "iostream")
         if not any(word in str(error) for word in words):
             raise
         number = errno.ENOSPC if shutil.disk_usage(folder).free < 2**20 else errno.EIO
         raise explained(OSError(number, os.strerror(number)), folder / INDEX) from error
+
+
+def raise_interruption(error: RuntimeError) -> None:
+    """Raise what interrupted torch while it wrote (a Ctrl-C), where it reports a file that is not whole instead."""
+    interruption = error.__context__
+    if interruption is not None and not isinstance(interruption, Exception):
+        raise interruption.with_traceback(None) from None
 
 
 def explained(error: OSError, target: Path) -> OSError:
