@@ -71,7 +71,7 @@ def test_of_two_runs_at_once_none_takes_the_last_checkpoint_of_the_other(
     monkeypatch.setattr(state, "PATIENCE", 0.0)
     fit(tmp_path, save_last=True)
     with another_run(tmp_path):
-        with pytest.raises(MisconfigurationException, match='"last".*another process is saving its run in'):
+        with pytest.raises(MisconfigurationException, match=r'"last".*another process is saving its run in'):
             fit(tmp_path, 2, "last", save_last=True)
         with pytest.warns(UserWarning, match="another process is saving its run in .* now: both"):
             fit(tmp_path, save_last=True)

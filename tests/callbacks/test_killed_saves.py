@@ -74,19 +74,21 @@ def found(folder: Path) -> dict[str, int]:
     return {path.name: torch.load(path, weights_only=True)["global_step"] for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"save_last": True},
-        {"save_last": "link"},
-        {"save_last": True, "monitor": "loss", "save_top_k": 2},
-        {"save_last": "link", "monitor": "loss", "save_top_k": 2},
-        {"save_last": True, "monitor": "loss", "mode": "max", "save_top_k": 3, "filename": "{epoch}-{loss:.1f}"},
-        {"save_last": True, "save_top_k": -1},
-        {},
-        {"monitor": "loss", "save_top_k": 2},
-    ],
-)
+EVERYDAY: list[dict[str, Any]] = [
+    {"save_last": True},
+    {"save_last": "link", "monitor": "loss", "save_top_k": 2},
+    {"monitor": "loss", "save_top_k": 2},
+]
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"save_last": "link"},
+    {"save_last": True, "monitor": "loss", "save_top_k": 2},
+    {"save_last": True, "monitor": "loss", "mode": "max", "save_top_k": 3, "filename": "{epoch}-{loss:.1f}"},
+    {"save_last": True, "save_top_k": -1},
+]
+
+
+@pytest.mark.parametrize("options", [*EVERYDAY, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
 @pytest.mark.filterwarnings("ignore")
 def test_a_kill_within_a_save_leaves_no_more_files_than_a_run_without(options: dict[str, Any], tmp_path: Path) -> None:
     whole = fit(tmp_path / "whole", options)

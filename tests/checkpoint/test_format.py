@@ -439,21 +439,20 @@ class TestRefused:
 
 def test_a_second_ctrl_c_within_a_save_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch made a RuntimeError of it (unexpected pos)."""
-    path, calls = tmp_path / "a.ckpt", 0
+    path, left = tmp_path / "a.ckpt", [0]
     content = {f"w{i}": torch.ones(100) for i in range(5)}
     save(content, path)
     before, pass_on = path.read_bytes(), checkpoint_format._HashingWriter._pass_on
 
     def interrupted(writer: Any, data: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at:
+        left[0] -= 1
+        if not left[0]:
             raise KeyboardInterrupt
         pass_on(writer, data)
 
     monkeypatch.setattr(checkpoint_format._HashingWriter, "_pass_on", interrupted)
     for at in (1, 2, 5, 10):
-        calls = 0
+        left[0] = at
         with pytest.raises(KeyboardInterrupt):
             save({**content, "more": torch.zeros(1)}, path)
         assert path.read_bytes() == before

@@ -73,16 +73,21 @@ class FolderClaim:
 
     def __init__(self) -> None:
         self._claimed: str | None = None
+        self._is_shared = False
 
-    def claim(self, folder: str) -> bool:
-        """Mark a folder, once it exists. Return False, after a warning, if another process uses it now."""
+    def claim(self, folder: str) -> None:
+        """Mark a folder, once it exists; warn if another process uses it now."""
         if self._claimed is None:
             mark = claims.claim(folder)
-            self._claimed = folder if mark else None
-            if mark is False:
+            self._claimed, self._is_shared = folder if mark else None, mark is False
+            if self._is_shared:
                 warn_once(SHARED.format(folder=folder))
-                return False
-        return True
+
+    def look_for_others(self, folder: str, extension: str) -> None:
+        """Before the first save of a run: warn if there are checkpoints."""
+        others = [name for name in storage.names(folder) if name.endswith(extension)]
+        if others and not self._is_shared:  # which is said already
+            warn_once(OTHERS.format(folder=folder, name=others[0]))
 
     def release(self) -> None:
         """Take the mark away."""
@@ -91,7 +96,7 @@ class FolderClaim:
             self._claimed = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_claimed": None}  # a mark is one process's
+        return {"_claimed": None, "_is_shared": False}  # a mark is one process's
 
 
 # -- after a kill --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
-from lockstep.callbacks.checkpoint_folder import OTHERS, FolderClaim, fill, name_pattern, written_since
+from lockstep.callbacks.checkpoint_folder import FolderClaim, fill, name_pattern, written_since
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.glance import glance
 from lockstep.ground.errors import MisconfigurationException
@@ -169,6 +169,7 @@ class ModelCheckpoint(Checkpoint):
         self._newest_save = ""  # that has written a file
         self._displaced: dict[str, float] = {}  # what the latest save deletes once it is done: path, time of the file
         self._leftovers: dict[str, float] = {}  # the same of the checkpoint that the run is resumed from
+        self._is_resumed = False
         self._interrupted = ""  # what a killed run saved before it renewed its last checkpoint
         self._offered: set[str] = set()  # as "last"
         self._folder = FolderClaim()
@@ -243,7 +244,7 @@ class ModelCheckpoint(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Rank 0 looks at its disk and tells the others what it found, so that all go on, or all stop.
-        self._leftovers, self._interrupted = {}, ""
+        self._leftovers, self._interrupted, self._is_resumed = {}, "", False
         found = self._find_folder(trainer, stage) if trainer.is_global_zero else (None, None)
         self.dirpath, problem = trainer.strategy.broadcast(found)
         if problem is not None:
@@ -270,7 +271,10 @@ class ModelCheckpoint(Checkpoint):
         self._has_validated = self._is_waiting_for_metric = False
         # A run that was resumed is already saved as it is now.
         self._step_of_last_save = self._step_of_last_batch = trainer.global_step
-        self._end_interrupted_save(trainer)
+        if self._is_resumed:
+            self._end_interrupted_save(trainer)
+        elif trainer.is_global_zero and not (self._latest_path or getattr(trainer, "ckpt_path", None)):
+            self._folder.look_for_others(str(self.dirpath), self.FILE_EXTENSION)
 
     def _find_folder(self, trainer: Trainer, stage: str) -> tuple[str, OSError | None]:
         """The folder, and why a fit cannot write into it, if so."""
@@ -278,18 +282,11 @@ class ModelCheckpoint(Checkpoint):
         try:
             if stage == "fit" and (self.save_top_k != 0 or self.save_last) and not trainer.fast_dev_run:
                 storage.check_writable(dirpath)
-                self._enter_folder(trainer, dirpath)
+                storage.remove_leftovers(dirpath)
+                self._folder.claim(dirpath)
         except OSError as error:
             return dirpath, error
         return dirpath, None
-
-    def _enter_folder(self, trainer: Trainer, dirpath: str) -> None:
-        """On rank 0, before a fit: look for other runs in the folder, and remove what killed ones were writing."""
-        storage.remove_leftovers(dirpath)
-        others = [name for name in storage.names(dirpath) if name.endswith(self.FILE_EXTENSION)]
-        is_alone = self._folder.claim(dirpath)
-        if is_alone and others and not (self._latest_path or getattr(trainer, "ckpt_path", None)):
-            warn_once(OTHERS.format(folder=dirpath, name=others[0]))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._folder.release()
@@ -528,8 +525,6 @@ class ModelCheckpoint(Checkpoint):
 
     def _end_interrupted_save(self, trainer: Trainer) -> None:
         """Before a resumed fit trains: do what was left of the save in which the run was killed. Collective."""
-        if getattr(trainer, "ckpt_path", None) is None or not self._newest_save:
-            return
         path, state = trainer.strategy.broadcast(self._interrupted_save(trainer))
         if path:
             self.load_state_dict(state)
@@ -542,17 +537,21 @@ class ModelCheckpoint(Checkpoint):
                 self._delete(trainer, left, "")
 
     def _interrupted_save(self, trainer: Trainer) -> tuple[str, dict[str, Any]]:
-        """On rank 0: the ranked checkpoint that came after the ``last.ckpt`` that is resumed from, and its state."""
-        last = storage.absolute(str(trainer.ckpt_path))
-        if not trainer.is_global_zero or not self.last_model_path:
+        """On rank 0: the ranked checkpoint of the save after which ``last.ckpt`` was not renewed, and its state."""
+        last = self.last_model_path
+        if not trainer.is_global_zero or not last or storage.is_remote(last) or not storage.exists(last):
             return "", {}
-        if storage.absolute(self.last_model_path) != last or storage.is_remote(last):
+        if self._saves_in(last)[1] != self._newest_save:  # the run goes on from another save than that of `last`
             return "", {}
         for path in written_since(last, str(self.dirpath), self.FILE_EXTENSION):
-            state = {} if path in self.best_k_models else glance(path).get("callbacks", {}).get(self.state_key, {})
-            if state.get("saves", ("", ""))[0] == self._newest_save:  # no other save has this name
-                return path, state
+            if path not in self.best_k_models and self._saves_in(path)[0] == self._newest_save:
+                return path, glance(path)["callbacks"][self.state_key]
         return "", {}
+
+    def _saves_in(self, path: str) -> Sequence[str]:
+        """Names of the save before that of a checkpoint, and of its own, which no other save has."""
+        found: Sequence[str] = glance(path).get("callbacks", {}).get(self.state_key, {}).get("saves", ("", ""))
+        return found
 
     def _pretrained_beside(self, path: str) -> str:
         return f"{path.removesuffix(self.FILE_EXTENSION)}-pretrained"
@@ -717,8 +716,9 @@ class ModelCheckpoint(Checkpoint):
         self.values_of_earlier_steps = {path: int(earlier[path]) for path in self.best_k_models if path in earlier}
         self.kth_best_model_path = state_dict.get("kth_best_model_path", self.kth_best_model_path)
         self.kth_value = state_dict.get("kth_value", self.kth_value)
-        before, latest = state_dict.get("saves", self._saves)
+        before, latest = state_dict.get("saves", ("", ""))
         self._saves, self._newest_save = (str(before), str(latest)), str(latest)
+        self._is_resumed = bool(latest)
         self._leftovers = {path: float(time) for path, time in state_dict.get("displaced", {}).items()}
         self._drop_surplus()
         full = 0 < self.save_top_k <= len(self.best_k_models)
