@@ -115,7 +115,7 @@ def test_a_folder_is_marked_while_a_fit_saves_there(tmp_path: Path, is_there: bo
             raise ValueError("at its end")
 
     with pytest.raises(ValueError, match="at its end"):
-        fit(folder, also=[second, Fails()])
+        fit(folder, also=[second, Fails()], save_on_exception=True)
     assert not claims._claims
 
 
@@ -165,3 +165,11 @@ def test_a_run_that_was_resumed_keeps_the_name_of_its_last_checkpoint(tmp_path: 
         trainer.fit(Slope(), numbers(10), ckpt_path=str(tmp_path / "epoch=0-step=2.ckpt") if steps > 2 else None)
     assert [name for name in os.listdir(tmp_path) if "last" in name] == ["last.ckpt"]
     assert step_of(tmp_path / "last.ckpt") == 8
+
+
+def test_a_checkpoint_that_the_user_has_named_to_resume_from_is_never_deleted(tmp_path: Path) -> None:
+    fit(tmp_path, 1)
+    named = tmp_path / "epoch=0-step=2.ckpt"
+    fit(tmp_path, 2, str(named))
+    fit(tmp_path, 3, "last")
+    assert sorted(os.listdir(tmp_path)) == [named.name, "epoch=2-step=6.ckpt"]

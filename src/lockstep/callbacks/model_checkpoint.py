@@ -363,9 +363,13 @@ class ModelCheckpoint(Checkpoint):
             self._announce(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._folder.release()
-        if not self.save_on_exception or trainer.world_size > 1 or self._should_skip(trainer):
-            return
+        try:
+            if self.save_on_exception and trainer.world_size == 1 and not self._should_skip(trainer):
+                self._save_at(trainer, exception)
+        finally:
+            self._folder.release()
+
+    def _save_at(self, trainer: Trainer, exception: BaseException) -> None:
         metrics = self._metrics(trainer)
         path = self._free_path(trainer, metrics, "")
         outdated_last = self._name_last(trainer, metrics)
@@ -507,20 +511,24 @@ class ModelCheckpoint(Checkpoint):
 
     def _delete(self, trainer: Trainer, path: str, latest: str) -> None:
         """Delete a checkpoint of this run, unless it is the `latest` or the user has named it to resume from."""
-        if not path or path == latest or not trainer.is_global_zero or not self._is_ours(path):
-            return
-        resumed = getattr(trainer, "ckpt_path", None)
-        if resumed and resumed not in self._offered and storage.absolute(path) == storage.absolute(resumed):
+        if path == latest or not self._may_delete(trainer, path):
             return
         trainer.strategy.remove_checkpoint(path)
         if self.save_pretrained:
             shutil.rmtree(self._pretrained_beside(path), ignore_errors=True)
 
+    def _may_delete(self, trainer: Trainer, path: str) -> bool:
+        if not path or not trainer.is_global_zero or not self._is_ours(path):
+            return False
+        resumed = getattr(trainer, "ckpt_path", None)
+        is_named = resumed and resumed not in self._offered
+        return not (is_named and storage.absolute(path) == storage.absolute(str(resumed)))
+
     # -- after a kill --------------------------------------------------------------------------------------
 
     def _note_displaced(self, trainer: Trainer, path: str) -> None:
         """Have the checkpoint name a file that is deleted after it is written, which a kill may prevent."""
-        if path and trainer.is_global_zero and not storage.is_remote(path) and storage.exists(path):
+        if self._may_delete(trainer, path) and not storage.is_remote(path) and storage.exists(path):
             self._displaced[path] = storage.modified(path)
 
     def _end_interrupted_save(self, trainer: Trainer) -> None:
@@ -531,9 +539,8 @@ class ModelCheckpoint(Checkpoint):
             self._interrupted = path
         kept = {self.best_model_path, self.last_model_path, *self.best_k_models}
         leftovers, self._leftovers = self._leftovers, {}
-        for left, time_of_file in leftovers.items():
-            is_same = left not in kept and storage.exists(left) and storage.modified(left) == time_of_file
-            if is_same and trainer.is_global_zero:
+        for left, time_of_file in leftovers.items() if trainer.is_global_zero else ():
+            if left not in kept and storage.exists(left) and storage.modified(left) == time_of_file:
                 self._delete(trainer, left, "")
 
     def _interrupted_save(self, trainer: Trainer) -> tuple[str, dict[str, Any]]:
