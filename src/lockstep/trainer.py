@@ -76,6 +76,11 @@ if TYPE_CHECKING:
     from lockstep.verify.certificate import Certificate
 
 
+STAYED_THERE = (
+    "the call ran in processes of its own, where the optimizers' states and all else that a resume needs have stayed. "
+    "Save by ModelCheckpoint, or in a hook, to resume; give weights_only=True for the weights."
+)
+
 SAVED_WITHIN = (
     "trainer.save_checkpoint in `{hook}`, while a training batch runs: a run that goes on from this file plays the "
     "batch again, and with it its window. Random numbers that they have drawn by now are others then, a step of the "
@@ -507,13 +512,15 @@ class Trainer(Attributes):
                 an adapter, say, its optimizer and what a resume needs, and a hash of the weights that it belongs to,
                 by which loading refuses others. Frozen weights that change (a target network's) are in the file.
         """
-        if not self.session.has("hooks") or self.strategy.module is None:
-            raise NotThere(
-                f"trainer.save_checkpoint({os.fspath(filepath)!r}): there is nothing to save before the first fit has "
-                "set up its module (a copy of a Trainer has set up nothing)."
-            )
-        if self.strategy.absent:
-            self.strategy.check_present(f"trainer.save_checkpoint({os.fspath(filepath)!r})")
+        call = f"trainer.save_checkpoint({os.fspath(filepath)!r})"
+        session = self._saved_session(call)
+        if session is not self.session:
+            if weights_only is False or trainable_only:
+                raise NotThere(f"{call}: {STAYED_THERE}")
+            if not weights_only:
+                warn_once(f"{call} writes the weights alone: {STAYED_THERE}", key=STAYED_THERE)
+            state.save(session, filepath, True, storage_options)
+            return
         if self.session.fit.progress.runs and not weights_only:
             warn_once(SAVED_WITHIN.format(hook=self.session.results.hook[0]), key="saved within a batch")
         early = self.session.hooks.before_own("on_train_batch_end")
@@ -549,20 +556,31 @@ class Trainer(Attributes):
             tokenizer: to be written, too: a tokenizer of transformers, or a folder that holds one. None: files of the
                 folder that the model began with are copied.
         """
-        if not self.session.has("hooks") or self.strategy.module is None:
-            raise MisconfigurationException(
-                f"trainer.save_pretrained({os.fspath(folder)!r}): there is nothing to save before the first fit has "
-                "set up its module."
-            )
-        if self.strategy.absent:
-            self.strategy.check_present(f"trainer.save_pretrained({os.fspath(folder)!r})")
-        strategy = self.strategy
+        strategy = self._saved_session(f"trainer.save_pretrained({os.fspath(folder)!r})").strategy
         prefix, found = export.find_model(strategy.module, model)
         values = itertools.chain(((n, value) for n, value, _ in strategy.whole_parameters()), strategy.whole_buffers())
         if export.is_of_peft(found):
             export.write_adapter(folder, values, prefix, found, tokenizer)
         else:
             export.write(folder, export.named_as_in_files(found, prefix, values), found, max_shard_size, tokenizer)
+
+    def _saved_session(self, call: str) -> Session:
+        """The session whose module can be saved now: this process's, or one of what came back from others."""
+        if self._spawns and self.session.came_back:
+            return spawn_results.session_here(self.session)
+        if self._spawns:
+            raise NotThere(
+                f"{call}: no weights have come back: calls of this Trainer run in processes of their own, and bring "
+                "them back when they end without an error. Call it after that, or in a hook."
+            )
+        if not self.session.has("hooks") or self.strategy.module is None:
+            raise NotThere(
+                f"{call}: there is nothing to save before the first fit has set up its module (a copy of a Trainer has "
+                "set up nothing)."
+            )
+        if self.strategy.absent:
+            self.strategy.check_present(call)
+        return self.session
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -643,6 +661,7 @@ class Trainer(Attributes):
     def _hand_over(self, loop: spawn_results.Loop, *args: object) -> Any:
         """Run a loop in spawned or forked processes, and go on here as if it had run here."""
         session = self.session
+        session.came_back = False
         call = spawn_results.call if self.strategy.launcher == "spawn" else spawn_results.call_in_copy(session)
         return spawn_results.take_over(session, self._launch(call, session, loop, *args))
 

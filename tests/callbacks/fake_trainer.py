@@ -56,6 +56,7 @@ class FakeTrainer:
     fast_dev_run: int = 0
     should_stop: bool = False
     sanity_checking: bool = False
+    is_last_batch: bool = False
     enable_validation: bool = True
     seconds_per_batch: float = 0.0
 
@@ -119,6 +120,7 @@ class FakeTrainer:
         for batch_idx in range(first_batch, int(self.num_training_batches)):
             self.call("on_train_batch_start", module, None, batch_idx)
             time.sleep(self.seconds_per_batch)
+            self.is_last_batch = batch_idx + 1 == self.num_training_batches
             if step is not None:
                 step(self, batch_idx)
             if (batch_idx + 1) % self.accumulate_grad_batches == 0:

@@ -435,3 +435,25 @@ class TestRefused:
         ordered.note = Path("a")  # type: ignore[attr-defined]
         with pytest.raises(MisconfigurationException, match=r'\["o"\]\["__dict__"\]\["note"\]'):
             readable({"o": ordered})
+
+
+def test_a_second_ctrl_c_within_a_save_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch made a RuntimeError of it (unexpected pos)."""
+    path, left = tmp_path / "a.ckpt", [0]
+    content = {f"w{i}": torch.ones(100) for i in range(5)}
+    save(content, path)
+    before, pass_on = path.read_bytes(), checkpoint_format._HashingWriter._pass_on
+
+    def interrupted(writer: Any, data: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        pass_on(writer, data)
+
+    monkeypatch.setattr(checkpoint_format._HashingWriter, "_pass_on", interrupted)
+    for at in (1, 2, 5, 10):
+        left[0] = at
+        with pytest.raises(KeyboardInterrupt):
+            save({**content, "more": torch.zeros(1)}, path)
+        assert path.read_bytes() == before
+        assert [each.name for each in tmp_path.iterdir()] == ["a.ckpt"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchmetrics import SumMetric
 
-from lockstep.callbacks import Callback
+from lockstep.callbacks import Callback, EarlyStopping, OnExceptionCheckpoint
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
@@ -115,3 +115,61 @@ def test_what_metrics_had_collected_in_a_validation_counted_twice_on_ranks(ranks
     for hook in ("on_validation_epoch_end", "on_validation_end"):
         for expected, found in ranks(2).run(collected, hook, tmp_path / f"{hook}.ckpt", on_ranks):
             assert found == expected
+
+
+class Constant(Slope):
+    """Never gets better."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", torch.ones(()))
+
+
+class SaveAfter(Callback):
+    """Saves when a number of validations have ended, or batches later; fails in a batch if it is told to."""
+
+    def __init__(self, folder: Path, validations: int, fails_at: int | None = None) -> None:
+        self.folder, self.left, self.fails_at = folder, validations, fails_at
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            trainer.save_checkpoint(self.folder / "validated.ckpt")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.left:
+            trainer.save_checkpoint(self.folder / "later.ckpt")
+            self.left -= 1
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.fails_at:
+            raise Killed
+
+
+def counted(start: Any, path: Path | None, accumulate: int, every: int, *others: Callback) -> tuple[int, int]:
+    """What EarlyStopping has counted at the end of a fit, and the optimizer steps."""
+    stopping = EarlyStopping("value", patience=99)
+    flags = {"accumulate_grad_batches": accumulate, "val_check_interval": every, "max_epochs": 2}
+    saves = any(isinstance(each, OnExceptionCheckpoint) for each in others)
+    trainer = start(callbacks=[stopping, *others], num_sanity_val_steps=0, enable_checkpointing=saves, **flags)
+    trainer.fit(Constant(lr=0.1), numbers(48, 2), numbers(2, 1), ckpt_path=path)
+    return stopping.wait_count, trainer.global_step
+
+
+@pytest.mark.parametrize("name", ["validated.ckpt", "later.ckpt"])
+@pytest.mark.parametrize("validations", [1, 5])
+@pytest.mark.filterwarnings("ignore")
+def test_a_validation_within_a_window_that_other_ranks_play_again_counts_once(
+    ranks: RankPool, tmp_path: Path, name: str, validations: int
+) -> None:
+    """EarlyStopping counted 5 for 4: the window was played again, and with it the validation."""
+    expected = counted(quiet, None, 4, 6)
+    assert counted(quiet, None, 4, 6, SaveAfter(tmp_path, validations)) == expected == (7, 12)
+    for accumulate, every in ((4, 6), (2, 3)):  # by the plan of one rank, and by that of two
+        assert set(ranks(2).run(counted, on_ranks, tmp_path / name, accumulate, every)) == {expected}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_validation_within_a_window_that_failed_counts_once(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        counted(quiet, None, 4, 6, SaveAfter(tmp_path, 0, fails_at=7), OnExceptionCheckpoint(tmp_path))
+    assert counted(quiet, tmp_path / "on_exception.ckpt", 4, 6) == (7, 12)

@@ -45,6 +45,7 @@ class Callback:
     _decides = False  # by logged values: its `on_train_epoch_end` comes last, when all others have logged
     _hears_step_times = False  # has the ranks' windows measured, and is told of them by `_on_step_times`
     _shares_state: object = None  # those of one `state_key` that have this alike have the same state: one is enough
+    _other_weights: str | None = None  # key of a second state dict of the module that it adds to a checkpoint
     _searches = False  # when a call begins: what it finds is what all others shall see
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
+import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Sequence
+from copy import copy, deepcopy
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
+from lockstep.callbacks.checkpoint_folder import FolderClaim, fill, name_pattern, written_since
 from lockstep.checkpoint import storage
+from lockstep.checkpoint.glance import glance
 from lockstep.ground.errors import MisconfigurationException, NonFiniteError
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.types import TrainerFn
@@ -41,49 +43,6 @@ class Checkpoint(Callback):
         return set()
 
 
-# -- names of files ------------------------------------------------------------------------------------------
-
-
-_FIELD = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
-
-
-def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") -> str:
-    """`template` with each ``{name}`` or ``{name:format}`` replaced by the metric of that name, or 0.
-
-    Args:
-        template: such as ``"{epoch:02d}-{val/loss:.2f}"``.
-        metrics: numbers or tensors of one element, by name.
-        equals: what stands between a name and its value; None leaves the name out.
-
-    Raises:
-        MisconfigurationException: a format does not fit its value.
-
-    Example::
-
-        >>> fill("{epoch:02d}-{loss:.2f}", {"epoch": 5, "loss": 0.123})
-        'epoch=05-loss=0.12'
-    """
-
-    def value(field: re.Match[str]) -> str:
-        name, form = field[1], field[2] or ""
-        try:
-            text = format(metrics.get(name, 0), form)
-        except ValueError as error:
-            raise MisconfigurationException(
-                f"The file name {template!r} writes {name!r} as {form!r}, which does not fit its value "
-                f"{metrics.get(name, 0)} ({error}): change the part after the colon."
-            ) from error
-        return text if equals is None else f"{name}{equals}{text}"
-
-    return _FIELD.sub(value, template)
-
-
-def name_pattern(template: str, extension: str) -> re.Pattern[str]:
-    """What matches all names that `template` can give, with or without a version at their end."""
-    literal = re.split(r"\{[^{}]*\}", template)
-    return re.compile(".*".join(map(re.escape, literal)) + r"(-v\d+)?" + re.escape(extension))
-
-
 # -- ModelCheckpoint -----------------------------------------------------------------------------------------
 
 
@@ -92,6 +51,13 @@ EARLIER = (
     "Checkpoints with a value of their own rank before such, whose steps are in `values_of_earlier_steps`. Let saves "
     "(every_n_train_steps, every_n_epochs) come at the steps of validations (val_check_interval) or of epochs' ends."
 )
+
+
+RANKING = (
+    *("best_model_path", "best_model_score", "best_k_models", "kth_best_model_path", "kth_value", "current_score"),
+    *("last_model_path", "values_of_earlier_steps"),
+)
+"""Attributes that a save changes before it writes, since they are part of the checkpoint."""
 
 
 class ModelCheckpoint(Checkpoint):
@@ -206,6 +172,14 @@ class ModelCheckpoint(Checkpoint):
         self._time_bit = 0
         self._is_waiting_for_metric = False
         self._has_validated = False
+        self._saves = ("", "")  # names of the save before this one, and of this one: a checkpoint has both
+        self._newest_save = ""  # that has written a file
+        self._displaced: dict[str, float] = {}  # what the latest save deletes once it is done: path, time of the file
+        self._leftovers: dict[str, float] = {}  # the same of the checkpoint that the run is resumed from
+        self._is_resumed = False
+        self._interrupted = ""  # what a killed run saved before it renewed its last checkpoint
+        self._offered: set[str] = set()  # as "last"
+        self._folder = FolderClaim()
 
     def _check_arguments(self) -> None:
         def refuse(arguments: str, rule: str) -> None:
@@ -277,6 +251,7 @@ class ModelCheckpoint(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Rank 0 looks at its disk and tells the others what it found, so that all go on, or all stop.
+        self._leftovers, self._interrupted, self._is_resumed = {}, "", False
         found = self._find_folder(trainer, stage) if trainer.is_global_zero else (None, None)
         self.dirpath, problem = trainer.strategy.broadcast(found)
         if problem is not None:
@@ -303,6 +278,10 @@ class ModelCheckpoint(Checkpoint):
         self._has_validated = self._is_waiting_for_metric = False
         # A run that was resumed is already saved as it is now.
         self._step_of_last_save = self._step_of_last_batch = trainer.global_step
+        if self._is_resumed:
+            self._end_interrupted_save(trainer)
+        elif trainer.is_global_zero and not (self._latest_path or getattr(trainer, "ckpt_path", None)):
+            self._folder.look_for_others(str(self.dirpath), self.FILE_EXTENSION)
 
     def _find_folder(self, trainer: Trainer, stage: str) -> tuple[str, OSError | None]:
         """The folder, and why a fit cannot write into it, if so."""
@@ -310,9 +289,14 @@ class ModelCheckpoint(Checkpoint):
         try:
             if stage == "fit" and (self.save_top_k != 0 or self.save_last) and not trainer.fast_dev_run:
                 storage.check_writable(dirpath)
+                storage.remove_leftovers(dirpath)
+                self._folder.claim(dirpath)
         except OSError as error:
             return dirpath, error
         return dirpath, None
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._folder.release()
 
     def _is_due(self, trainer: Trainer, step: int) -> bool:
         """Whether to save behind this step, by time or by the number of steps; the time begins anew then."""
@@ -386,16 +370,23 @@ class ModelCheckpoint(Checkpoint):
             self._announce(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not self.save_on_exception or trainer.world_size > 1 or self._should_skip(trainer):
-            return
+        try:
+            if self.save_on_exception and trainer.world_size == 1 and not self._should_skip(trainer):
+                self._save_at(trainer, exception)
+        finally:
+            self._folder.release()
+
+    def _save_at(self, trainer: Trainer, exception: BaseException) -> None:
         metrics = self._metrics(trainer)
         path = self._free_path(trainer, metrics, "")
+        outdated_last = self._name_last(trainer, metrics)
         try:
             self._write(trainer, path)
         except NonFiniteError:  # the exception that ended the run is the one to be raised
             rank_zero_info(f"{type(exception).__name__} ended the run; not saved, as the weights are not finite.")
             return
-        self._delete(trainer, self._save_last(trainer, metrics), self.last_model_path)
+        self._save_last(trainer)
+        self._delete(trainer, outdated_last, self.last_model_path)
         rank_zero_info(f"{type(exception).__name__} ended the run: saved it to {path!r}.")
 
     def _end_of_epoch(self, trainer: Trainer, is_over: bool) -> None:
@@ -430,11 +421,15 @@ class ModelCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer, metrics: dict[str, Tensor], ranked: bool = True) -> None:
         """One occasion: the ranked checkpoint, the last one, then the deletion of what they displaced."""
         self._is_waiting_for_metric = False
-        ranking = ModelCheckpoint.state_dict(self)
+        ranking = {name: copy(getattr(self, name)) for name in RANKING}
+        self._saves, self._displaced = (self._newest_save, secrets.token_hex(8)), {}
         try:
-            outdated, latest, outdated_last = self._write_both(trainer, metrics, ranked)
+            outdated_last = self._name_last(trainer, metrics)  # before the first file: it is part of each
+            outdated = self._save_ranked(trainer, metrics) if ranked and self.save_top_k != 0 else ""
+            latest = self._latest_path
+            self._save_last(trainer)
         except NonFiniteError:
-            self._take_ranking(ranking)
+            vars(self).update(ranking)  # as if nothing had been tried
             if trainer.non_finite != "ignore":
                 raise
             warn_once("ModelCheckpoint: the weights are not finite. Nothing is saved until they are.")
@@ -443,26 +438,12 @@ class ModelCheckpoint(Checkpoint):
         self._delete(trainer, outdated, latest)
         self._delete(trainer, outdated_last, self.last_model_path)
 
-    def _write_both(self, trainer: Trainer, metrics: dict[str, Tensor], ranked: bool) -> tuple[str, str, str]:
-        """Write the ranked checkpoint and the last one.
-
-        Returns:
-            the path that the first displaced, that of the newest checkpoint, and that which the second displaced.
-        """
-        outdated = self._save_ranked(trainer, metrics) if ranked and self.save_top_k != 0 else ""
-        latest = self._latest_path
-        return outdated, latest, self._save_last(trainer, metrics)
-
-    def _take_ranking(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave in this fit."""
-        for name, value in state.items():
-            setattr(self, name, value)
-
     def _save_ranked(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
         """Saves if this is among the best; gives the path of what it displaced, or ``""``."""
         if self.monitor is None:
             displaced = self.best_model_path if self.save_top_k == 1 else ""
             self.best_model_path = self._free_path(trainer, metrics, displaced)
+            self._note_displaced(trainer, displaced)
             self._write(trainer, self.best_model_path)
             return displaced
         if self.monitor not in metrics:
@@ -483,14 +464,17 @@ class ModelCheckpoint(Checkpoint):
     def _save_scored(
         self, trainer: Trainer, metrics: dict[str, Tensor], score: Tensor, earlier: int | None = None
     ) -> str:
-        displaced = ""
-        if self.save_top_k > 0 and len(self.best_k_models) >= self.save_top_k:
-            displaced = self.kth_best_model_path
+        is_full = 0 < self.save_top_k <= len(self.best_k_models)
+        displaced = self.kth_best_model_path if is_full else ""
+        path = self._free_path(trainer, metrics, displaced)
+        if path in self.best_k_models:  # it is written once more
+            displaced = ""
+        elif displaced:
             del self.best_k_models[displaced]
             self.values_of_earlier_steps.pop(displaced, None)
+            self._note_displaced(trainer, displaced)
         if torch.isnan(score):
             score = torch.full_like(score, torch.inf if self.mode == "min" else -torch.inf)
-        path = self._free_path(trainer, metrics, displaced)
         # All this is part of the checkpoint itself, so it comes first.
         self.current_score = self.best_k_models[path] = score
         if earlier is None:
@@ -508,19 +492,24 @@ class ModelCheckpoint(Checkpoint):
         self._write(trainer, path)
         return displaced
 
-    def _save_last(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
-        """Writes or links ``last.ckpt``; gives the path that it had before, or ``""``."""
+    def _name_last(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
+        """Choose the path of ``last.ckpt``. Return the one that it had before, or ``""``."""
         if not self.save_last:
             return ""
         previous = self.last_model_path
         self.last_model_path = self._free_path(trainer, metrics, previous, self.CHECKPOINT_NAME_LAST)
+        if self.last_model_path != previous:
+            self._note_displaced(trainer, previous)
+        return previous
+
+    def _save_last(self, trainer: Trainer) -> None:
+        """Write or link ``last.ckpt``."""
         if self.save_last == "link" and self._latest_path and self.save_top_k != 0:
             if trainer.is_global_zero and self._latest_path != self.last_model_path:
                 # when the file is there: a link that leads nowhere would hide the checkpoints before it
                 trainer.strategy.checkpoint_io.then(partial(storage.link, self.last_model_path, self._latest_path))
-        else:
+        elif self.save_last:
             self._write(trainer, self.last_model_path)
-        return previous
 
     def _write(self, trainer: Trainer, path: str) -> None:
         # a Trainer of the user's may take no more than Lightning's
@@ -529,7 +518,9 @@ class ModelCheckpoint(Checkpoint):
         if self.save_pretrained:
             trainer.save_pretrained(self._pretrained_beside(path))
         self._step_of_last_save = trainer.global_step
-        self._latest_path = path
+        self._latest_path, self._newest_save = path, self._saves[1]
+        if trainer.is_global_zero:
+            self._folder.claim(str(self.dirpath))
         self._announce(trainer)
 
     def _announce(self, trainer: Trainer) -> None:
@@ -538,15 +529,55 @@ class ModelCheckpoint(Checkpoint):
                 logger.after_save_checkpoint(weakref.proxy(self))
 
     def _delete(self, trainer: Trainer, path: str, latest: str) -> None:
-        """Deletes a checkpoint of this run, unless it is the `latest` or the one that the run was resumed from."""
-        if not path or path == latest or not trainer.is_global_zero or not self._is_ours(path):
-            return
-        resumed = getattr(trainer, "ckpt_path", None)
-        if resumed and storage.absolute(path) == storage.absolute(resumed):
+        """Delete a checkpoint of this run, unless it is the `latest` or the user has named it to resume from."""
+        if path == latest or not self._may_delete(trainer, path):
             return
         trainer.strategy.remove_checkpoint(path)
         if self.save_pretrained:
             shutil.rmtree(self._pretrained_beside(path), ignore_errors=True)
+
+    def _may_delete(self, trainer: Trainer, path: str) -> bool:
+        if not path or not trainer.is_global_zero or not self._is_ours(path):
+            return False
+        resumed = getattr(trainer, "ckpt_path", None)
+        is_named = resumed and resumed not in self._offered
+        return not (is_named and storage.absolute(path) == storage.absolute(str(resumed)))
+
+    # -- after a kill --------------------------------------------------------------------------------------
+
+    def _note_displaced(self, trainer: Trainer, path: str) -> None:
+        """Have the checkpoint name a file that is deleted after it is written, which a kill may prevent."""
+        if self._may_delete(trainer, path) and not storage.is_remote(path) and storage.exists(path):
+            self._displaced[path] = storage.modified(path)
+
+    def _end_interrupted_save(self, trainer: Trainer) -> None:
+        """Before a resumed fit trains: do what was left of the save in which the run was killed. Collective."""
+        path, state = trainer.strategy.broadcast(self._interrupted_save(trainer))
+        if path:
+            self.load_state_dict(state)
+            self._interrupted = path
+        kept = {self.best_model_path, self.last_model_path, *self.best_k_models}
+        leftovers, self._leftovers = self._leftovers, {}
+        for left, time_of_file in leftovers.items() if trainer.is_global_zero else ():
+            if left not in kept and storage.exists(left) and storage.modified(left) == time_of_file:
+                self._delete(trainer, left, "")
+
+    def _interrupted_save(self, trainer: Trainer) -> tuple[str, dict[str, Any]]:
+        """On rank 0: the ranked checkpoint of the save after which ``last.ckpt`` was not renewed, and its state."""
+        last = self.last_model_path
+        if not trainer.is_global_zero or not last or storage.is_remote(last) or not storage.exists(last):
+            return "", {}
+        if self._saves_in(last)[1] != self._newest_save:  # the run goes on from another save than that of `last`
+            return "", {}
+        for path in written_since(last, str(self.dirpath), self.FILE_EXTENSION):
+            if path not in self.best_k_models and self._saves_in(path)[0] == self._newest_save:
+                return path, glance(path)["callbacks"][self.state_key]
+        return "", {}
+
+    def _saves_in(self, path: str) -> Sequence[str]:
+        """Names of the save before that of a checkpoint, and of its own, which no other save has."""
+        found: Sequence[str] = glance(path).get("callbacks", {}).get(self.state_key, {}).get("saves", ("", ""))
+        return found
 
     def _pretrained_beside(self, path: str) -> str:
         return f"{path.removesuffix(self.FILE_EXTENSION)}-pretrained"
@@ -633,7 +664,7 @@ class ModelCheckpoint(Checkpoint):
         """A path that no file has, but for `own`, which may be overwritten."""
         path = self.format_checkpoint_name(metrics, filename)
         version = self.STARTING_VERSION
-        while self._enable_version_counter and path != own and self.file_exists(path, trainer):
+        while self._enable_version_counter and path not in (own, self._interrupted) and self.file_exists(path, trainer):
             path = self.format_checkpoint_name(metrics, filename, ver=version)
             version += 1
         return path
@@ -644,11 +675,14 @@ class ModelCheckpoint(Checkpoint):
         return bool(trainer.strategy.broadcast(found))
 
     def find_last(self, trainer: Trainer) -> set[str]:
-        """Paths in the folder that are named as ``last.ckpt`` is; where none is, all checkpoints that are there."""
+        """The newest file in the folder that is named as ``last.ckpt`` is; without one, all checkpoints there."""
         folder = self._choose_folder(trainer)
         pattern = name_pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
         names = [name for name in storage.names(folder) if name.endswith(self.FILE_EXTENSION)]
-        return {os.path.join(folder, name) for name in [n for n in names if pattern.fullmatch(n)] or names}
+        last = [os.path.join(folder, name) for name in names if pattern.fullmatch(name)]
+        newest = sorted(filter(storage.exists, last), key=storage.modified)[-1:]
+        self._offered = {*(newest if last else (os.path.join(folder, name) for name in names))}
+        return self._offered
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Writes :attr:`best_k_models` (path: score) as YAML, by default beside the checkpoints."""
@@ -672,6 +706,8 @@ class ModelCheckpoint(Checkpoint):
             "kth_value": self.kth_value,
             "last_model_path": self.last_model_path,
             "values_of_earlier_steps": dict(self.values_of_earlier_steps),
+            "saves": list(self._saves),
+            "displaced": dict(self._displaced),
         }
 
     def _foreign(self, paths: Sequence[str]) -> list[str]:
@@ -706,6 +742,10 @@ class ModelCheckpoint(Checkpoint):
         self.values_of_earlier_steps = {path: int(earlier[path]) for path in self.best_k_models if path in earlier}
         self.kth_best_model_path = state_dict.get("kth_best_model_path", self.kth_best_model_path)
         self.kth_value = state_dict.get("kth_value", self.kth_value)
+        before, latest = state_dict.get("saves", ("", ""))
+        self._saves, self._newest_save = (str(before), str(latest)), str(latest)
+        self._is_resumed = bool(latest)
+        self._leftovers = {path: float(time) for path, time in state_dict.get("displaced", {}).items()}
         self._drop_surplus()
         full = 0 < self.save_top_k <= len(self.best_k_models)
         if foreign or ((full or self.kth_best_model_path) and self.kth_best_model_path not in self.best_k_models):

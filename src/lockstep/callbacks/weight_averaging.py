@@ -29,7 +29,8 @@ class WeightAveraging(Callback):
     """Keeps an average of the weights beside the model, by default their equal mean over all steps (SWA).
 
     Validation sees the averaged weights, and the model keeps them when training ends. Until the first update
-    there is no average, and both see the current weights.
+    there is no average, and both see the current weights. An update at the end of an epoch comes before the validation
+    that ends it.
 
     A checkpoint holds the average under ``"state_dict"``, ready for use, the current weights under
     ``"current_model_state"`` and the number of updates under ``"averaging_state"``, as Lightning's do. A
@@ -50,6 +51,8 @@ class WeightAveraging(Callback):
 
     Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.
     """
+
+    _other_weights = "current_model_state"
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         self._device = device
@@ -126,6 +129,9 @@ class WeightAveraging(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update after an epoch, if asked to."""
+        self._end_epoch(trainer, pl_module)
+
+    def _end_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch
         if epoch > self._latest_epoch:
             self._latest_epoch = epoch
@@ -133,8 +139,14 @@ class WeightAveraging(Callback):
                 self._update(pl_module)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the average to the validation of a fit."""
+        """Show the average to the validation of a fit.
+
+        After the last batch of an epoch, the average is that of the epoch's end, so that the metrics of a checkpoint of
+        this epoch belong to the weights in it.
+        """
         if trainer.state.fn == "fit":
+            if trainer.is_last_batch and not trainer.sanity_checking:
+                self._end_epoch(trainer, pl_module)
             self._show(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -206,6 +218,13 @@ class WeightAveraging(Callback):
         pl_module.load_state_dict(checkpoint["current_model_state"], strict=strict)
 
     # -- the average ---------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = super().__getstate__()
+        average = self._average
+        if average is not None and any(_kind(tensor) != (None, None) for tensor in _tensors(average.module)):
+            kept.update(_average=None, _shown=False)  # this rank's parts are nothing where its ranks are not
+        return kept
 
     def _check(self, pl_module: LightningModule) -> None:
         assert self._average is not None

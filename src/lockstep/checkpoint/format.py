@@ -80,7 +80,8 @@ def write(content: dict[str, Any], file: IO[bytes]) -> None:
     writer = _HashingWriter(file)
     try:
         torch.save(content, cast("IO[bytes]", writer))  # it only writes and flushes
-    except RuntimeError:
+    except RuntimeError as error:
+        storage.raise_interruption(error)
         if writer.error is None:
             raise
     if writer.error is not None:  # torch reports a failed write by a position in its own source

@@ -8,8 +8,10 @@ import errno
 import functools
 import importlib
 import os
+import re
 import secrets
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -320,25 +322,52 @@ def _lock(file: IO[bytes] | int) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+_LEFTOVER = re.compile(r"\..+\.(\d+-\d+(-[0-9a-f]{8})?|[0-9a-f]{8})" + re.escape(UNFINISHED))
+"""The names that this file gives to what is under way, whatever it is to become."""
+
+
 def _remove_leftovers(target: Path) -> None:
-    """Removes what killed processes left of what was to become `target`, or had been it."""
+    """Remove what killed processes left of what was to become `target`, or had been it."""
     stem = _stem(target)
     for name in os.listdir(target.parent):
-        if not (name.startswith(stem) and name.endswith(UNFINISHED)):
-            continue
-        leftover = target.with_name(name)
-        with contextlib.suppress(ImportError, OSError):  # OSError: locked by a running writer, or gone
-            if leftover.is_symlink():  # cannot be locked; a running process makes its link again
-                leftover.unlink()
-                continue
-            import fcntl
+        if name.startswith(stem) and name.endswith(UNFINISHED):
+            _remove_unless_locked(target.with_name(name))
 
-            descriptor = os.open(leftover, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_tree(leftover)
-            finally:
-                os.close(descriptor)
+
+def remove_leftovers(folder: PathLike) -> None:
+    """Remove all that killed processes left half-written in a local `folder`; at a URL nothing is removed.
+
+    A whole folder gets its name back if it was moved aside for another one that never came.
+    """
+    here = local(folder)
+    if is_remote(folder) or not here.is_dir():
+        return
+    for name in os.listdir(here):
+        found = _LEFTOVER.fullmatch(name)
+        if found is None:
+            continue
+        was_moved_aside = "-" not in found[1] and is_index_folder(here / name)
+        target = here / name[1 : found.start(1) - 1]
+        if was_moved_aside and not os.path.lexists(target):
+            with contextlib.suppress(OSError):
+                os.rename(here / name, target)
+        else:
+            _remove_unless_locked(here / name)
+
+
+def _remove_unless_locked(leftover: Path) -> None:
+    with contextlib.suppress(ImportError, OSError):  # OSError: locked by a running writer, or gone
+        if leftover.is_symlink():  # cannot be locked; a running process makes its link again
+            leftover.unlink()
+            return
+        import fcntl
+
+        descriptor = os.open(leftover, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_tree(leftover)
+        finally:
+            os.close(descriptor)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -360,11 +389,19 @@ def written_by_torch(folder: Path) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        raise_interruption(error)
         words = ("inline_container", "PytorchStreamWriter", "iostream")
         if not any(word in str(error) for word in words):
             raise
         number = errno.ENOSPC if shutil.disk_usage(folder).free < 2**20 else errno.EIO
         raise explained(OSError(number, os.strerror(number)), folder / INDEX) from error
+
+
+def raise_interruption(error: RuntimeError) -> None:
+    """Raise what interrupted torch while it wrote (a Ctrl-C), where it reports a file that is not whole instead."""
+    interruption = error.__context__
+    if interruption is not None and not isinstance(interruption, Exception):
+        raise interruption.with_traceback(None) from None
 
 
 def explained(error: OSError, target: Path) -> OSError:
@@ -391,12 +428,14 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
     Raises:
         FileNotFoundError: there is no such file.
         IsADirectoryError: it is a folder.
+        OSError: it is a pipe, a socket or a device, which may have no end.
     """
     if not isinstance(path, (str, os.PathLike)):
         path.seek(0)
         yield path
         return
     if not is_remote(path):
+        _refuse_special(path)
         with open(local(path), "rb") as file:
             yield file
         return
@@ -405,6 +444,13 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
         shutil.copyfileobj(source, copy, 1 << 22)
         copy.seek(0)
         yield copy
+
+
+def _refuse_special(path: PathLike) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        mode = local(path).stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, f"{os.fspath(path)!r} is a pipe, a socket or a device: give the path of a file")
 
 
 @contextlib.contextmanager
@@ -512,6 +558,7 @@ def remove(path: PathLike) -> None:
             # in one step, so that a killed process leaves no half of it under its name
             hidden = here.with_name(f"{_stem(here)}{secrets.token_hex(4)}{UNFINISHED}")
             os.rename(here, hidden)
+            (hidden / INDEX).unlink(missing_ok=True)  # a leftover without an index is no checkpoint
             _remove_tree(hidden)
         else:
             here.unlink()

@@ -199,8 +199,10 @@ class EvaluationLoop:
         if for_loggers and to_loggers:
             session.log_metrics(for_loggers, None)
         if to_loggers and session.fitting:
-            session.fit.random_before = session.fit.metrics_before = None
-            session.fit.progress.phase = VALIDATED  # for a checkpoint of `on_validation_end`
+            fit = session.fit
+            fit.random_before = fit.metrics_before = None
+            # for a checkpoint of `on_validation_end`
+            fit.progress.phase, fit.progress.validated = VALIDATED, fit.counted(fit.progress.batch)
         elif to_loggers:
             session.record()
         results.ended = True

@@ -578,7 +578,7 @@ class FitLoop:
         if whole or self._done_in_epoch() is None:
             progress.earlier += feed.rows_at(progress.batch)
             progress.epoch += 1
-            progress.batch, progress.phase = 0, EPOCH_START
+            progress.batch, progress.validated, progress.phase = 0, 0, EPOCH_START
             session.fit.logged_elsewhere = False
             if self.signals is not None:
                 self.signals.epoch_ended()

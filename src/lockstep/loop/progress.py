@@ -23,6 +23,7 @@ class Progress:
         batch: training batches finished in this epoch (the one whose ``on_train_batch_end`` runs included).
         total_batches: training batches finished in all epochs.
         earlier: those of the epochs before this one, counted as the run's plan counts them.
+        validated: batches of this epoch up to its last validation, counted as the run's plan counts them.
         global_step: optimizer steps, of all optimizers, as ``trainer.global_step``.
         windows: windows finished; the x axis of the loggers.
         last: whether the batch that was begun last is its epoch's last, as ``trainer.is_last_batch``.
@@ -43,6 +44,7 @@ class Progress:
     train_loaded: int | None = None
     val_loaded: int | None = None
     earlier: int = 0
+    validated: int = 0
 
     # What follows says nothing to a resumed fit, so these are no fields.
     ended = False  # whether this fit ended by itself

@@ -104,6 +104,8 @@ class RunBatches:
             return resumed
         number = found.resumed_number if found.moved else saved.at.number or None
         progress.reshare(saved.at.number, number)
+        row_before, row_now = saved.ranks * max(saved.batches, default=1), found.ranks * max(feed.batches, default=1)
+        progress.validated = progress.validated * row_before // row_now
         return at_window_start(resumed, number is None) if again else resumed
 
     def as_hooks_left_it(self, config: RunConfig) -> RunConfig:

@@ -148,6 +148,7 @@ class Session:
         built: the parameters that there were when a set-up ran out of memory.
         chooses: a plan may put another strategy in the place of this one, when a fit begins.
         inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
+        came_back: the last call ran in processes of its own, and its weights have come back to this one.
     """
 
     trainer: Trainer
@@ -179,6 +180,7 @@ class Session:
     built: list[Tensor] | None = None
     chooses: bool = False
     inner: Session | None = None
+    came_back: bool = False
     watched: ExitStack | None = None
 
     module: LightningModule = field(init=False)

@@ -9,17 +9,22 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from lockstep.checkpoint.first_values import fill_whole
+from lockstep.cluster.world import World
 from lockstep.engines.sharded.fully_shard import ENTRY, gathered
+from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.types import RunningStage, TrainerState
 from lockstep.launch.spawn import pack
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
+from lockstep.loop.hooks import Hooks
 from lockstep.loop.logged_metrics import LoggedMetrics
+from lockstep.loop.logging import LogCollector
 from lockstep.loop.progress import Progress
 from lockstep.loop.session import Session
 
@@ -167,8 +172,20 @@ def take_over(session: Session, results: SpawnResults) -> Any:
     for mine, theirs in zip(session.base_callbacks, results.callbacks, strict=True):
         vars(mine).update(theirs if isinstance(theirs, dict) else vars(theirs))
     session.fit.progress, session.published = results.progress, results.published
-    session.state = results.state
+    session.state, session.came_back = results.state, True
     return results.returned
+
+
+def session_here(session: Session) -> Session:
+    """A session of one process, with the weights that have come back, for what is saved after the call."""
+    strategy, io = SingleDeviceStrategy(), session.strategy.checkpoint_io
+    strategy.connect(World.single(), torch.device("cpu"), session.strategy.precision)
+    strategy.module, session.module.trainer = session.module, session.trainer
+    strategy.checkpoint_io = None if getattr(io, "writes_shards", False) else io
+    here = session.branch(strategy=strategy)
+    here.results = LogCollector.of(strategy, here.module)
+    here.hooks = Hooks(here.trainer, here.module, here.callbacks, here.results)
+    return here
 
 
 def _make_layers(session: Session) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import frozen, storage
+from lockstep.checkpoint.claims import is_claimed_elsewhere
+from lockstep.checkpoint.glance import global_step
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
@@ -382,12 +384,36 @@ def _requeued(session: Session) -> str:
 
 
 def _last(session: Session) -> str | None:
-    """The newest of the checkpoints that the ModelCheckpoint callbacks know of or find on disk."""
+    """The newest of the checkpoints that the ModelCheckpoint callbacks know of or find on disk.
+
+    It is the one of the latest optimizer step, or where files do not tell that, the one that was written last.
+    """
     found: set[str] = set()
     for callback in session.checkpoint_callbacks:
         found |= {str(path) for path in callback.find_last(session.trainer)}
-    existing = [path for path in found if storage.exists(path)]
-    return max(sorted(existing), key=storage.modified) if existing else None  # of two that are as new, one
+    existing = sorted(path for path in found if storage.exists(path))
+    steps: list[int | None] = [None]
+    if session.is_global_zero:  # which decides for all
+        if session.fitting:
+            _refuse_running(existing)
+        steps = [global_step(path) for path in existing] if len(existing) > 1 else steps
+    if None in steps:
+        return max(existing, key=storage.modified) if existing else None
+    return max(zip(steps, map(storage.modified, existing), existing, strict=True))[-1]
+
+
+PATIENCE = 10.0
+"""Seconds for which a fit that resumes from the last checkpoint waits for the process that saves there to end."""
+
+
+def _refuse_running(paths: list[str]) -> None:
+    for folder in sorted({os.path.dirname(path) for path in paths}):
+        if is_claimed_elsewhere(folder, PATIENCE):
+            raise MisconfigurationException(
+                f'trainer.fit(ckpt_path="last"): another process is saving its run in {folder} now, so the last '
+                "checkpoint there is not this run's: wait for that process to end, give the path of a checkpoint, or "
+                "give ModelCheckpoint another `dirpath`."
+            )
 
 
 @does("reading a checkpoint")
@@ -409,7 +435,7 @@ def read(session: Session, path: str, weights_only: bool | None) -> dict[str, An
 def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
     """The module's hook that may change the checkpoint, the weights, and the data module's state."""
     module, datamodule = session.module, session.datamodule
-    session.hooks.own("on_load_checkpoint", checkpoint)
+    _call_load_hook(session, checkpoint)
     if not session.places_first:  # else it has been done
         session.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
     absent = frozen.absent_of(checkpoint, module)
@@ -422,6 +448,26 @@ def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
     saved = checkpoint.get(type(datamodule).__qualname__)
     if saved is not None and isinstance(datamodule, LightningDataModule):
         datamodule.load_state_dict(saved)
+
+
+def _call_load_hook(session: Session, checkpoint: dict[str, Any]) -> None:
+    """Call the module's hook on ``"state_dict"`` and, in a fit, on the weights that a callback trains in its place.
+
+    A hook that has changed those by their own key is not called again.
+    """
+    keys = {key for callback in session.callbacks if (key := callback._other_weights)} if session.fitting else set()
+    weights = {key: checkpoint[key] for key in keys if isinstance(checkpoint.get(key), dict)}
+    others = {key: {**checkpoint, "state_dict": copy(found)} for key, found in weights.items()}
+    items = {key: list(found.items()) for key, found in weights.items()}
+    session.hooks.own("on_load_checkpoint", checkpoint)
+    for key, other in others.items():
+        if checkpoint.get(key) is weights[key] and _are_same(items[key], list(weights[key].items())):
+            session.hooks.own("on_load_checkpoint", other)
+            checkpoint[key] = other["state_dict"]
+
+
+def _are_same(some: list[tuple[str, Any]], others: list[tuple[str, Any]]) -> bool:
+    return [(name, id(value)) for name, value in some] == [(name, id(value)) for name, value in others]
 
 
 def _hashes_base(session: Session) -> bool:

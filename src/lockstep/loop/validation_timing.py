@@ -59,6 +59,8 @@ class ValidationTiming:
         earlier = progress.earlier if self._session.config.check_val_every_n_epoch is None else 0
         counted = self._session.fit.counted
         before, after = (earlier + counted(number) for number in (progress.batch - batches, progress.batch))
+        if progress.validated:  # and a window that is played again may have been validated within
+            before = max(before, earlier + progress.validated)
         return before // every < after // every  # a batch of ours may step over the one at which it is due
 
     def _time_is_up(self) -> bool:

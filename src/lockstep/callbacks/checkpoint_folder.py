@@ -1,0 +1,112 @@
+"""The folder of a ModelCheckpoint: names of files, other runs that save there, files that a killed run left."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lockstep.checkpoint import claims, storage
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
+
+# -- names of files ------------------------------------------------------------------------------------------
+
+
+_FIELD = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
+
+
+def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") -> str:
+    """`template` with each ``{name}`` or ``{name:format}`` replaced by the metric of that name, or 0.
+
+    Args:
+        template: such as ``"{epoch:02d}-{val/loss:.2f}"``.
+        metrics: numbers or tensors of one element, by name.
+        equals: what stands between a name and its value; None leaves the name out.
+
+    Raises:
+        MisconfigurationException: a format does not fit its value.
+
+    Example::
+
+        >>> fill("{epoch:02d}-{loss:.2f}", {"epoch": 5, "loss": 0.123})
+        'epoch=05-loss=0.12'
+    """
+
+    def value(field: re.Match[str]) -> str:
+        name, form = field[1], field[2] or ""
+        try:
+            text = format(metrics.get(name, 0), form)
+        except ValueError as error:
+            raise MisconfigurationException(
+                f"The file name {template!r} writes {name!r} as {form!r}, which does not fit its value "
+                f"{metrics.get(name, 0)} ({error}): change the part after the colon."
+            ) from error
+        return text if equals is None else f"{name}{equals}{text}"
+
+    return _FIELD.sub(value, template)
+
+
+def name_pattern(template: str, extension: str) -> re.Pattern[str]:
+    """What matches all names that `template` can give, with or without a version at their end."""
+    literal = re.split(r"\{[^{}]*\}", template)
+    return re.compile(".*".join(map(re.escape, literal)) + r"(-v\d+)?" + re.escape(extension))
+
+
+# -- other runs ----------------------------------------------------------------------------------------------
+
+
+SHARED = (
+    "ModelCheckpoint: another process is saving its run in {folder} now: both would keep their checkpoints there, and "
+    "none resumes from its own by name. Give each run a `dirpath` of its own, or end one of them."
+)
+
+OTHERS = (
+    "ModelCheckpoint: {folder} has checkpoints of another run ({name}). They stay, this run saves next to them, and "
+    '`ckpt_path="last"` finds the latest of both. Give each run a `dirpath` of its own to keep them apart.'
+)
+
+
+class FolderClaim:
+    """The mark by which other processes see that a fit saves in a folder."""
+
+    def __init__(self) -> None:
+        self._claimed: str | None = None
+        self._is_shared = False
+
+    def claim(self, folder: str) -> None:
+        """Mark a folder, once it exists; warn if another process uses it now."""
+        if self._claimed is None:
+            mark = claims.claim(folder)
+            self._claimed, self._is_shared = folder if mark else None, mark is False
+            if self._is_shared:
+                warn_once(SHARED.format(folder=folder))
+
+    def look_for_others(self, folder: str, extension: str) -> None:
+        """Before the first save of a run: warn if there are checkpoints."""
+        others = [name for name in storage.names(folder) if name.endswith(extension)]
+        if others and not self._is_shared:  # which is said already
+            warn_once(OTHERS.format(folder=folder, name=others[0]))
+
+    def release(self) -> None:
+        """Take the mark away."""
+        if self._claimed is not None:
+            claims.release(self._claimed)
+            self._claimed = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_claimed": None, "_is_shared": False}  # a mark is one process's
+
+
+# -- after a kill --------------------------------------------------------------------------------------------
+
+
+def written_since(path: str, folder: str, extension: str) -> Iterator[str]:
+    """Yield the checkpoints of a local folder that were written after `path`."""
+    since, own = storage.modified(path), storage.absolute(path)
+    for name in storage.names(folder):
+        found = os.path.join(folder, name)
+        is_checkpoint = name.endswith(extension) and storage.exists(found) and storage.absolute(found) != own
+        if is_checkpoint and storage.modified(found) >= since:
+            yield found

@@ -1,0 +1,175 @@
+"""A folder of checkpoints that several runs have: at once, one after the other, or after a kill."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.checkpoint import claims
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop import state
+from tests.loop.pieces import Slope, numbers, quiet
+
+
+def fit(folder: Path, epochs: int = 1, ckpt_path: Any = None, *, also: Any = (), **options: Any) -> Any:
+    keep = ModelCheckpoint(folder, **options)
+    trainer = quiet(max_epochs=epochs, callbacks=[keep, *also], enable_checkpointing=True)
+    trainer.fit(Slope(lr=0.1), numbers(2), ckpt_path=ckpt_path)
+    return trainer
+
+
+@contextmanager
+def another_run(folder: Path) -> Iterator[None]:
+    """As another process marks the folder in which it saves."""
+    folder.mkdir(exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def step_of(path: Path) -> int:
+    return int(torch.load(path, weights_only=True)["global_step"])
+
+
+def test_what_a_killed_run_was_writing_is_removed_by_the_next_run(tmp_path: Path) -> None:
+    """It stayed where no file of the same name was written again."""
+    (tmp_path / ".epoch=1-loss=0.1.ckpt.999999-999999.part").write_bytes(b"half")
+    half = tmp_path / ".epoch=1-loss=0.2.ckpt.999999-999999-aabbccdd.part"
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / ".notes.part").write_text("of the user")
+    (tmp_path / ".b.ckpt.12345678.part").symlink_to("nowhere")
+    moved_aside = tmp_path / ".old.ckpt.aabbccdd.part"
+    moved_aside.mkdir()
+    (moved_aside / "index.json").write_text("{}")
+    fit(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".notes.part", "epoch=0-step=2.ckpt", "old.ckpt"]
+
+
+def test_what_a_living_run_writes_stays(tmp_path: Path) -> None:
+    path = tmp_path / ".a.ckpt.1-1.part"
+    with open(path, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fit(tmp_path)
+        assert path.exists()
+
+
+def test_of_two_runs_at_once_none_takes_the_last_checkpoint_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "PATIENCE", 0.0)
+    fit(tmp_path, save_last=True)
+    with another_run(tmp_path):
+        with pytest.raises(MisconfigurationException, match=r'"last".*another process is saving its run in'):
+            fit(tmp_path, 2, "last", save_last=True)
+        with pytest.warns(UserWarning, match="another process is saving its run in .* now: both"):
+            fit(tmp_path, save_last=True)
+        looks_on = quiet(callbacks=[ModelCheckpoint(tmp_path, save_last=True)], enable_checkpointing=True)
+        looks_on.validate(Validated(), numbers(1), ckpt_path="last")
+    assert fit(tmp_path, 2, "last", save_last=True).global_step == 4
+
+
+class Validated(Slope):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", self.w)
+
+
+class Looks(Callback):
+    """Notes whether another process sees that the fit saves in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seen = folder, [False]
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.seen = [True]
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_folder_is_marked_while_a_fit_saves_there(tmp_path: Path, is_there: bool) -> None:
+    folder = tmp_path / "checkpoints"
+    if is_there:
+        folder.mkdir()
+    looks, second = Looks(folder), ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    fit(folder, also=[second, looks])
+    assert looks.seen == [True]
+    assert not claims._claims
+
+    class Fails(Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            raise ValueError("at its end")
+
+    with pytest.raises(ValueError, match="at its end"):
+        fit(folder, also=[second, Fails()], save_on_exception=True)
+    assert not claims._claims
+
+
+def test_a_run_that_saves_next_to_another_says_so_once(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    def others() -> int:
+        found = [str(each.message) for each in recwarn.list if "of another run" in str(each.message)]
+        recwarn.clear()
+        return len(found)
+
+    trainer = fit(tmp_path, save_last=True)
+    trainer.fit(Slope(lr=0.1), numbers(2))
+    fit(tmp_path, 3, "last", save_last=True)
+    assert others() == 0
+    fit(tmp_path, save_last=True)
+    assert others() == 1
+
+
+def test_without_a_last_file_the_step_in_the_files_decides_and_not_their_times(tmp_path: Path) -> None:
+    """A copy of a folder may have given its files any times."""
+    fit(tmp_path, 3, save_top_k=-1)
+    for seconds, name in enumerate(["epoch=2-step=6", "epoch=0-step=2", "epoch=1-step=4"]):
+        os.utime(tmp_path / f"{name}.ckpt", (seconds, seconds))
+    assert fit(tmp_path, 4, "last", save_top_k=-1).ckpt_path == str(tmp_path / "epoch=2-step=6.ckpt")
+    (tmp_path / "damaged.ckpt").write_bytes(b"no checkpoint")  # whose step nobody knows
+    os.utime(tmp_path / "epoch=1-step=4.ckpt", (2**31, 2**31))
+    assert fit(tmp_path, 5, "last", save_top_k=-1).ckpt_path == str(tmp_path / "epoch=1-step=4.ckpt")
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_or_a_device_is_no_checkpoint(tmp_path: Path) -> None:
+    """A pipe was waited for, without end."""
+    pipe = tmp_path / "pipe.ckpt"
+    os.mkfifo(pipe)
+    for path in (pipe, "/dev/zero"):
+        with pytest.raises(OSError, match="is a pipe, a socket or a device: give the path of a file"):
+            fit(tmp_path, 1, path)
+        with pytest.raises(OSError, match="is a pipe, a socket or a device"):
+            Slope.load_from_checkpoint(path)
+
+
+@pytest.mark.parametrize("link", [True, "link"])
+def test_a_run_that_was_resumed_keeps_the_name_of_its_last_checkpoint(tmp_path: Path, link: Any) -> None:
+    """last.ckpt stayed a link to the first checkpoint, as this one was written before it and knew no last one."""
+    for steps in (2, 8):
+        keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, save_last=link)
+        trainer = quiet(max_steps=steps, callbacks=[keep], enable_checkpointing=True)
+        trainer.fit(Slope(), numbers(10), ckpt_path=str(tmp_path / "epoch=0-step=2.ckpt") if steps > 2 else None)
+    assert [name for name in os.listdir(tmp_path) if "last" in name] == ["last.ckpt"]
+    assert step_of(tmp_path / "last.ckpt") == 8
+
+
+def test_a_checkpoint_that_the_user_has_named_to_resume_from_is_never_deleted(tmp_path: Path) -> None:
+    fit(tmp_path, 1)
+    named = tmp_path / "epoch=0-step=2.ckpt"
+    fit(tmp_path, 2, str(named))
+    fit(tmp_path, 3, "last")
+    assert sorted(os.listdir(tmp_path)) == [named.name, "epoch=2-step=6.ckpt"]
