@@ -104,10 +104,12 @@ def fill(module: nn.Module, device: torch.device, parts: torch.device | None = N
 
 
 def fill_whole(module: nn.Module, device: torch.device = CPU) -> None:
-    """Give a module that is whole on this rank the values of the folder that `load_pretrained` named, if any."""
-    if pretrained.is_planned(module):
-        leave_meta(module, CPU)  # where transformers draws and computes tables, too
-        fill(module, device)
+    """Give values to what is on the meta device of a module that is whole on this rank.
+
+    They are those of the folder that `load_pretrained` named, and else those of `leave_meta`.
+    """
+    leave_meta(module, CPU)  # where transformers draws and computes tables, too
+    fill(module, device)
 
 
 @torch.no_grad()
