@@ -15,8 +15,17 @@ from torch.utils.data import DataLoader
 from lockstep import LightningModule
 from lockstep.memory.recompute import recompute
 from lockstep.testing import RankPool
+from tests.checkpoint.adapted import needs_peft
 from tests.loop.pieces import quiet
 from tests.memory.test_recompute import STRATEGIES
+
+pytestmark = pytest.mark.usefixtures("needs")
+
+
+@pytest.fixture(name="needs")
+def _needs() -> None:
+    needs_peft()
+
 
 SIZES = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 

@@ -292,7 +292,8 @@ def _asked_of_adapter(layer: Any, waiting: _Waiting) -> Asked:
     """What waits for values in a layer of peft's, beside the layer that it is around."""
     if not any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__):
         return []
-    base = {id(each) for each in layer.get_base_layer().modules()}
+    around = getattr(layer, "base_layer", None)  # which may be an adapter itself, of another parameter
+    base = {id(each) for each in (layer.get_base_layer() if around is None else around).modules()}
     parts = [each for each in layer.modules() if id(each) not in base]
     return [(each, waiting.asked[id(each)]) for each in parts if waiting.asked.get(id(each))]
 
