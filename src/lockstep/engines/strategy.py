@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.first_values import fill_whole
-from lockstep.checkpoint.pretrained import is_planned
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
+from lockstep.checkpoint.pretrained import is_planned
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import Collectives, ReplicaMap
 from lockstep.engines.copies import ModelCopies
