@@ -53,6 +53,8 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
     Raises:
         MisconfigurationException: nothing gives values to a layer, or it leaves a parameter as it was.
     """
+    if not any(True for layer in module.modules() for _ in _on_meta(layer)):
+        return
     waiting = _Waiting(module)
     if not waiting.names:
         return

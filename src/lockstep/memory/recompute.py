@@ -199,7 +199,7 @@ def computed_again(
     names, count = tuple(kwargs), len(args)
 
     def call(*flat: Any) -> Any:  # torch looks for devices and random states among the positional arguments
-        flat = tuple(each.copy() if type(each) is _Filled else each for each in flat)
+        flat = tuple(each.copy() if type(each) is _FilledCache else each for each in flat)
         return forward(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
 
     if torch.compiler.is_compiling():  # the compiler does all this by itself
@@ -239,18 +239,18 @@ def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
     """
     args = tuple(_aside(each) if _is_cache(each) else each for each in args)
     kwargs = {name: _aside(each) if _is_cache(each) else each for name, each in kwargs.items()}
-    if kwargs.get("use_cache") and not any(type(each) is _Filled for each in (*args, *kwargs.values())):
+    if kwargs.get("use_cache") and not any(type(each) is _FilledCache for each in (*args, *kwargs.values())):
         kwargs["use_cache"] = False
     return args, kwargs
 
 
-def _aside(cache: Any) -> _Filled | None:
+def _aside(cache: Any) -> _FilledCache | None:
     tensors: list[Tensor] = []
     _copied(cache, tensors)
-    return _Filled(cache) if any(each.numel() for each in tensors) else None
+    return _FilledCache(cache) if any(each.numel() for each in tensors) else None
 
 
-class _Filled:
+class _FilledCache:
     """Stands for a cache that a layer reads, as it was before the first call.
 
     The caller's own cache gets what the first call appends.
