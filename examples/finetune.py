@@ -5,6 +5,7 @@
     python examples/finetune.py --devices 2 --strategy deepspeed_stage_3 --model bert
     python examples/finetune.py --devices 2 --strategy balanced --lora
     python examples/finetune.py --devices 4 --strategy 2-d
+    python examples/finetune.py --devices 2 --strategy ddp --padded --accumulate 2
     python examples/finetune.py --devices 2 --strategy ddp --lora --kill-at 12    # then again, on 4 devices say
 
 Nothing is downloaded: the folder of the pretrained model is made here, from a config. Each rank reads its part of it, a
@@ -83,24 +84,34 @@ def write_base(folder: Path, kind: str, layers: int, width: int, block: int) -> 
 class Pieces(Dataset[dict[str, Tensor]]):
     """Pieces of text; what is to be said of each token is the next one (llama), or what was masked (bert).
 
-    Each piece has as many targets as the others, so that means over pieces are means over targets.
+    Args:
+        tokens: of the text.
+        block: tokens in a piece.
+        mask: the token for what BERT guesses; None for llama.
+        padding: the token that fills up pieces, which are shorter then, each by another length; None: none is.
     """
 
-    def __init__(self, tokens: Tensor, block: int, mask: int | None) -> None:
-        self.tokens, self.block, self.mask = tokens, block, mask
+    def __init__(self, tokens: Tensor, block: int, mask: int | None, padding: int | None = None) -> None:
+        self.tokens, self.block, self.mask, self.padding = tokens, block, mask, padding
 
     def __len__(self) -> int:
         return len(self.tokens) // self.block
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        piece = self.tokens[index * self.block : (index + 1) * self.block]
-        if self.mask is None:
-            return {"input_ids": piece, "labels": piece}
-        order = torch.randperm(self.block, generator=torch.Generator().manual_seed(index))
-        chosen = order[: max(1, round(MASKED * self.block))]
-        given, labels = piece.clone(), torch.full_like(piece, -100)
-        given[chosen], labels[chosen] = self.mask, piece[chosen]
-        return {"input_ids": given, "labels": labels}
+        size = self.block if self.padding is None else self.block - 7 * index % (self.block - 1)
+        given = self.tokens[index * self.block : index * self.block + size]
+        labels = given
+        if self.mask is not None:
+            order = torch.randperm(size, generator=torch.Generator().manual_seed(index))
+            chosen = order[: max(1, round(MASKED * size))]
+            piece, given, labels = given, given.clone(), torch.full_like(given, -100)
+            given[chosen], labels[chosen] = self.mask, piece[chosen]
+        if self.padding is None:
+            return {"input_ids": given, "labels": labels}
+        rest = (0, self.block - size)
+        mask = nn.functional.pad(torch.ones_like(given), rest)
+        given, labels = nn.functional.pad(given, rest, value=self.padding), nn.functional.pad(labels, rest, value=-100)
+        return {"input_ids": given, "attention_mask": mask, "labels": labels}
 
 
 def standard_library(kilobytes: int) -> str:
@@ -116,7 +127,9 @@ def standard_library(kilobytes: int) -> str:
 class FineTune(LightningModule):
     """A model that begins with the weights of a folder."""
 
-    def __init__(self, folder: str, kind: str, lora: bool, lr: float, batch_size: int, block: int) -> None:
+    def __init__(
+        self, folder: str, kind: str, lora: bool, lr: float, batch_size: int, block: int, padded: bool = False
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.model: Any = None
@@ -154,12 +167,17 @@ class FineTune(LightningModule):
             fully_shard(layer, mesh=mesh["data_parallel"])
         fully_shard(self, mesh=mesh["data_parallel"])
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        return loss
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """The mean over a batch's targets counts as much as there are of them, however texts are cut into batches."""
+        return {"loss": self.model(**batch).loss, "weight": self._targets(batch)}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.model(**batch).loss)
+        self.log("val_loss", self.model(**batch).loss, batch_size=int(self._targets(batch)))
+
+    def _targets(self, batch: dict[str, Tensor]) -> Tensor:
+        """How many labels the loss is a mean over; a causal model predicts none of the first ones."""
+        labels = batch["labels"][:, 1:] if self.hparams["kind"] == "llama" else batch["labels"]
+        return (labels != -100).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -172,7 +190,8 @@ class FineTune(LightningModule):
         text = standard_library(400)[:end]  # each character is a token, or several
         tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])[start:end]
         mask = tokenizer.mask_token_id if self.hparams["kind"] == "bert" else None
-        return DataLoader(Pieces(tokens, block, mask), batch_size, shuffle=shuffle)
+        padding = tokenizer.pad_token_id if self.hparams["padded"] else None
+        return DataLoader(Pieces(tokens, block, mask, padding), batch_size, shuffle=shuffle)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(64, 1600, shuffle=True)
@@ -242,10 +261,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--accelerator", default="cpu", help="cpu or gpu")
     parser.add_argument("--strategy", default="auto", help="auto, ddp, fsdp, deepspeed_stage_3, 2-d, balanced")
     parser.add_argument("--model", choices=MODELS, default="llama")
+    parser.add_argument("--padded", action="store_true", help="pieces of different lengths")
     parser.add_argument("--lora", action="store_true", help="train an adapter alone")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--every", type=int, default=20, help="steps from one validation, and checkpoint, to the next")
-    parser.add_argument("--batch-size", type=int, default=16, help="pieces in a batch of all devices")
+    parser.add_argument("--batch-size", type=int, default=16, help="pieces in a step of all devices")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--block", type=int, default=64, help="tokens in a piece")
@@ -275,15 +296,16 @@ def main() -> None:
         strategy=strategy_named(args.strategy, args.devices),
         max_steps=args.steps,
         max_epochs=-1,
-        val_check_interval=args.every,
+        accumulate_grad_batches=args.accumulate,
+        val_check_interval=args.every * args.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         logger=False,
         enable_model_summary=False,
         callbacks=[keep, PrintLoss(), *([] if args.kill_at is None else [Kill(args.kill_at)])],
     )
-    batch_size = args.batch_size // replicas_of(args.strategy, args.devices)
-    module = FineTune(str(base), args.model, args.lora, args.lr, batch_size, args.block)
+    batch_size = args.batch_size // replicas_of(args.strategy, args.devices) // args.accumulate
+    module = FineTune(str(base), args.model, args.lora, args.lr, batch_size, args.block, args.padded)
     trainer.fit(module, ckpt_path="last")
     trainer.save_pretrained(tuned)
     if trainer.is_global_zero:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep import Trainer
@@ -59,7 +60,12 @@ REFUSED: list[dict[str, Any]] = [
     {"num_sanity_val_steps": -2},
     {"log_every_n_steps": -1},
     {"accumulate_grad_batches": 0},
-    {"accumulate_grad_batches": 2.0},
+    {"accumulate_grad_batches": 2.5},
+    {"accumulate_grad_batches": {0: 2.5}},
+    {"max_steps": 2.5},
+    {"max_steps": float("inf")},
+    {"num_nodes": 1.5},
+    {"devices": 1.5},
     {"accumulate_grad_batches": {-1: 2}},
     {"accumulate_grad_batches": {0: 0}},
     {"gradient_clip_val": -1.0},
@@ -96,6 +102,20 @@ def test_a_value_that_cannot_work_is_named_with_its_flag(flags: dict[str, Any]) 
     assert repr(value) in message or str(value) in message or "print" in message
     assert "\n" not in message
     assert len(message) < 420
+
+
+def test_whole_numbers_may_be_written_as_floats_or_by_numpy() -> None:
+    """As configs write them: ``max_steps: 1e3``."""
+    counts = {"max_epochs": 3, "max_steps": 1000, "min_epochs": 1, "min_steps": 2, "log_every_n_steps": 5}
+    counts |= {"num_sanity_val_steps": 1, "check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1}
+    for kind in (float, np.int64, np.float64):
+        config = quiet(**{name: kind(count) for name, count in counts.items()}).config
+        for name, count in counts.items():
+            assert (getattr(config, name), type(getattr(config, name))) == (count, int)
+        assert repr(quiet(accumulate_grad_batches=kind(2)).config.accumulate_grad_batches) == "2"
+        assert repr(quiet(fast_dev_run=kind(7)).config.fast_dev_run) == "7"
+        assert quiet(num_nodes=kind(1), devices=kind(1)).world_size == 1
+    assert repr(quiet(accumulate_grad_batches={0.0: 8.0, 5.0: 4}).config.accumulate_grad_batches) == "{0: 8, 5: 4}"
 
 
 @pytest.mark.parametrize(

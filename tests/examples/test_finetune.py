@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lockstep.testing.pool import RankPool
 from tests.checkpoint.adapted import needs_peft
+from tests.loop.pieces import quiet
 from tests.scripts.in_rank import run_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "finetune.py"
@@ -80,6 +82,55 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Alone:
 @pytest.mark.parametrize(("strategy", "words"), [("balanced", ["--lora"]), ("fsdp", ["--model=bert"])])
 def test_two_ranks_tune_as_one(ranks: RankPool, tmp_path: Path, alone: Alone, strategy: str, words: list[str]) -> None:
     check_same(alone(*SMALL, *words), done(ranks, tmp_path / "run", strategy, *SMALL, *words))
+
+
+@pytest.mark.slow
+def test_padded_texts_are_weighed_by_tokens(ranks: RankPool, tmp_path: Path, alone: Alone) -> None:
+    """Batches of 4, two batches of 2 a step, and two ranks with batches of 2: losses and folders are the same."""
+    words = [*SMALL, "--padded"]
+    for strategy, more in (("auto", ["--accumulate=2"]), ("ddp", [])):
+        check_same(alone(*words), done(ranks, tmp_path / strategy, strategy, *words, *more))
+
+
+def tuned(folder: str, kind: str, world: int, batch_size: int, accumulate: int, plain: bool) -> dict[str, Tensor]:
+    """What a fit in float64 makes of the example's model on padded texts."""
+    from examples.finetune import FineTune
+
+    class Plain(FineTune):
+        """With the loss alone, a mean over the batch's targets."""
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)["loss"]
+
+    kept = (Plain if plain else FineTune)(folder, kind, False, 1e-2, batch_size, 16, True)
+    trainer = quiet(
+        devices=world,
+        strategy="ddp" if world > 1 else "auto",
+        accumulate_grad_batches=accumulate,
+        max_steps=4,
+        precision="64-true",
+        limit_val_batches=2,
+        val_check_interval=4 * accumulate,
+    )
+    trainer.seed = 3
+    trainer.fit(kept)
+    found = {name: value.clone() for name, value, _ in trainer.strategy.whole_parameters()}
+    return {**found, "val_loss": trainer.callback_metrics["val_loss"].double()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_padded_texts_train_the_same_weights_in_float64(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    from examples.finetune import write_base
+
+    write_base(tmp_path, kind, 1, 8, 16)
+    folder = str(tmp_path)
+    expected = tuned(folder, kind, 1, 4, 1, plain=False)
+    for found in (tuned(folder, kind, 1, 2, 2, plain=False), *ranks(2).run(tuned, folder, kind, 2, 2, 1, False)):
+        assert found.keys() == expected.keys()
+        for name in expected.keys() - {"val_loss"}:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-11)
+    other = tuned(folder, kind, 1, 2, 2, plain=True)
+    assert max(float((other[name] - expected[name]).abs().max()) for name in expected) > 1e-4
 
 
 def killed(

@@ -266,6 +266,94 @@ def test_an_optimizer_step_without_its_closure_is_refused() -> None:
         quiet(max_epochs=1).fit(Forgets(), numbers(1))
 
 
+class PassesOn(torch.optim.SGD):
+    """A wrapper that needs the closure, which its signature does not name."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().step(args[0] if args else kwargs["closure"])
+
+
+class Ignores(torch.optim.SGD):
+    """A wrapper that steps without the closure, whatever it is given."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().step()
+
+
+class Alone(torch.optim.SGD):
+    """A step that takes no closure at all."""
+
+    def step(self, *args: Any) -> Any:  # type: ignore[override]
+        assert not args
+        return super().step()
+
+
+class DropsFirst(PassesOn):
+    """Drops the gradients before it passes the closure on."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        self.zero_grad()
+        return super().step(*args, **kwargs)
+
+
+class Climbs(torch.optim.SGD):
+    """Sharpness-aware: the gradient that counts is the one at weights that the first gradient has moved."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        kwargs["closure"]()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            before = [p.clone() for p in parameters]
+            for p in parameters:
+                p.add_(p.grad, alpha=0.1)
+        loss = kwargs["closure"]()
+        with torch.no_grad():
+            for p, value in zip(parameters, before, strict=True):
+                p.copy_(value)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_an_optimizer_whose_step_takes_any_arguments_gets_the_closure_and_may_ignore_it(precision: Any) -> None:
+    def trained(kind: Any) -> tuple[list[float], list[int]]:
+        class Net(Fit):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(3, 1)
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return super().training_step([part.float() for part in batch], batch_idx)
+
+            def configure_optimizers(self) -> Any:
+                return kind(self.parameters(), lr=0.1)
+
+        module = Net()
+        quiet(max_epochs=2, accumulate_grad_batches=2, precision=precision).fit(module, samples(13, 4))
+        return [value for p in module.parameters() for value in p.flatten().tolist()], [module.steps]
+
+    expected, calls = trained(torch.optim.SGD)
+    for kind in (PassesOn, Ignores, Alone):
+        assert trained(kind) == (expected, calls)
+    assert trained(DropsFirst)[0] == expected
+    assert trained(Climbs)[0] != expected
+
+
+def test_such_an_optimizer_on_ranks_trains_what_one_process_trains(ranks: RankPool) -> None:
+    def trained(on_ranks_too: bool) -> list[float]:
+        class Net(Fit):
+            def configure_optimizers(self) -> Any:
+                return Climbs(self.parameters(), lr=0.1)
+
+        module = Net()
+        trainer = (on_ranks if on_ranks_too else quiet)(max_epochs=2)
+        trainer.fit(module, samples(12, 3 if on_ranks_too else 6))
+        return [value for p in module.parameters() for value in p.flatten().tolist()]
+
+    for weights in ranks.run(trained, True):
+        assert weights == pytest.approx(trained(False), rel=1e-12)
+
+
 def test_a_module_may_drop_the_gradients_itself() -> None:
     class Keeps(Slope):
         def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:

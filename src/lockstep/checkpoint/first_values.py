@@ -53,6 +53,8 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
     Raises:
         MisconfigurationException: nothing gives values to a layer, or it leaves a parameter as it was.
     """
+    if not any(True for layer in module.modules() for _ in _on_meta(layer)):
+        return
     waiting = _Waiting(module)
     if not waiting.names:
         return
@@ -104,10 +106,12 @@ def fill(module: nn.Module, device: torch.device, parts: torch.device | None = N
 
 
 def fill_whole(module: nn.Module, device: torch.device = CPU) -> None:
-    """Give a module that is whole on this rank the values of the folder that `load_pretrained` named, if any."""
-    if pretrained.is_planned(module):
-        leave_meta(module, CPU)  # where transformers draws and computes tables, too
-        fill(module, device)
+    """Give values to what is on the meta device of a module that is whole on this rank.
+
+    They are those of the folder that `load_pretrained` named, and else those of `leave_meta`.
+    """
+    leave_meta(module, CPU)  # where transformers draws and computes tables, too
+    fill(module, device)
 
 
 @torch.no_grad()
@@ -290,7 +294,8 @@ def _asked_of_adapter(layer: Any, waiting: _Waiting) -> Asked:
     """What waits for values in a layer of peft's, beside the layer that it is around."""
     if not any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__):
         return []
-    base = {id(each) for each in layer.get_base_layer().modules()}
+    around = getattr(layer, "base_layer", None)  # which may be an adapter itself, of another parameter
+    base = {id(each) for each in (layer.get_base_layer() if around is None else around).modules()}
     parts = [each for each in layer.modules() if id(each) not in base]
     return [(each, waiting.asked[id(each)]) for each in parts if waiting.asked.get(id(each))]
 

@@ -17,6 +17,7 @@ from lockstep.config.compile import CompileOptions, compile_options
 from lockstep.data.counting import batches_of_window
 from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.whole_numbers import whole_number
 
 # -- names of flags ------------------------------------------------------------------------------------------
 
@@ -96,19 +97,21 @@ def whole(
         return default
     if value is False and may_be_off:
         return 0
-    if not is_number(value, int) or value < at_least:
+    number = whole_number(value)
+    if number is None or number < at_least:
         meaning = " (-1 means no limit)" if at_least == -1 else ""
         raise MisconfigurationException(
             f"Trainer({flag}={value!r}): give a whole number of at least {at_least}{meaning}."
         )
-    return int(value)
+    return number
 
 
 def batches_to_try(flag: str, value: object) -> int:
     """How many batches a ``fast_dev_run`` has; 0 for none."""
-    if not isinstance(value, int) or value < 0:
+    number = int(value) if isinstance(value, bool) else whole_number(value)
+    if number is None or number < 0:
         raise MisconfigurationException(f"Trainer({flag}={value!r}): give True, False or the number of batches to try.")
-    return int(value)
+    return number
 
 
 def fraction_or_count(flag: str, value: object, *, zero: bool = True, default: float = 1.0) -> int | float:
@@ -142,14 +145,17 @@ def choice(flag: str, value: object, *, choices: tuple[object, ...]) -> object:
 
 def accumulation(flag: str, value: int | dict[int, int]) -> int | dict[int, int]:
     """Micro-batches of a window, or a dict from the first epoch to that."""
-    table = value if isinstance(value, dict) else {0: value}
-    for epoch, batches in table.items():
-        if not (is_number(epoch, int) and is_number(batches, int) and epoch >= 0 and batches >= 1):
+    given = value if isinstance(value, dict) else {0: value}
+    table: dict[int, int] = {}
+    for first, count in given.items():
+        epoch, batches = whole_number(first), whole_number(count)
+        if epoch is None or batches is None or epoch < 0 or batches < 1:
             raise MisconfigurationException(
                 f"Trainer({flag}={value!r}): give an int of at least 1, or a dict from the first "
                 "epoch (counted from 0) to the micro-batches of a step from then on, such as {0: 8, 5: 4}."
             )
-    return value
+        table[epoch] = batches
+    return table if isinstance(value, dict) else table[0]
 
 
 def clip_bound(flag: str, value: object) -> float | None:

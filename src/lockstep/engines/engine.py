@@ -13,7 +13,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.engines.optimizer_states import states_to_parameters
-from lockstep.ground.closures import takes_closure
+from lockstep.ground.closures import PlayedFirst, takes_closure
 from lockstep.ground.combined import parts_of
 from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
@@ -310,6 +310,10 @@ class Engine:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update the parameters of one optimizer."""
         scaler = self.precision.scaler
+        if scaler is not None and isinstance(closure, PlayedFirst):
+            scaler.step(optimizer, closure=closure)
+            scaler.update(optimizer)
+            return closure.loss
         if scaler is not None and (closure is None or not takes_closure(optimizer)):
             result = closure() if closure is not None else None
             scaler.step(optimizer)

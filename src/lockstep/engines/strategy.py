@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
+from lockstep.checkpoint.pretrained import is_planned
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import Collectives, ReplicaMap
 from lockstep.engines.copies import ModelCopies
@@ -118,10 +119,11 @@ class Strategy(Engine):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Around the module's ``configure_model``; behind it is what a folder is to fill. Collective."""
+        """Around the module's ``configure_model``; what it leaves on the meta device gets values. Collective."""
         with nullcontext() if self.init_device is None else self.init_device:
             yield
-        fill_whole(module, self.root_device)
+        if self.init_device != torch.device("meta") or is_planned(module):  # else the engine gives values itself
+            fill_whole(module, self.root_device)
 
     def whole_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Name and value, on the CPU, of each buffer that a checkpoint has. Collective."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import MutableSequence
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.whole_numbers import whole_number
 
 Devices = int | str | list[int] | tuple[int, ...]
 
 
 def count_of(devices: object) -> int | None:
     """The count that ``2`` or ``"2"`` stands for; None for lists, ``"0,2"`` and everything else."""
-    if isinstance(devices, bool):
-        return None
     if isinstance(devices, str):
         try:
             return int(devices)
         except ValueError:
             return None
-    return devices if isinstance(devices, int) else None
+    return whole_number(devices)
 
 
 def _named(devices: Devices, present: int) -> list[int]:

@@ -13,6 +13,7 @@ from lockstep.loop.padding import padding
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
 from lockstep.loop.signatures import takes_idx
+from lockstep.loop.step_output import has_uneven_targets
 from lockstep.loop.update import Update
 
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
@@ -70,6 +71,7 @@ class MicroBatches:
     def __init__(self, session: Session, update: Update) -> None:
         self._session = session
         self._strategy = session.strategy
+        self._shared = session.world_size > 1
         self._hooks = session.hooks
         self._results = session.results
         self._progress = session.fit.progress
@@ -106,6 +108,8 @@ class MicroBatches:
             progress.under_way = True
             if absent is not None:
                 self.absent = strategy.replicas.ranks(absent[i])
+            if self.newest == -1:  # the first of a fit, before it is on a device
+                self._session.fit.uneven_targets = (self._shared or last > 0) and has_uneven_targets(batch)
             batch = self.begin(batch, batch_idx + i, weight)
             if self.ended_by_user:
                 progress.under_way = False

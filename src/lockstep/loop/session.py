@@ -75,6 +75,7 @@ class FitState:
         asked_for: the epoch for which they were asked for, where they are reloaded.
         results: what was logged in training.
         weights: the sum of what ``training_step`` returned as "weight" in the window under way.
+        uneven_targets: the samples of the first batch have different numbers of labels.
         resumed: this rank's part of the checkpoint, until training goes on.
         logged_elsewhere: the resume goes on within an epoch whose logged values Lightning's checkpoint does not hold.
         cut_epoch: what an epoch that ended early had logged, for a checkpoint.
@@ -95,6 +96,7 @@ class FitState:
     asked_for: int | None = None
     results: LogCollector | None = None
     weights: float | Tensor | None = None
+    uneven_targets: bool = False
     resumed: dict[str, Any] | None = None
     logged_elsewhere: bool = False
     cut_epoch: dict[str, Any] | None = None

@@ -166,6 +166,7 @@ def take_over(session: Session, results: SpawnResults) -> Any:
             module.register_buffer(name, part)
         else:
             setattr(module, name, part)
+    fill_whole(module)  # what is on the meta device takes no values
     module.load_state_dict(results.weights)
     for name, value in results.attributes.items():
         object.__setattr__(module, name, value)

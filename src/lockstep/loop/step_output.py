@@ -22,6 +22,27 @@ UNEVEN = (
 )
 
 
+TARGETS = (
+    "`training_step` returned a loss without a weight, and samples of this fit's first batch have different numbers of "
+    "labels that are not -100. If the loss is their mean, as with models of transformers, what is trained depends on "
+    'how samples are cut into micro-batches and ranks: return {"loss": loss, "weight": (labels != -100).sum()}, with '
+    "labels[:, 1:] for a causal model, which predicts none of the first ones."
+)
+
+
+def has_uneven_targets(batch: object) -> bool:
+    """Return True if a mean over the "labels" of a batch is not a mean over its samples: some are -100 here and there.
+
+    That also holds for one sample, which may have as many as the next one or not. Waits for the device of the labels.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.ndim < 2 or not labels.numel() or labels.is_floating_point():
+        return False
+    counts = (labels != -100).flatten(1).sum(1)
+    is_even = len(counts) > 1 and bool((counts == counts[0]).all())
+    return not is_even and bool((counts < labels[0].numel()).any())
+
+
 def tell_of_uneven() -> None:
     """Warn, once, that one loss stands for loaders that are cut unevenly."""
     warn_once(UNEVEN, key="uneven loaders")
@@ -101,6 +122,8 @@ class StepOutputs:
             kinds = torch.tensor([weighed, unweighed], dtype=torch.float32)
             weighed, unweighed = self._strategy.reduce(kinds, reduce_op="max").bool().tolist()
             self.weighs = weighed if weighed or unweighed else None
+            if unweighed and self._fit.uneven_targets:
+                warn_once(TARGETS, key="uneven targets")
         if (weighed and self.weighs is False) or (unweighed and self.weighs):
             raise MisconfigurationException(
                 '`training_step` returned a "weight" for some micro-batches and none for others: return one with every '

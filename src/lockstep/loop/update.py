@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import Optimizer
 
-from lockstep.ground.closures import demands_closure, takes_closure
+from lockstep.ground.closures import PlayedFirst, demands_closure, may_ignore, takes_closure
 from lockstep.ground.device_numbers import widest
 from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.loop.hooks import is_overridden, is_replaced
@@ -194,6 +194,8 @@ class Update:
                     self._hooks.call("on_before_optimizer_step", optimizer)
                 return result
 
+        elif closure is not None and may_ignore(optimizer):
+            closure = PlayedFirst(closure, optimizer)
         before = self._progress.global_step
         result = self._strategy.step(optimizer, closure, **options)
         if self.optimizer is None and self._progress.global_step == before:  # else the window's end counts it

@@ -6,7 +6,8 @@
 
 The mechanism is ``torch.utils.checkpoint`` without re-entrance. A second forward counts nothing twice: while it runs,
 buffers have the values of the first one, and they are put back (BatchNorm's statistics); nothing is logged; numbers
-without a dtype get that of the first forward. Names of parameters and keys of a state dict stay as they are.
+without a dtype get that of the first forward; a cache of keys and values gets nothing. Names of parameters and keys of
+a state dict stay as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -192,9 +194,12 @@ def computed_again(
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if any(_is_cache(each) for each in (*args, *kwargs.values())):
+        args, kwargs = _without_caches(args, kwargs)
     names, count = tuple(kwargs), len(args)
 
     def call(*flat: Any) -> Any:  # torch looks for devices and random states among the positional arguments
+        flat = tuple(each.copy() if type(each) is _FilledCache else each for each in flat)
         return forward(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
 
     if torch.compiler.is_compiling():  # the compiler does all this by itself
@@ -216,6 +221,66 @@ def computed_again(
         buffers.forget_unchanged()
         if STATE.kept is not None:
             STATE.kept(kept)
+
+
+# -- caches of keys and values -------------------------------------------------------------------------------
+
+
+def _is_cache(value: object) -> bool:
+    """Return True for a cache of transformers', to which each call of a layer appends its keys and values."""
+    module = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(value, module.Cache)
+
+
+def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put empty caches aside, as transformers does where it recomputes: nothing of the layer would be freed else.
+
+    A cache that has something in it (a prefix that is trained, earlier text) stays: each call gets a copy of it.
+    """
+    args = tuple(_aside(each) if _is_cache(each) else each for each in args)
+    kwargs = {name: _aside(each) if _is_cache(each) else each for name, each in kwargs.items()}
+    if kwargs.get("use_cache") and not any(type(each) is _FilledCache for each in (*args, *kwargs.values())):
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def _aside(cache: Any) -> _FilledCache | None:
+    tensors: list[Tensor] = []
+    _copied(cache, tensors)
+    return _FilledCache(cache) if any(each.numel() for each in tensors) else None
+
+
+class _FilledCache:
+    """Stands for a cache that a layer reads, as it was before the first call.
+
+    The caller's own cache gets what the first call appends.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._before, self._own = _copied(cache, []), cache
+
+    def copy(self) -> Any:
+        """Return the caller's cache at the first call, and a copy of what was in it at each further one."""
+        own, self._own = self._own, None
+        return _copied(self._before, []) if own is None else own
+
+
+def _copied(value: Any, tensors: list[Tensor]) -> Any:
+    """Copy a cache and the lists, dicts and layers in it, but not their tensors, which are collected."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+    if isinstance(value, list):
+        return [_copied(each, tensors) for each in value]
+    if isinstance(value, dict):
+        return {name: _copied(each, tensors) for name, each in value.items()}
+    if not type(value).__module__.startswith("transformers.cache_utils"):
+        return value
+    made = copy(value)
+    vars(made).update({name: _copied(each, tensors) for name, each in vars(value).items()})
+    return made
+
+
+# -- the second call -----------------------------------------------------------------------------------------
 
 
 class _Uncached:

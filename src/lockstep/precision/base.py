@@ -85,8 +85,8 @@ class LossScaler:
         for overflow in found.values():
             overflow.copy_(largest(overflow))
 
-    def step(self, optimizer: Optimizer) -> Any:
-        """``optimizer.step()``, left out if a gradient is not finite. Waits for the device.
+    def step(self, optimizer: Optimizer, **options: Any) -> Any:
+        """``optimizer.step(**options)``, left out if a gradient is not finite. Waits for the device.
 
         Returns:
             what the optimizer returned; None where the step was left out.
@@ -101,7 +101,7 @@ class LossScaler:
             return None
         self.steps = True
         try:
-            return optimizer.step()
+            return optimizer.step(**options)
         finally:
             self.steps = False
 

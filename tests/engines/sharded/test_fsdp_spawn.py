@@ -120,3 +120,46 @@ def test_without_shards_the_start_is_the_same() -> None:
     assert found.launcher == "fork"
     with pytest.raises(MisconfigurationException, match=r"FSDPStrategy\(start_method='thread'\): choose"):
         FSDPStrategy(start_method="thread")
+
+
+class OnMeta(LightningModule):
+    """Layers on the meta device, made in ``__init__`` and in ``configure_model``."""
+
+    def __init__(self, on_meta: bool = True) -> None:
+        super().__init__()
+        self.device_of_layers = "meta" if on_meta else "cpu"
+        with torch.device(self.device_of_layers):
+            self.first = nn.Linear(4, 8)
+        self.rest: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.rest is None:
+            with torch.device(self.device_of_layers):
+                self.rest = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        assert self.rest is not None
+        found: Tensor = self.rest(self.first(batch))
+        return (found - 3).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("v", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("kind", [FSDPStrategy, DDPStrategy])
+def test_layers_made_on_the_meta_device_come_back_with_what_they_have_learned(kind: Any) -> None:
+    """They came back without values, and the next `validate` ran on fresh random weights."""
+    torch.manual_seed(1)
+    module, trainer = OnMeta(), quiet(strategy=kind(start_method="fork"), devices=2, max_epochs=2)
+    data: Any = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    trainer.fit(module, DataLoader(data, 4), DataLoader(data, 4))
+    at_end = float(trainer.callback_metrics["v"])
+    assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    assert trainer.validate(module, DataLoader(data, 4), verbose=False)[0]["v"] == pytest.approx(at_end, rel=1e-6)
+    assert at_end < 5

@@ -30,6 +30,7 @@ class LateParameters:
     Args:
         module: the model.
         ignored: names that may come.
+        stands_for: class of parameters that may come: each stands for one of ``module``.
 
     Attributes:
         found: name of the first parameter that came, below the submodule that got it; None while none has.
@@ -38,8 +39,10 @@ class LateParameters:
         noticed: whether anything has come; whoever has dealt with it sets it to False.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
-        self._ignored = frozenset(ignored)
+    def __init__(
+        self, module: nn.Module, ignored: Collection[str] = (), stands_for: type[Parameter] | None = None
+    ) -> None:
+        self._ignored, self._stands_for = frozenset(ignored), stands_for
         self.found: str | None = None
         self.buffer: str | None = None
         self.norm: str | None = None
@@ -63,7 +66,7 @@ class LateParameters:
         self.noticed = False
 
     def _parameter_comes(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
-        if parameter is not None and parameter not in self._known and module in self._names:
+        if parameter is not None and module in self._names and not self._is_known(parameter):
             self._note(f"{self._names[module]}.{name}".lstrip("."))
 
     def _buffer_comes(self, module: nn.Module, name: str) -> None:
@@ -82,8 +85,11 @@ class LateParameters:
                 self.buffer = self.buffer or next(buffers, None)
                 self.norm = self.norm or (inner if isinstance(submodule, _BatchNorm) else None)
         for inner, parameter in part.named_parameters():
-            if parameter not in self._known:
+            if not self._is_known(parameter):
                 self._note(f"{self._names[part]}.{inner}")
+
+    def _is_known(self, parameter: Parameter) -> bool:
+        return parameter in self._known or (self._stands_for is not None and isinstance(parameter, self._stands_for))
 
     def _note(self, name: str) -> None:
         if name in self._ignored:

@@ -239,8 +239,7 @@ class BalancedStrategy(RankedStrategy):
     def building(self, module: LightningModule) -> Iterator[None]:
         """As of one process, but what a folder fills stays as it is until it is known which rank holds it."""
         yield
-        if pretrained.is_planned(module):
-            leave_meta(module, torch.device("cpu"))
+        leave_meta(module, torch.device("cpu"))
 
     @does("splitting the module into stages")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:

@@ -210,6 +210,8 @@ class FSDPStrategy(ShardedStrategy):
         self._take_shards(ShardedModule(module))
 
     def _take_shards(self, shards: ShardedModule) -> None:
+        from lockstep.engines.sharded.gathered_parameter import GatheredParameter
+
         bring_states(self.module, self.root_device)
         self._sharded, self.gradients = shards, ShardedGradients(self, shards)
         if self.root_device.type != "cpu":  # elsewhere all waiting is in torch's collectives
@@ -217,7 +219,7 @@ class FSDPStrategy(ShardedStrategy):
             self.waits_in = [(group, name) for group in shards.groups() for name in waits]
         self._ends_calls = shards.serve_calls(within=not self.module.automatic_optimization)
         generate_together(self.module)
-        self._watch(self.module)
+        self._watch(self.module, GatheredParameter)
 
     def _shard(self, module: LightningModule) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import sharded
@@ -101,8 +102,14 @@ class ShardedStrategy(RankedStrategy):
             yield
             leave_meta(module, torch.device("cpu"))
 
-    def _watch(self, module: LightningModule) -> None:
-        """From now on notice what comes into the module, and keep its buffers alike."""
+    def _watch(self, module: LightningModule, gathered: type[Parameter] | None = None) -> None:
+        """From now on notice what comes into the module, and keep its buffers alike.
+
+        Args:
+            module: of the run.
+            gathered: class of whole parameters that stand for shards. Parametrizations register them in a forward, as
+                those of peft's adapters of experts do.
+        """
         if self._late is not None:
             self._late.close()
         # torch sets the parameters of layers with a `__setattr__` of their own (nn.LSTM) by it: each time they "come"
@@ -112,7 +119,7 @@ class ShardedStrategy(RankedStrategy):
             if inspect.getattr_static(layer, "__setattr__") is not nn.Module.__setattr__
             for name, _ in layer.named_parameters(recurse=False)
         }
-        self._late = LateParameters(module, set_anew)
+        self._late = LateParameters(module, set_anew, gathered)
         self.copies.watch_buffers(self.module, self.world.size > 1)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
