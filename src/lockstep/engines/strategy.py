@@ -282,6 +282,11 @@ class Strategy(Engine):
         return self.world.rank == 0
 
     @property
+    def has_met(self) -> bool:
+        """Return True once this rank has joined the others; before that a signal ends it at once."""
+        return True
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.world.size

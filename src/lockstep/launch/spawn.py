@@ -42,7 +42,7 @@ from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.screen_text import one_line, wipe_line
 from lockstep.supervise.stack import calling
-from lockstep.supervise.status import failed, noted_call, watch_uncaught, without_ranks
+from lockstep.supervise.status import MET, failed, noted_call, watch_uncaught, without_ranks
 
 # -- objects on their way ------------------------------------------------------------------------------------
 
@@ -190,6 +190,8 @@ class SpawnLauncher:
                 try:
                     processes.wait()
                 except KeyboardInterrupt:
+                    if not mailbox.others(MET):  # nothing can be lost yet, and some may be gone
+                        raise
                     # a rank that stops its training in order still has a result; a second Ctrl-C ends all
                     monitor.interrupt()
                     processes.wait()

@@ -28,6 +28,9 @@ from lockstep.supervise.trace_memory import offer as offer_trace
 PATIENCE = 1.0
 """Seconds that a rank which has lost another waits to be told why."""
 
+MET = "met"
+"""The key of the note by which a rank reports that it has joined the others."""
+
 
 class _Rank:
     """This process as a rank: which one, whom it reports to, what it has reported."""
@@ -108,6 +111,12 @@ def heard_ctrl_c() -> None:
     """Note that this rank has said what follows from a Ctrl-C. It may be called in a handler: it takes no lock."""
     if _rank.address:
         leave_note(_rank.address, {"heard": _rank.rank, "call": _rank.call})
+
+
+def met() -> None:
+    """Note that this rank has joined the others, so that from now on a Ctrl-C ends them in order."""
+    if _rank.address:
+        leave_note(_rank.address, {MET: _rank.rank})
 
 
 def report_to(address: str) -> None:
