@@ -25,7 +25,7 @@ from lockstep.ground.rank import log
 from lockstep.launch.environment import started_in
 from lockstep.launch.parent_death import PARENT
 from lockstep.supervise import status
-from lockstep.supervise.channel import Channel, Message
+from lockstep.supervise.channel import Channel, Message, caller
 from lockstep.supervise.mailbox import MAILBOX, Mailbox, leave_note
 from lockstep.supervise.signals import HANDLED, SignalPipe
 
@@ -252,10 +252,14 @@ class FoundSupervisor:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.connect(name)
-                self._channel = Channel(connection)
             except OSError:
                 connection.close()
                 time.sleep(0.05)
+                continue
+            if not caller(connection):  # another user has taken the name, and would hand out a mailbox of its own
+                connection.close()
+                return
+            self._channel = Channel(connection)
         if self._channel is None:
             return
         message, descriptor = self._channel.receive_with_file()

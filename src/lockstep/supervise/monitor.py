@@ -68,6 +68,7 @@ class RankMonitor:
         size: ranks of all nodes.
         hub: to the monitors of other nodes; None: there are none, or no way to them.
         host: the name of this machine, where it has to be told from others.
+        on_look: called at each look, in the thread.
 
     Attributes:
         hangs: knows what the ranks' traces show.
@@ -81,8 +82,10 @@ class RankMonitor:
         size: int,
         hub: OtherNodes | None = None,
         host: str = "",
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
+        self._on_look = on_look
         self.signal_pipe = SignalPipe()
         self.interrupted_at: float | None = None
         self._mailbox = mailbox
@@ -155,6 +158,7 @@ class RankMonitor:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._await_period()
+            self._on_look()
             self._presses += self.signal_pipe.heard()
             verdict = None if self._stopping.is_set() else self._look()
             if verdict is not None and not self._stopping.is_set():

@@ -19,7 +19,7 @@ from lockstep.ground.installed import EXCEPTHOOK
 from lockstep.launch.parent_death import PROCESS
 from lockstep.supervise import stack_request
 from lockstep.supervise.causes import Cause, Stand, cause_of
-from lockstep.supervise.mailbox import MAILBOX, RANK, Mailbox, leave_note
+from lockstep.supervise.mailbox import MAILBOX, MET, RANK, Mailbox, leave_note
 from lockstep.supervise.screen_text import MOST, MOST_ALONE, WHOLE, one_line, reason_of, shortened, wipe_line, wiping
 from lockstep.supervise.signals import by_default, hear
 from lockstep.supervise.stack import calling, is_through_lockstep
@@ -27,9 +27,6 @@ from lockstep.supervise.trace_memory import offer as offer_trace
 
 PATIENCE = 1.0
 """Seconds that a rank which has lost another waits to be told why."""
-
-MET = "met"
-"""The key of the note by which a rank reports that it has joined the others."""
 
 
 class _Rank:

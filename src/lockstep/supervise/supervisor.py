@@ -71,7 +71,6 @@ def _codes(number: int) -> tuple[int | None, ...]:
     return None, -number, 128 + number
 
 
-
 class Supervisor:
     """Watches the ranks of a node from their start to the end of the last.
 
@@ -105,6 +104,7 @@ class Supervisor:
             order["size"],
             self._nodes.hub,
             self._nodes.host,
+            self._processes.memory_kills.look,
         )
         if self._nodes.hub is not None:
             self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.hangs.traces.made).ask
@@ -216,13 +216,18 @@ class Supervisor:
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
         """Whether an end is what a scheduler asked for, that asked all: it sees to the others, too."""
-        heard = [event for number, event in self._signalled.items() if code in _codes(number)]
-        if self._starts or self._first is not None or not heard:
+        if self._starts or self._first is not None:
             return False
         until = time.monotonic() + NEWS  # the same signal may not have been heard here yet
-        while time.monotonic() < until and not any(event.is_set() for event in heard):
+        while not any(self._is_ended_by(number, code) for number in self._signalled):
+            if time.monotonic() >= until or not any(code in _codes(number) for number in self._signalled):
+                return False
             time.sleep(TICK / 5)
-        return any(event.is_set() for event in heard)
+        return True
+
+    def _is_ended_by(self, number: int, code: int | None) -> bool:
+        """Return True if a signal has come that ends a process with this code: with any while it imports torch."""
+        return self._signalled[number].is_set() and (code in _codes(number) or not self._mailbox.has_met())
 
     def _note_signals(self, numbers: Collection[int]) -> None:
         for number, event in self._signalled.items():
@@ -485,10 +490,8 @@ class Supervisor:
 
     def _is_by_ctrl_c(self) -> bool:
         """Return True if Ctrl-C is what ended the ranks that failed: it strikes those that are not in a call."""
-        failed = self._processes.failed
-        number = signal.SIGINT
-        codes = _codes(number) if self._signalled[number].is_set() else (-number,)
-        return bool(failed) and all(end.code in codes for end in failed)
+        failed, number = self._processes.failed, signal.SIGINT
+        return bool(failed) and all(end.code == -number or self._is_ended_by(number, end.code) for end in failed)
 
     def _await_interrupt(self) -> None:
         """Let a Ctrl-C end rank 0 too: its script outside of a call; in one, it waits for ranks that are gone."""
@@ -558,9 +561,9 @@ class Supervisor:
 
     def _is_quiet(self) -> bool:
         """Whether SIGTERM has ended rank 0, and it had been heard before: nothing has failed."""
-        number = signal.SIGTERM
-        ends = [end.code in _codes(number) for end in self._processes.failed]
-        return self._signalled[number].is_set() and not self._left and all(ends)
+        number, failed = signal.SIGTERM, self._processes.failed
+        is_set = self._signalled[number].is_set()
+        return is_set and not self._left and all(self._is_ended_by(number, end.code) for end in failed)
 
     def _tell_at_once(self) -> None:
         """Where a launcher ends the ranks, and prints its own summary: be there before it."""
