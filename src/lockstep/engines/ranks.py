@@ -115,10 +115,6 @@ class RankedStrategy(Strategy):
         if world.size > 1:
             self._check_reach(backend)
 
-    @property
-    def has_met(self) -> bool:
-        return self.world.size == 1 or dist.is_initialized()
-
     def setup_environment(self) -> None:
         """Join the process group, making it where it is not there."""
         super().setup_environment()

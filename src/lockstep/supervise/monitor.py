@@ -39,7 +39,7 @@ OPENING = 30.0
 """Seconds after the first rank has come to a call in which the others' traces are looked for every tenth of one."""
 
 AT_ONCE = 3.0
-"""Seconds that the ranks get to end after a second Ctrl-C."""
+"""Seconds that the ranks get to end after a second Ctrl-C, or after the first one while they have not met."""
 
 UNHEARD = 1.0
 """Seconds after a Ctrl-C in which rank 0's own handler should have told of it."""
@@ -224,10 +224,11 @@ class RankMonitor:
         for stand in inside.values():
             if stand.process != os.getpid() and is_there(stand.answers):
                 signals.pass_on(stand.process)
-        if 0 in inside and now - self.interrupted_at >= UNHEARD and not self._told_at:
+        has_met = self._mailbox.has_met()
+        if has_met and 0 in inside and now - self.interrupted_at >= UNHEARD and not self._told_at:
             self._told_at = now
             self._tell_of_interrupt(inside[0])
-        if self._presses > 1:
+        if self._presses > 1 or not has_met:  # nothing to save: the first is as good as a second
             self._second_at = self._second_at or now
             if now - self._second_at >= AT_ONCE:
                 return Verdict(None, interrupted=True)

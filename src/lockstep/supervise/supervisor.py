@@ -491,7 +491,11 @@ class Supervisor:
     def _is_by_ctrl_c(self) -> bool:
         """Return True if Ctrl-C is what ended the ranks that failed: it strikes those that are not in a call."""
         failed, number = self._processes.failed, signal.SIGINT
-        return bool(failed) and all(end.code == -number or self._is_ended_by(number, end.code) for end in failed)
+        return (
+            self._starts
+            and bool(failed)
+            and all(end.code == -number or self._is_ended_by(number, end.code) for end in failed)
+        )
 
     def _await_interrupt(self) -> None:
         """Let a Ctrl-C end rank 0 too: its script outside of a call; in one, it waits for ranks that are gone."""
@@ -521,7 +525,7 @@ class Supervisor:
         failed, verdict, shown = self._processes.failed, self._verdict, self._who("printed")
         folded, notes = self._who("folded"), self._mailbox.read()
         cause, told = self._cause(shown, folded, notes)
-        interrupted = (verdict is not None and verdict.interrupted) or (self._starts and self._is_by_ctrl_c())
+        interrupted = self._is_by_ctrl_c() if verdict is None else verdict.interrupted
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:
             if self._first is None and cause is not None:

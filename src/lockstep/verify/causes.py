@@ -150,13 +150,12 @@ class Causes:
         proof = "the mean of the ranks' own gradients is what one process has" if right else ""
         if all(parts.is_own(gradient, rank, astray) for rank, gradient in enumerate(gradients)):
             return self._of_missing(names, set(astray), proof)
-        constants = [each.constant() for each in shares]
-        factor = constants[0]
-        if factor is not None and all(each is not None and abs(each - factor) < 1e-5 for each in constants):
-            return self._of_factor(parts, factor * self.size)
-        if None not in constants:
-            return self._of_scaled(names, [each * self.size for each in constants if each is not None])
-        return self._of_window(shares, names)
+        factors = [weight * self.size for weight in (each.constant() for each in shares) if weight is not None]
+        if len(factors) < len(shares):
+            return self._of_window(shares, names)
+        if all(abs(factor - factors[0]) < _SCALED * self.size for factor in factors):
+            return self._of_factor(parts, factors[0])
+        return self._of_scaled(names, factors)
 
     def _of_missing(self, names: str, keys: set[str], proof: str) -> Reason:
         """Every rank keeps its own gradient."""

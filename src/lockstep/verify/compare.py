@@ -363,7 +363,7 @@ class Numbers:
 
 def own_gradients(ranks: Recording, update: int) -> list[dict[str, Value]]:
     """Each rank's gradients of an update, before they are clipped, unless they are averaged only then."""
-    made = [rank for rank in ranks.ranks if rank.of("step", update=update)]  # not one that has run out within Join
+    made = [rank for rank in ranks.ranks if rank.has_made(update)]
     if clips_first(ranks, update):
         return [rank.load("gradients", update) for rank in made]
     return [rank.of_step(update) for rank in made]

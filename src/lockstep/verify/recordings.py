@@ -98,6 +98,10 @@ class RankRecording:
         path = self._path("sums", update)
         return dict(torch.load(path, mmap=True)) if path.exists() else {}
 
+    def has_made(self, update: int) -> bool:
+        """Return False for an update that this rank left to the others, as one without data does within Join."""
+        return self._path("sums", update).exists()
+
     def of_step(self, update: int) -> dict[str, Value]:
         """The gradients of an update, before they are clipped."""
         return self.load("unclipped", update) or self.load("gradients", update)

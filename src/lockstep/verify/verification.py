@@ -260,14 +260,7 @@ class Verification:
 
     def _forgive(self, ranks: Recording, whole: Recording) -> None:
         """Take out what differs by nature: the end of a join, rates that follow the number of ranks."""
-        uneven = ranks.uneven_from
-        by_all = any(event["by_all"] for _, event in ranks.of("join"))
-        if by_all and uneven == 0:
-            self.comparison.vacuous.append("a rank has no data in the first step within Join: give each some")
-        elif by_all and uneven is not None and self.comparison.forget_from(uneven):
-            self.nature.append(
-                f"Join: ranks without data count as zeros, so that step {uneven} and those after it are smaller"
-            )
+        self._forgive_join(ranks)
         first = self.comparison.first
         if first is None or first.what != RATES or first.ranks or _schedules(ranks) != _schedules(whole):
             return
@@ -275,6 +268,18 @@ class Verification:
         if [each["rates"] for each in told.first.steps] == [each["rates"] for each in ranks.first.steps]:
             self.comparison.forget(RATES)
             self.nature.append("the learning rate follows the number of ranks; one process was given theirs")
+
+    def _forgive_join(self, ranks: Recording) -> None:
+        """Take out the steps at which gradients are divided by all ranks, and some have no data."""
+        uneven = ranks.uneven_from
+        if uneven is None or not any(event["by_all"] for _, event in ranks.of("join")):
+            return
+        if uneven == 0:
+            self.comparison.vacuous.append("a rank has no data in the first step within Join: give each some")
+        elif self.comparison.forget_from(uneven):
+            self.nature.append(
+                f"Join: ranks without data count as zeros, so that step {uneven} and those after it are smaller"
+            )
 
 
 def _steps(rank: RankRecording) -> int:
