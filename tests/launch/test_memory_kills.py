@@ -38,6 +38,18 @@ def test_a_stranger_that_was_killed_for_memory_explains_nothing(
     assert made.why(7) == CERTAIN
 
 
+def test_a_process_that_has_moved_is_explained_by_its_new_cgroup(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = MemoryKills()
+    own = tmp_path / "memory.events"
+    kills(own, 1)
+    monkeypatch.setattr(memory_kills, "_events_of", lambda process: own)
+    assert made.why(7) == ""
+    kills(machine, 4)
+    assert made.why(7) == CERTAIN
+
+
 def test_without_a_count_of_its_own_it_is_a_guess_of_the_last_seconds(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

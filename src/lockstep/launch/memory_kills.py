@@ -39,7 +39,8 @@ class MemoryKills:
         if file is not None:
             with self._lock:
                 self._files[process] = file
-                self._samples[-1][1].setdefault(file, _count(file))
+                for _, counts in self._samples:
+                    counts.setdefault(file, _count(file))
 
     def look(self) -> None:
         """Read the counts; called about once a second."""
@@ -52,10 +53,13 @@ class MemoryKills:
     def why(self, process: int) -> str:
         """Return the words for a process that SIGKILL has just ended; "" where memory was not the reason."""
         with self._lock:
-            own, before, now = self._files.get(process), self._samples[0][1], self._counts()
-        if own is not None:
-            return CERTAIN if now[own] > before.get(own, now[own]) else ""
-        return PERHAPS if now[MACHINE] > before[MACHINE] else ""
+            own, before = _events_of(process) or self._files.get(process), self._samples[0][1]
+        has_killed = _count(MACHINE) > before[MACHINE]
+        if own is None:
+            return PERHAPS if has_killed else ""
+        if own in before:
+            return CERTAIN if _count(own) > before[own] else ""
+        return CERTAIN if has_killed and _count(own) else ""  # it has moved there since
 
     def _counts(self) -> dict[Path, int]:
         return {file: _count(file) for file in {MACHINE, *self._files.values()}}
