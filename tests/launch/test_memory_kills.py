@@ -41,12 +41,16 @@ def test_a_stranger_that_was_killed_for_memory_explains_nothing(
 def test_a_process_that_has_moved_is_explained_by_its_new_cgroup(
     machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before, own = tmp_path / "before", tmp_path / "memory.events"
+    for file in (before, own):
+        kills(file, 1)
+    monkeypatch.setattr(memory_kills, "_events_of", lambda process: before)
     made = MemoryKills()
-    own = tmp_path / "memory.events"
-    kills(own, 1)
+    made.add(7)
     monkeypatch.setattr(memory_kills, "_events_of", lambda process: own)
+    made.look()
     assert made.why(7) == ""
-    kills(machine, 4)
+    kills(own, 2)
     assert made.why(7) == CERTAIN
 
 

@@ -36,14 +36,17 @@ class MemoryKills:
     def add(self, process: int) -> None:
         """Note in which cgroup a process is, while it lives."""
         file = _events_of(process)
-        if file is not None:
-            with self._lock:
+        with self._lock:
+            # version 1 shows one that is ending in the root
+            if file is not None and (process not in self._files or file.parent not in (MOUNT, MOUNT / "memory")):
                 self._files[process] = file
                 for _, counts in self._samples:
                     counts.setdefault(file, _count(file))
 
     def look(self) -> None:
-        """Read the counts; called about once a second."""
+        """Read the counts, and in which cgroups processes are by now; called about once a second."""
+        for process in [*self._files]:
+            self.add(process)
         now = time.monotonic()
         with self._lock:
             self._samples.append((now, self._counts()))
@@ -53,13 +56,10 @@ class MemoryKills:
     def why(self, process: int) -> str:
         """Return the words for a process that SIGKILL has just ended; "" where memory was not the reason."""
         with self._lock:
-            own, before = _events_of(process) or self._files.get(process), self._samples[0][1]
-        has_killed = _count(MACHINE) > before[MACHINE]
-        if own is None:
-            return PERHAPS if has_killed else ""
-        if own in before:
+            own, before = self._files.get(process), self._samples[0][1]
+        if own is not None:
             return CERTAIN if _count(own) > before[own] else ""
-        return CERTAIN if has_killed and _count(own) else ""  # it has moved there since
+        return PERHAPS if _count(MACHINE) > before[MACHINE] else ""
 
     def _counts(self) -> dict[Path, int]:
         return {file: _count(file) for file in {MACHINE, *self._files.values()}}

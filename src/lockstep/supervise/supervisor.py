@@ -113,7 +113,8 @@ class Supervisor:
         self._left: dict[int, Cause] = {}  # the error that ended the script of rank 0, which waits for its leave
         self._interrupted = False  # it was Ctrl-C
         self._has_left = False
-        self._signalled = {number: threading.Event() for number in (signal.SIGINT, signal.SIGTERM)}  # rank 0, or here
+        numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+        self._signalled = {number: threading.Event() for number in numbers}  # they have come to rank 0, or here
         self._verdict: Verdict | None = None
         self._first: First | None = None
         self._told = self._has_asked = self._is_over = False
