@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.supervise import stack, status
-from lockstep.supervise.signals import PASS, SignalPipe, hear, interruptible, pass_on
+from lockstep.supervise.signals import PASS, SignalPipe, ending_at_once, hear, interruptible, pass_on
 
 
 class Loop:
@@ -184,3 +184,28 @@ def test_an_interrupt_does_not_tell_of_others_that_were_interrupted_a_moment_ear
 
     assert interrupted(made["recv"]).__context__ is None
     assert isinstance(interrupted(lambda: 1 / 0).__context__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_rank_at_once_that_waits_for_the_others(number: int) -> None:
+    """No handler of Python's runs there: a rank whose peer had died of the same signal waited for minutes."""
+
+    def wait() -> None:
+        signal.signal(number, lambda *heard: None)
+        with ending_at_once():
+            os.kill(os.getpid(), number)
+        os._exit(7)
+
+    process = get_context("fork").Process(target=wait)
+    process.start()
+    process.join(20)
+    assert process.exitcode == -number
+
+
+def test_a_signal_that_is_ignored_stays_so_while_ranks_meet() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ending_at_once():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

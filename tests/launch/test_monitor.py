@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.supervise import hang_monitor, monitor, stack_proof, stack_request
 from lockstep.supervise.causes import Cause, Divergence, Stand
-from lockstep.supervise.mailbox import Mailbox, leave_note
+from lockstep.supervise.mailbox import MET, Mailbox, leave_note
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 
@@ -62,6 +62,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(monitor.signals, "pass_on", lambda process: None)
     made.stand(0)
     made.stand(1)
+    made.notes.leave({MET: 0})
     made.watch.start()
     yield made
     made.watch.stop()
@@ -96,6 +97,16 @@ def test_a_rank_whose_handler_cannot_run_has_its_ctrl_c_told(
     assert scene.verdict(0.5) is None
     told = "rank 0 is still in its own code (train.py:3); a second Ctrl-C ends them at once."
     assert capfd.readouterr().err.count(told) == (0 if heard else 1)
+
+
+def test_ctrl_c_before_the_ranks_have_met_ends_them(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that had died while it started never came, and a second Ctrl-C was not heeded."""
+    monkeypatch.setattr(scene.notes, "has_met", lambda: False)
+    scene.watch.interrupt()
+    assert scene.verdict() == Verdict(None, interrupted=True)
+    assert capfd.readouterr().err == ""
 
 
 def test_ctrl_c_lets_a_rank_come_to_its_boundary(scene: Scene) -> None:

@@ -16,14 +16,16 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cluster.world import World
 from lockstep.ground.errors import RankFailed
 from lockstep.launch.environment import free_port
 from lockstep.launch.processes import Ended, Foreign, is_stopped
 from lockstep.supervise import client, status
 from lockstep.supervise.causes import Cause, Stand, early_cause, final_cause, judgement
-from lockstep.supervise.channel import Channel
+from lockstep.supervise.channel import Channel, door
 from lockstep.supervise.mailbox import Mailbox, leave_note
 from lockstep.supervise.screen_text import shortened
+from lockstep.supervise.signals import SignalPipe
 from tests.launch.sessions import members
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -36,12 +38,15 @@ from lockstep.cluster.detect import detect
 from lockstep.launch.script import ScriptLauncher
 
 what, who = sys.argv[1], int(sys.argv[2])
+if what == "starts" and os.environ.get("LOCAL_RANK") == str(who):
+    time.sleep(100)
 if what == "early" and os.environ.get("LOCAL_RANK") == str(who):
     raise KeyError("before its Trainer")
 placement = detect(os.environ, 2)
 launcher = ScriptLauncher(placement.world, placement.launched)
 
 def train():
+    if what == "starts": signal.signal(signal.SIGINT, lambda *heard: None)
     os.write(1, f"trains {launcher.world.rank} {os.getpid()} {os.getppid()}\\n".encode())
     if launcher.world.rank == who:
         time.sleep(float(sys.argv[3]))
@@ -132,6 +137,18 @@ def test_nothing_outlives_rank_zero_that_was_killed_while_it_waited_for_the_othe
         time.sleep(1.5)
         assert run.process.poll() is None
         os.kill(run.pids[0], signal.SIGKILL)
+        assert not run.is_left()
+
+
+@LINUX
+@pytest.mark.slow  # every day without processes: tests/launch/test_monitor.py
+def test_ctrl_c_ends_rank_zero_that_waits_for_one_that_is_still_starting(tmp_path: Path) -> None:
+    """Rank 1 died in its imports, and rank 0 waited for it in the rendezvous; a second Ctrl-C had no effect."""
+    with running(tmp_path, "starts", "1", "0") as run:
+        run.wait_for(1)
+        os.killpg(run.process.pid, signal.SIGINT)
+        code, errors = run.end()
+        assert (code, errors[-1]) == (130, "lockstep: interrupted by Ctrl-C")
         assert not run.is_left()
 
 
@@ -290,6 +307,42 @@ def test_a_traceback_is_shown_once() -> None:
     last = "lockstep: rank 1 failed first, at train.py:3: ValueError: no"
     assert judgement(cause, True, False, [1]).text == last
     assert judgement(cause, False, False, [1]).text == f"trace of 1\n{last}"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, 1)])
+def test_the_exit_code_of_a_run_that_a_signal_ends_is_a_shells(number: int, code: int) -> None:
+    assert judgement(Ended(1, 7, -number, 1.0), False, False, [-number]).code == code
+
+
+@LINUX
+def test_a_supervisor_that_starts_hears_signals_once_it_can_heed_them() -> None:
+    """A Ctrl-C in its first tenth of a second ended it, and the run with the words of a failure."""
+    here, there = socket.socketpair()
+    mailbox, pipe = Mailbox(), SignalPipe()
+    try:
+        process = client._start(there, mailbox, pipe)
+        there.close()
+        process.send_signal(signal.SIGINT)
+        here.close()  # it has no order, and ends
+        assert process.wait(60) == 0
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+    finally:
+        mailbox.close()
+        pipe.close()
+
+
+@LINUX
+def test_a_supervisor_of_another_user_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever had the name first handed out a mailbox of its own."""
+    world = World(1, 2, 1, 2, 0, 1, "127.0.0.1", free_port())
+    monkeypatch.setattr(client, "caller", lambda connection: 0)
+    entrance = door(client.meeting_name(world))
+    assert entrance is not None
+    found = client.FoundSupervisor(world)
+    client._leaving.remove(found._finish)
+    found._seek.join(20)
+    entrance.close()
+    assert (found.address, found._seek.is_alive()) == ("", False)
 
 
 @pytest.mark.parametrize(("codes", "code"), [([-9], 1), ([None], 1), ([7, -9], 7), ([], 1)])

@@ -355,6 +355,42 @@ def test_a_healthy_script_is_alike(name: str, certify: Certify) -> None:
     assert certificate.verdict == ALIKE, str(certificate)
 
 
+WITHIN = """\
+for epoch in range(3):
+    with model.join(divide_by_initial_world_size=False) if world > 1 else contextlib.nullcontext():
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+"""
+UNEVEN = """\
+loader = DataLoader(Subset(data, [i for i in range(56) if (i // 8) % world == rank]), 8)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_all", [False, True])
+def test_epochs_of_other_lengths_within_join_are_alike(by_all: bool, certify: Certify) -> None:
+    """From the second epoch on the steps of one rank were compared with others: a healthy script was different."""
+    loop = WITHIN.replace("False", str(by_all))
+    text = changed((SHARED_OUT, UNEVEN), (LOOP, loop)).replace("import os,", "import contextlib, os,")
+    certificate = certify(text)
+    assert certificate.verdict == ALIKE, str(certificate)
+    assert ("step 3 and those after it are smaller" in str(certificate)) is by_all
+
+
+@pytest.mark.slow
+def test_a_gradient_that_a_rank_scales_is_named_with_its_line(certify: Certify) -> None:
+    """It was called a window that is synchronized only in part."""
+    scale = "[p.grad.mul_(1 + 0.01 * rank) for p in model.parameters()]"
+    text = changed((STEP, STEP.replace("optimizer.step()", scale) + STEP))
+    certificate = certify(text)
+    assert certificate.verdict == DIFFERENT
+    assert "rank 1: 1.01 times the mean" in certificate.cause
+    assert f"train.py:{line_of(text, scale)}" in certificate.cause
+    assert "window" not in str(certificate)
+
+
 @pytest.mark.slow
 def test_a_module_that_is_called_within_shards_is_alike(certify: Certify) -> None:
     """Its training_step calls a part of it, which was taken for a model of which ranks hold parts."""

@@ -244,3 +244,24 @@ def test_a_comparison_without_memory_is_told_with_the_way_out() -> None:
     for error in (MemoryError(), RuntimeError("unable to mmap 536872448 bytes: Cannot allocate memory (12)")):
         assert "fewer --devices" in of_memory(error)
     assert not of_memory(RuntimeError("shapes do not match"))
+
+
+def test_updates_within_join_are_numbered_as_one_process_makes_them(tmp_path: Path) -> None:
+    """A rank that had run out was compared, in the next epoch, with steps that came before."""
+    ranks = []
+    for number, lengths in enumerate([(3, 2), (2, 3)]):
+        places = [(epoch, at) for epoch, length in enumerate(lengths) for at in range(length)]
+        events: list[dict[str, object]] = []
+        for update, (epoch, at) in enumerate(places):
+            events.append({"kind": "batch", "loader": 0, "iteration": epoch, "batch": at, "grad": True})
+            events.append({"kind": "step", "update": update, "optimizer": 0})
+        ranks.append(rank(tmp_path / str(number), {}, events))
+        for update in range(len(places)):
+            for what in ("sums", "gradients", "parameters"):
+                torch.save({"0.0": torch.tensor([100.0 * number + update])}, ranks[-1].folder / f"{what}-{update}.pt")
+    joined = Recording(tuple(ranks)).joined()
+    assert [each.numbers for each in joined.ranks] == [(0, 1, 2, 3, 4), (0, 1, 3, 4, 5)]
+    assert [event["update"] for event in joined.steps] == [0, 1, 2, 3, 4, 5]
+    assert joined.uneven_from == 2
+    assert [each.get("0.0") for each in joined.whole("gradients", 2)] == [torch.tensor([2.0]), None]
+    assert [each["0.0"] for each in joined.whole("gradients", 3)] == [torch.tensor([3.0]), torch.tensor([102.0])]

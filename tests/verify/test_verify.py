@@ -154,6 +154,15 @@ def test_a_trainer_verifies_its_module() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_loader_of_few_steps_is_certified_over_these() -> None:
+    """One process planned the batches of one rank, was fed those of all, and failed at the end of its epoch."""
+    data = TensorDataset(torch.randn(19, 8), torch.randn(19, 1))
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, accumulate_grad_batches=2)
+    certificate = trainer.verify(Regression(), DataLoader(data, 2, shuffle=True))
+    assert certificate, certificate
+    assert certificate.steps == 5  # of two epochs
+
+
 def test_what_a_trainer_cannot_hand_to_a_process_is_refused() -> None:
     model = Regression()
     model.lock = threading.Lock()  # type: ignore[assignment]

@@ -36,6 +36,7 @@ def take_memory():
     group = os.environ.get("MEMORY", "")
     if group:
         Path(group, "cgroup.procs").write_text(str(os.getpid()))
+        time.sleep(2)  # a rank is in its cgroup for longer than a moment
     taken = []
     for _ in range(100):
         happens(again=True)

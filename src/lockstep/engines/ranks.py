@@ -35,6 +35,8 @@ from lockstep.launch.script import side
 from lockstep.precision.base import Precision
 from lockstep.supervise.client import meet_nodes
 from lockstep.supervise.collective_trace import install_trace
+from lockstep.supervise.signals import ending_at_once
+from lockstep.supervise.status import met
 
 if TYPE_CHECKING:
     from lockstep.cluster.nccl import NcclVariables
@@ -126,7 +128,9 @@ class RankedStrategy(Strategy):
         if dist.is_initialized():
             self._check_group()
         else:
-            self._make_group()
+            with ending_at_once():  # nothing can be lost yet, and the others may be gone
+                self._make_group()
+        met()
         install_trace()
         if dist.get_world_size() != world.size:
             raise MisconfigurationException(

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -282,6 +283,11 @@ class Strategy(Engine):
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""
         return self.world.rank == 0
+
+    @property
+    def has_met(self) -> bool:
+        """Return True once this rank has joined the others; before that a signal ends it at once."""
+        return self.world_size == 1 or dist.is_initialized()
 
     @property
     def world_size(self) -> int:

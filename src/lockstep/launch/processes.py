@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lockstep.launch.memory_kills import MemoryKills
 from lockstep.launch.parent_death import is_alive
 
 GRACE = 2.0
@@ -90,6 +91,7 @@ class RankProcesses:
     Attributes:
         hurries: whether ranks of which nothing can come any more get half a second only: each has failed, or waits in
             a collective. A launcher asks for their own exit codes.
+        memory_kills: explains what SIGKILL has ended; whoever watches the ranks has it look once a second.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class RankProcesses:
         self._gone: set[int] = set()
         self._failed: list[Ended] = []
         self._ended: dict[int, float] = {}
-        self._killed_for_memory = _killed_for_memory()
+        self.memory_kills = MemoryKills()
 
     def start(
         self,
@@ -178,6 +180,7 @@ class RankProcesses:
         """Begin to watch those that are not watched yet."""
         for rank, process in list(self._processes.items()):
             if rank not in self._watchers:
+                self.memory_kills.add(process.pid)
                 name = f"lockstep-rank-{rank}"
                 self._watchers[rank] = threading.Thread(
                     target=self._watch, args=(rank, process), name=name, daemon=True
@@ -319,9 +322,7 @@ class RankProcesses:
                 self._ended.setdefault(rank, at)
             fails = not (well or excused or self._stopping)
             if fails:
-                why = ""
-                if code in (None, -signal.SIGKILL) and _killed_for_memory() > self._killed_for_memory:
-                    why = ": the machine, or its container, ran out of memory"
+                why = self.memory_kills.why(process.pid) if code in (None, -signal.SIGKILL) else ""
                 self._failed.append(Ended(rank, process.pid, code, at, why))
         self._on_end(rank)
         if not well:
@@ -503,12 +504,3 @@ def _buried_code(descriptor: int | None) -> int | None:
 def _exit_code(info: os.waitid_result) -> int:
     """As ``Popen.returncode``."""
     return int(info.si_status if info.si_code == os.CLD_EXITED else -info.si_status)
-
-
-def _killed_for_memory() -> int:
-    """How many processes the system has killed so far for want of memory."""
-    try:
-        with open("/proc/vmstat") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
-    except (OSError, ValueError, IndexError):
-        return 0

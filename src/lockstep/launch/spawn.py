@@ -181,7 +181,8 @@ class SpawnLauncher:
             if first is not None and not mailbox.others("first"):
                 mailbox.leave({"first": str(first), "rank": first.rank})
 
-        monitor = RankMonitor(mailbox, stop, lambda: processes.ended, world.size)
+        look = processes.memory_kills.look
+        monitor = RankMonitor(mailbox, stop, lambda: processes.ended, world.size, on_look=look)
         # Each of the files is open in parent and child and has no name: nothing is left if either is killed.
         with tempfile.TemporaryFile(prefix="lockstep-") as result:
             try:
@@ -190,6 +191,8 @@ class SpawnLauncher:
                 try:
                     processes.wait()
                 except KeyboardInterrupt:
+                    if not mailbox.has_met():  # nothing can be lost yet, and some may be gone
+                        raise
                     # a rank that stops its training in order still has a result; a second Ctrl-C ends all
                     monitor.interrupt()
                     processes.wait()

@@ -493,9 +493,14 @@ def _tear_down(session: Session, release: Callable[[], None]) -> None:
 
 @contextmanager
 def _interruptible(session: Session) -> Iterator[None]:
-    """The first Ctrl-C asks the loop to end at its next boundary, the second one raises where it strikes."""
+    """The first Ctrl-C asks the loop to end at its next boundary, the second one raises where it strikes.
+
+    Until the ranks have met there is no boundary, and the first one raises.
+    """
 
     def ask() -> None:
+        if not session.strategy.has_met:
+            raise KeyboardInterrupt
         if session.interruption is None:
             session.interrupt("Ctrl-C")
             if session.is_global_zero:

@@ -53,8 +53,8 @@ class Signals:
     A handler only notes what came. What is wanted travels with the other flags (`lockstep.ground.agreement`), and all
     ranks act at the same boundary:
 
-    - SIGTERM ends the fit in order, as Ctrl-C does, and then the process with code 143. After a failure, or the second
-      time, it ends the process at once.
+    - SIGTERM ends the fit in order, as Ctrl-C does, and then the process with code 143. After a failure, the second
+      time, or while ranks have not met, it ends the process at once.
     - In a task of a SLURM job, or its batch script of one task, the run is saved first. SIGUSR1 and SIGUSR2 have rank 0
       put the job back into the queue (SIGTERM says that SLURM has decided already), and all wait for SLURM to end them.
       The job's next attempt goes on from there. If SLURM refuses, the fit goes on.
@@ -104,7 +104,7 @@ class Signals:
             self.session.received_sigterm = True
             waits = self.job is not None and self.job.requeues
             again = self.asked == number and time.monotonic() - self._at > AGAIN and not waits
-            if self.failing or again or is_given_up():
+            if self.failing or again or not self.session.strategy.has_met or is_given_up():
                 end_at_once()
             self._at = self._at if self.asked == number else time.monotonic()
         if self.asked != signal.SIGTERM:

@@ -386,6 +386,8 @@ def judgement(
         words = "interrupted by Ctrl-C" + (f": {cause}" if isinstance(cause, Divergence) else "")
         return Judgement(f"lockstep: {one_line(words, None)}", CODE_OF_INTERRUPT)
     code = max((code for code in codes if code is not None), default=1)
+    if isinstance(cause, Ended) and cause.code in (-signal.SIGINT, -signal.SIGTERM):
+        code = 128 - cause.code  # as a shell reports it
     lines = [f"lockstep: {one_line(each, None)}" for each in (*also, located(cause, host))]
     return Judgement("\n".join([trace.rstrip()] * bool(trace) + lines), code if code > 0 else 1)
 

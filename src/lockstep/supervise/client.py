@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,9 +25,9 @@ from lockstep.ground.rank import log
 from lockstep.launch.environment import started_in
 from lockstep.launch.parent_death import PARENT
 from lockstep.supervise import status
-from lockstep.supervise.channel import Channel, Message
+from lockstep.supervise.channel import Channel, Message, caller
 from lockstep.supervise.mailbox import MAILBOX, Mailbox, leave_note
-from lockstep.supervise.signals import SignalPipe
+from lockstep.supervise.signals import HANDLED, SignalPipe
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -191,9 +192,13 @@ def _start(channel: socket.socket, notes: Mailbox, signal_pipe: SignalPipe) -> s
         "descriptors": handed,
     }
     flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
-    return subprocess.Popen(
-        [sys.executable, *flags, "-c", _BOOT, json.dumps(order)], stdin=subprocess.DEVNULL, pass_fds=handed
-    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # they wait until it has its handlers
+    try:
+        return subprocess.Popen(
+            [sys.executable, *flags, "-c", _BOOT, json.dumps(order)], stdin=subprocess.DEVNULL, pass_fds=handed
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # -- ranks that somebody else has started ------------------------------------------------------------------
@@ -247,10 +252,14 @@ class FoundSupervisor:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.connect(name)
-                self._channel = Channel(connection)
             except OSError:
                 connection.close()
                 time.sleep(0.05)
+                continue
+            if not caller(connection):  # another user has taken the name, and would hand out a mailbox of its own
+                connection.close()
+                return
+            self._channel = Channel(connection)
         if self._channel is None:
             return
         message, descriptor = self._channel.receive_with_file()

@@ -19,6 +19,9 @@ MAILBOX = "LOCKSTEP_MAILBOX"
 RANK = "LOCKSTEP_RANK"
 """The variable with the rank of a started process among all, for what it notes before its Trainer."""
 
+MET = "met"
+"""The key of the note by which a rank reports that it has joined the others."""
+
 
 class Mailbox:
     """What the ranks of a node put in for their supervisor: a file without a name, which leaves nothing.
@@ -80,6 +83,10 @@ class Mailbox:
         """Whether a rank has gone into a call and not come out of it."""
         stand = self.stands().get(rank)
         return stand is not None and stand.inside
+
+    def has_met(self) -> bool:
+        """Return True once some rank has joined the others."""
+        return bool(self.others(MET))
 
     def is_someone_ending(self) -> bool:
         """Whether a rank has failed and is not out of its call yet: it may be saving what it has."""

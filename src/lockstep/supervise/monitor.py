@@ -39,7 +39,7 @@ OPENING = 30.0
 """Seconds after the first rank has come to a call in which the others' traces are looked for every tenth of one."""
 
 AT_ONCE = 3.0
-"""Seconds that the ranks get to end after a second Ctrl-C."""
+"""Seconds that the ranks get to end after a second Ctrl-C, or after the first one while they have not met."""
 
 UNHEARD = 1.0
 """Seconds after a Ctrl-C in which rank 0's own handler should have told of it."""
@@ -68,6 +68,7 @@ class RankMonitor:
         size: ranks of all nodes.
         hub: to the monitors of other nodes; None: there are none, or no way to them.
         host: the name of this machine, where it has to be told from others.
+        on_look: called at each look, in the thread.
 
     Attributes:
         hangs: knows what the ranks' traces show.
@@ -81,8 +82,10 @@ class RankMonitor:
         size: int,
         hub: OtherNodes | None = None,
         host: str = "",
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
+        self._on_look = on_look
         self.signal_pipe = SignalPipe()
         self.interrupted_at: float | None = None
         self._mailbox = mailbox
@@ -155,6 +158,7 @@ class RankMonitor:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._await_period()
+            self._on_look()
             self._presses += self.signal_pipe.heard()
             verdict = None if self._stopping.is_set() else self._look()
             if verdict is not None and not self._stopping.is_set():
@@ -220,10 +224,11 @@ class RankMonitor:
         for stand in inside.values():
             if stand.process != os.getpid() and is_there(stand.answers):
                 signals.pass_on(stand.process)
-        if 0 in inside and now - self.interrupted_at >= UNHEARD and not self._told_at:
+        has_met = self._mailbox.has_met()
+        if has_met and 0 in inside and now - self.interrupted_at >= UNHEARD and not self._told_at:
             self._told_at = now
             self._tell_of_interrupt(inside[0])
-        if self._presses > 1:
+        if self._presses > 1 or not has_met:  # nothing to save: the first is as good as a second
             self._second_at = self._second_at or now
             if now - self._second_at >= AT_ONCE:
                 return Verdict(None, interrupted=True)

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import current_process
 from types import FrameType
 from typing import Any
@@ -23,6 +23,9 @@ from lockstep.launch.parent_death import PARENT
 ENDED = 128 + signal.SIGTERM
 """The exit code of a process that SIGTERM has ended."""
 
+
+HANDLED = [getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TSTP")]
+"""Signals for which a supervisor has handlers; its starter blocks them until these are in place."""
 
 _giving_way: list[object] = []
 """The handlers of :func:`handling` that one inside of them may replace."""
@@ -110,6 +113,19 @@ def by_default(number: int) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, before)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM end this process at once, also where its main thread waits for other ranks.
+
+    A signal that this process ignores, or that a handler outside of Python has, is left alone.
+    """
+    with ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                stack.enter_context(by_default(number))
+        yield
 
 
 def send_again(number: int) -> None:

@@ -19,7 +19,7 @@ from lockstep.ground.installed import EXCEPTHOOK
 from lockstep.launch.parent_death import PROCESS
 from lockstep.supervise import stack_request
 from lockstep.supervise.causes import Cause, Stand, cause_of
-from lockstep.supervise.mailbox import MAILBOX, RANK, Mailbox, leave_note
+from lockstep.supervise.mailbox import MAILBOX, MET, RANK, Mailbox, leave_note
 from lockstep.supervise.screen_text import MOST, MOST_ALONE, WHOLE, one_line, reason_of, shortened, wipe_line, wiping
 from lockstep.supervise.signals import by_default, hear
 from lockstep.supervise.stack import calling, is_through_lockstep
@@ -108,6 +108,12 @@ def heard_ctrl_c() -> None:
     """Note that this rank has said what follows from a Ctrl-C. It may be called in a handler: it takes no lock."""
     if _rank.address:
         leave_note(_rank.address, {"heard": _rank.rank, "call": _rank.call})
+
+
+def met() -> None:
+    """Note that this rank has joined the others, so that from now on a Ctrl-C ends them in order."""
+    if _rank.address:
+        leave_note(_rank.address, {MET: _rank.rank})
 
 
 def report_to(address: str) -> None:

@@ -20,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeGuard
 
 from lockstep.cluster.torchelastic import hand_cause, promise_cause
@@ -48,6 +48,7 @@ from lockstep.supervise.mailbox import RANK, Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.nodes import Decision, Nodes
 from lockstep.supervise.screen_text import wipe_line
+from lockstep.supervise.signals import HANDLED
 
 TICK = 0.1
 """Seconds from one look for the first cause to the next, while it is not certain."""
@@ -64,8 +65,10 @@ IDLE = 1.0
 Handlers = dict[str, Callable[[Any], object]]
 """By the name of an event, what to do."""
 
-TERMINATED = (None, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""How a process ends that SIGTERM has ended, or that nobody can ask any more."""
+
+def _codes(number: int) -> tuple[int | None, ...]:
+    """Return the exit codes of a process that a signal has ended; None where nobody can ask any more."""
+    return None, -number, 128 + number
 
 
 class Supervisor:
@@ -101,6 +104,7 @@ class Supervisor:
             order["size"],
             self._nodes.hub,
             self._nodes.host,
+            self._processes.memory_kills.look,
         )
         if self._nodes.hub is not None:
             self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.hangs.traces.made).ask
@@ -109,7 +113,8 @@ class Supervisor:
         self._left: dict[int, Cause] = {}  # the error that ended the script of rank 0, which waits for its leave
         self._interrupted = False  # it was Ctrl-C
         self._has_left = False
-        self._sigterm = threading.Event()  # it has come to rank 0, or here
+        numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+        self._signalled = {number: threading.Event() for number in numbers}  # they have come to rank 0, or here
         self._verdict: Verdict | None = None
         self._first: First | None = None
         self._told = self._has_asked = self._is_over = False
@@ -202,8 +207,7 @@ class Supervisor:
                 heard = os.read(self._signal_pipe, 4096)
                 if not heard:  # rank 0 is gone, and all that it has forked
                     return
-                if signal.SIGTERM in heard:
-                    self._sigterm.set()
+                self._note_signals(heard)
                 for _ in range(heard.count(signal.SIGINT)):
                     self._monitor.interrupt()
 
@@ -213,10 +217,23 @@ class Supervisor:
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
         """Whether an end is what a scheduler asked for, that asked all: it sees to the others, too."""
-        if self._starts or self._first is not None or code not in TERMINATED:
+        if self._starts or self._first is not None:
             return False
-        self._sigterm.wait(NEWS)  # the same signal may not have been heard here yet
-        return self._sigterm.is_set()
+        until = time.monotonic() + NEWS  # the same signal may not have been heard here yet
+        while not any(self._is_ended_by(number, code) for number in self._signalled):
+            if time.monotonic() >= until or not any(code in _codes(number) for number in self._signalled):
+                return False
+            time.sleep(TICK / 5)
+        return True
+
+    def _is_ended_by(self, number: int, code: int | None) -> bool:
+        """Return True if a signal has come that ends a process with this code: with any while it imports torch."""
+        return self._signalled[number].is_set() and (code in _codes(number) or not self._mailbox.has_met())
+
+    def _note_signals(self, numbers: Collection[int]) -> None:
+        for number, event in self._signalled.items():
+            if number in numbers:
+                event.set()
 
     # -- signals -----------------------------------------------------------------------------------------------
 
@@ -224,8 +241,7 @@ class Supervisor:
         """A signal has come to this process: with others of its group, or its step of a job."""
         if number == signal.SIGINT and self._starts:
             self._processes.signal(number)  # a terminal would have told them
-        if number == signal.SIGTERM:
-            self._sigterm.set()
+        self._note_signals([number])
         if number == signal.SIGTSTP:
             self._processes.signal_groups(signal.SIGSTOP)
             before = signal.signal(number, signal.SIG_DFL)
@@ -426,7 +442,7 @@ class Supervisor:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def _await_rank_zero(self, seconds: float | None) -> None:
+    def _await_rank_zero(self, seconds: float) -> None:
         """Let rank 0 end by itself; longer, if something has been raised in it: it may be saving what it has.
 
         Who is the first cause is not decided meanwhile: what other nodes say is heard later.
@@ -435,8 +451,7 @@ class Supervisor:
 
         def is_over() -> bool:
             waited = time.monotonic() - began
-            is_late = seconds is not None and waited >= seconds
-            return is_late and (waited >= FAREWELL or not self._mailbox.is_someone_ending())
+            return waited >= seconds and (waited >= FAREWELL or not self._mailbox.is_someone_ending())
 
         def keep(name: str) -> Callable[[Any], None]:
             return lambda what: later.append((name, what))
@@ -466,13 +481,31 @@ class Supervisor:
                 self._print(self._judged())
             self._is_over = not self._processes.running
             return
-        if self._processes.failed and all(end.code == -signal.SIGINT for end in self._processes.failed):
-            self._await_rank_zero(None)
+        if self._is_by_ctrl_c():
+            self._await_interrupt()
         if self._interrupted and self._verdict is None:
             self._end()
         else:
             self._tell_rank_zero(self._judged())
         self._is_over = True
+
+    def _is_by_ctrl_c(self) -> bool:
+        """Return True if Ctrl-C is what ended the ranks that failed: it strikes those that are not in a call."""
+        failed, number = self._processes.failed, signal.SIGINT
+        return (
+            self._starts
+            and bool(failed)
+            and all(end.code == -number or self._is_ended_by(number, end.code) for end in failed)
+        )
+
+    def _await_interrupt(self) -> None:
+        """Let a Ctrl-C end rank 0 too: its script outside of a call; in one, it waits for ranks that are gone."""
+        rank = self._rank
+        self._hear_until(
+            lambda: rank not in self._processes.running or self._has_left or self._mailbox.is_inside(rank),
+            {"left": lambda what: self._take_leave(*what)},
+        )
+        self._await_rank_zero(GRACE / 4)
 
     def _cause(self, shown: set[int], folded: set[int], notes: list[Cause]) -> tuple[First | None, bool]:
         """The first cause, as far as this node knows it, and whether it has been told.
@@ -493,7 +526,7 @@ class Supervisor:
         failed, verdict, shown = self._processes.failed, self._verdict, self._who("printed")
         folded, notes = self._who("folded"), self._mailbox.read()
         cause, told = self._cause(shown, folded, notes)
-        interrupted = verdict is not None and verdict.interrupted
+        interrupted = self._is_by_ctrl_c() if verdict is None else verdict.interrupted
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:
             if self._first is None and cause is not None:
@@ -533,9 +566,9 @@ class Supervisor:
 
     def _is_quiet(self) -> bool:
         """Whether SIGTERM has ended rank 0, and it had been heard before: nothing has failed."""
-        return (
-            self._sigterm.is_set() and not self._left and all(end.code in TERMINATED for end in self._processes.failed)
-        )
+        number, failed = signal.SIGTERM, self._processes.failed
+        is_set = self._signalled[number].is_set()
+        return is_set and not self._left and all(self._is_ended_by(number, end.code) for end in failed)
 
     def _tell_at_once(self) -> None:
         """Where a launcher ends the ranks, and prints its own summary: be there before it."""
@@ -592,12 +625,12 @@ def main(channel: int, mailbox: int, signal_pipe: int) -> None:
         return
     supervisor = Supervisor(to_rank_zero, Mailbox(mailbox), signal_pipe, order)
     # Handlers, where others would ignore: the ranks that are started are not to inherit it.
-    for number in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TSTP"):
-        known = getattr(signal, f"SIG{number}")
-        if signal.getsignal(known) is not signal.SIG_IGN:
-            signal.signal(known, lambda number, frame: supervisor.on_signal(number))
+    for number in HANDLED:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: supervisor.on_signal(number))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # of who inherits an ignored one the system forgets how ranks ended
     promise_cause()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     if supervisor.starts():
         supervisor.run()
     supervisor.close()

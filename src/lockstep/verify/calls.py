@@ -19,6 +19,9 @@ from lockstep.verify.watch import Watch
 WORD = "calls"
 """The override that asks for it: ``calls 3`` for the calls of update 3."""
 
+LATE = "late-calls"
+"""The same for the calls after a backward, those without gradients included: what is done to gradients."""
+
 _MOST = 5000
 """Calls that are noted."""
 _SAME = 1e-9
@@ -40,14 +43,17 @@ class Calls:
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         words = [word.split() for word in watch.settings.overrides]
-        self._update = next((int(number) for name, *rest in words if name == WORD for number in rest), -1)
+        found = [(name == LATE, int(rest[0])) for name, *rest in words if name in (WORD, LATE)]
+        self._is_late, self._update = found[0] if found else (False, -1)
         self._left = _MOST
 
     def note(self, name: str, result: object) -> None:
         """Note a call that a step has made."""
         if self._update != self.watch.updates or not self.watch.is_training or self.watch.in_loader:
             return
-        if self.watch.collates or not self._left or not isinstance(result, Tensor) or not torch.is_grad_enabled():
+        if self.watch.collates or not self._left or not isinstance(result, Tensor):
+            return
+        if not (self.watch.backwards if self._is_late else torch.is_grad_enabled()):
             return
         where = _line(sys._getframe(2))
         if where and result.dtype.is_floating_point and type(result) is not torch.nn.Parameter:

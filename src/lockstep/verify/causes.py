@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from lockstep.verify.calls import first_other_line
 from lockstep.verify.compare import (
     BUFFERS,
     CLIPPED,
@@ -20,12 +21,15 @@ from lockstep.verify.compare import (
     aligned,
     clips_first,
     own_gradients,
+    told_by_rank,
     uneven,
 )
 from lockstep.verify.diagnose import Parts, Shares
 from lockstep.verify.recordings import Event, Recording, Value, place_of
 
 _SHOWN = 3
+_SCALED = 1e-5
+"""A gradient that differs from the mean by a larger factor is scaled."""
 _NUMBERS: tuple[list[int], list[int]] = ([], [1])
 """Shapes of what is a number."""
 
@@ -43,16 +47,24 @@ class Causes:
         whole: the run of one process.
         retry: runs again.
         splits_model: whether ranks hold parts of a model.
+        late_calls: runs the ranks again, and notes what they call in an update once gradients are there.
     """
 
     def __init__(
-        self, difference: Difference, ranks: Recording, whole: Recording, retry: Retry, splits_model: bool
+        self,
+        difference: Difference,
+        ranks: Recording,
+        whole: Recording,
+        retry: Retry,
+        splits_model: bool,
+        late_calls: Callable[[int], Recording],
     ) -> None:
         self.difference = difference
         self.ranks = ranks
         self.whole = whole
         self.retry = retry
         self.splits_model = splits_model
+        self.late_calls = late_calls
         self.size = len(ranks.ranks)
         self.update = difference.update
         self.backwards = ranks.first.of("backward", update=self.update)
@@ -138,11 +150,12 @@ class Causes:
         proof = "the mean of the ranks' own gradients is what one process has" if right else ""
         if all(parts.is_own(gradient, rank, astray) for rank, gradient in enumerate(gradients)):
             return self._of_missing(names, set(astray), proof)
-        constants = [each.constant() for each in shares]
-        factor = constants[0]
-        if factor is not None and all(each is not None and abs(each - factor) < 1e-5 for each in constants):
-            return self._of_factor(parts, factor * self.size)
-        return self._of_window(shares, names)
+        factors = [weight * self.size for weight in (each.constant() for each in shares) if weight is not None]
+        if len(factors) < len(shares):
+            return self._of_window(shares, names)
+        if all(abs(factor - factors[0]) < _SCALED * self.size for factor in factors):
+            return self._of_factor(parts, factors[0])
+        return self._of_scaled(names, factors)
 
     def _of_missing(self, names: str, keys: set[str], proof: str) -> Reason:
         """Every rank keeps its own gradient."""
@@ -217,6 +230,17 @@ class Causes:
             )
         text = "gradients are scaled (clipped?) by another number than on one process, before the step"
         return Reason(text, self.step["where"], proof)
+
+    def _of_scaled(self, names: str, factors: Sequence[float]) -> Reason:
+        """Each rank has the mean of the ranks' gradients, times a number of its own."""
+        odd = [rank for rank, factor in enumerate(factors) if abs(factor - 1) > _SCALED]
+        times = told_by_rank((rank, f"{factors[rank]:.4g}") for rank in odd) + " times the mean over the ranks"
+        text = f"gradients{f' of {names}' * bool(names)} are scaled on some ranks after they are averaged: {times}"
+        where = ""
+        if self.ranks.has("wrapped"):  # else ranks may still differ when a script reads what it averages by hand
+            calls = [rank.of("call") for rank in self.late_calls(self.update).ranks]
+            where = first_other_line(calls[odd[0]], calls[odd[0] - 1])
+        return Reason(text, where or self.step["where"])
 
     def _of_window(self, shares: Sequence[Shares], names: str) -> Reason | None:
         """The micro-batches of a window are in the gradient in several ways."""

@@ -197,11 +197,10 @@ class Numbers:
 
     def compare(self) -> Comparison:
         """Compare update by update."""
-        mine = self.whole.first.steps
-        for index, event in enumerate(self.ranks.first.steps):
-            if index >= len(mine) or mine[index]["optimizer"] != event["optimizer"]:
+        for event, own in zip(self.ranks.steps, self.whole.first.steps, strict=False):
+            if own["optimizer"] != event["optimizer"]:
                 break
-            self._step(event, mine[index])
+            self._step(event, own)
         self._count_steps()
         self._look_for_nothing()
         return self.result
@@ -300,6 +299,8 @@ class Numbers:
     def _count_steps(self) -> None:
         counts = [len(rank.steps) for rank in self.ranks.ranks]
         own = len(self.whole.first.steps)
+        if self.ranks.has("join") and own in (max(counts), len(self.ranks.steps)):
+            counts = [own]  # a rank that has run out makes fewer, and one that is stopped behind its steps not all
         self.result.count(STEPS, min(counts))
         if len({*counts, own}) > 1:
             least = min(*counts, own)
@@ -362,9 +363,10 @@ class Numbers:
 
 def own_gradients(ranks: Recording, update: int) -> list[dict[str, Value]]:
     """Each rank's gradients of an update, before they are clipped, unless they are averaged only then."""
+    made = [rank for rank in ranks.ranks if rank.has_made(update)]
     if clips_first(ranks, update):
-        return [rank.load("gradients", update) for rank in ranks.ranks]
-    return [rank.of_step(update) for rank in ranks.ranks]
+        return [rank.load("gradients", update) for rank in made]
+    return [rank.of_step(update) for rank in made]
 
 
 def clips_first(ranks: Recording, update: int) -> bool:

@@ -70,7 +70,7 @@ class Parts:
     def __init__(self, ranks: Recording, update: int) -> None:
         self.ranks = ranks
         self.update = update
-        self._sums = [rank.sums(update) for rank in ranks.ranks]
+        self._sums = [rank.sums(update) for rank in ranks.ranks if rank.has_made(update)]
         self._backwards = sorted({number for own in self._sums for each in own.values() for number in each})
 
     @property

@@ -140,14 +140,16 @@ class Forwards:
             return no_sync(wrapper)
 
         self._see_hooks()
-        join = Join.__enter__
+        join = Join.__init__
 
         @functools.wraps(join)
-        def joined(context: Join) -> None:
-            self.watch.journal.note_once("join", where=location())
-            join(context)
+        def joined(context: Join, joinables: list[Any], enable: bool = True, *args: Any, **kwargs: Any) -> None:
+            if enable:
+                by_all = kwargs.get("divide_by_initial_world_size", True)
+                self.watch.journal.note_once("join", by_all=bool(by_all), where=location())
+            join(context, joinables, enable, *args, **kwargs)
 
-        put(Join, "__enter__", joined)
+        put(Join, "__init__", joined)
         put(DistributedDataParallel, "__init__", init)
         put(DistributedDataParallel, "no_sync", without)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
@@ -43,15 +43,21 @@ class RankRecording:
     Attributes:
         folder: where.
         ending: how it ended.
+        numbers: by its own updates, those that they have among the updates of all ranks; empty: they are the same.
     """
 
     folder: Path
     ending: Ending
+    numbers: tuple[int, ...] = ()
 
     @cached_property
     def events(self) -> list[Event]:
         """All that it noted, in order."""
-        return [json.loads(line) for line in self._lines("events.jsonl") if line.endswith("}")]
+        found: list[Event] = [json.loads(line) for line in self._lines("events.jsonl") if line.endswith("}")]
+        for event in found if self.numbers else ():
+            if "update" in event:
+                event["update"] = self._number(event["update"])
+        return found
 
     def of(self, *kinds: str, **wanted: object) -> list[Event]:
         """The events of some kinds, or those of them that have these values."""
@@ -68,17 +74,33 @@ class RankRecording:
     @cached_property
     def steps(self) -> list[Event]:
         """Its optimizer steps that were finished."""
-        return [event for event in self.of("step") if (self.folder / f"parameters-{event['update']}.pt").exists()]
+        return [event for event in self.of("step") if self._path("parameters", event["update"]).exists()]
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return, by its own updates, the epoch in which it made each, and how many it had made in that before."""
+        found: list[tuple[int, int]] = []
+        epoch, made = 0, 0
+        for event in self.of("batch", "step"):
+            if event["kind"] == "step":
+                found.append((epoch, made))
+                made += 1
+            elif event["grad"] and event["iteration"] != epoch:
+                epoch, made = event["iteration"], 0
+        return found
 
     def load(self, what: str, update: int) -> dict[str, Value]:
         """Tensors of an update, by parameter; empty where there are none."""
-        path = self.folder / f"{what}-{update}.pt"
+        path = self._path(what, update)
         return dict(torch.load(path, mmap=True)) if path.exists() else {}
 
     def sums(self, update: int) -> dict[str, dict[int, Tensor]]:
         """By parameter and backward, what that gave on this rank, as sums over stretches of elements."""
-        path = self.folder / f"sums-{update}.pt"
+        path = self._path("sums", update)
         return dict(torch.load(path, mmap=True)) if path.exists() else {}
+
+    def has_made(self, update: int) -> bool:
+        """Return False for an update that this rank left to the others, as one without data does within Join."""
+        return self._path("sums", update).exists()
 
     def of_step(self, update: int) -> dict[str, Value]:
         """The gradients of an update, before they are clipped."""
@@ -93,6 +115,16 @@ class RankRecording:
     def complaints(self) -> list[str]:
         """The lines that it printed as errors, down to the last that says something."""
         return self._lines("stderr")
+
+    def _number(self, update: int) -> int:
+        """Return the number that an own update has among those of all ranks; of one that was not made, the next."""
+        made = len(self.numbers)
+        return self.numbers[update] if update < made else self.numbers[-1] + 1 + update - made
+
+    def _path(self, what: str, update: int) -> Path:
+        if self.numbers and what != "first":  # first parameters are counted by optimizer
+            update = self.numbers.index(update) if update in self.numbers else -1
+        return self.folder / f"{what}-{update}.pt"
 
     def _lines(self, name: str) -> list[str]:
         path = self.folder / name
@@ -119,6 +151,31 @@ class Recording:
     def has(self, kind: str) -> bool:
         """Whether any rank noted such an event."""
         return next(self.of(kind), None) is not None
+
+    @cached_property
+    def steps(self) -> list[Event]:
+        """The optimizer steps of all ranks, each as the first rank noted it that made it."""
+        found: dict[int, Event] = {}
+        for rank in self.ranks:
+            for event in rank.steps:
+                found.setdefault(event["update"], event)
+        return [found[update] for update in sorted(found)]
+
+    @property
+    def uneven_from(self) -> int | None:
+        """The first update that some ranks do not make; None if there is none."""
+        made = [{event["update"] for event in rank.steps} for rank in self.ranks]
+        return min(set().union(*made) - set(made[0]).intersection(*made), default=None)
+
+    def joined(self) -> Recording:
+        """Number updates as one process makes them: within Join a rank without data makes none, and the others do."""
+        made = [rank.places() for rank in self.ranks]
+        everywhere = {place: number for number, place in enumerate(sorted(set().union(*made)))}
+        ranks = [
+            replace(rank, numbers=tuple(map(everywhere.__getitem__, own)))
+            for rank, own in zip(self.ranks, made, strict=True)
+        ]
+        return Recording(tuple(ranks))
 
     @property
     def fewest_steps(self) -> int:

@@ -27,7 +27,21 @@ def changes(settings: Settings) -> dict[str, Change]:
     if settings.simulated:
         found["lockstep.cluster.meeting"] = _meet_nobody
         found["lockstep.ground.agreement"] = _agree_alone
+    if settings.is_replay and not settings.apart:
+        found["lockstep.data.source"] = functools.partial(_count_global_batches, settings)
     return found
+
+
+def _count_global_batches(settings: Settings, module: ModuleType) -> None:
+    """Have lockstep plan as many micro-batches as the ranks made: each is fed the samples of all of them."""
+    made, ranks = module.Sampling.of, len(list(settings.folder_of_ranks.glob("rank-*")))
+
+    def of(*args: Any, **kwargs: Any) -> Any:
+        sampling = made(*args, **kwargs)
+        size = None if sampling.batch_size is None or sampling.single else sampling.batch_size * ranks
+        return sampling._replace(batch_size=size or sampling.batch_size)
+
+    put(module.Sampling, "of", of)
 
 
 def _meet_nobody(module: ModuleType) -> None:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from lockstep.verify import evaluation, refusals
 from lockstep.verify.alone import AloneFinding, RanksAlone
+from lockstep.verify.calls import LATE
 from lockstep.verify.causes import Causes
 from lockstep.verify.certificate import Certificate
 from lockstep.verify.compare import (
@@ -119,6 +120,8 @@ class Verification:
         reason = refusals.of_ranks(ranks, self.request.steps)
         if reason:
             return self._unknown(reason)
+        if ranks.has("join"):
+            ranks = ranks.joined()
         self.splits_model = _splits_model(ranks)
         self.samples = Samples(ranks, self.splits_model).look()
         self.nature += self.samples.notes
@@ -159,7 +162,8 @@ class Verification:
         if short is not None and (first is None or short[0].update <= first.update):
             return self._different(ranks, *short)
         if first is not None:
-            cause = Causes(first, ranks, whole, self._alike_without, self.splits_model).find()
+            late_calls = lambda update: self.runs.on_ranks(f"{LATE} {update}")  # noqa: E731
+            cause = Causes(first, ranks, whole, self._alike_without, self.splits_model, late_calls).find()
             alone = AloneFinding(cause=cause)
             if cause is None and first.what == GRADIENTS:
                 alone = RanksAlone(ranks, whole, self.runs).look()
@@ -181,9 +185,10 @@ class Verification:
 
     def _alike(self, ranks: Recording) -> Certificate:
         reasons = [*self.samples.vacuous, *self.comparison.vacuous]
-        counts = [_steps(rank) for rank in ranks.ranks]
-        steps = max(counts) if ranks.has("join") else min(counts)
-        if steps < self.request.steps:
+        steps = _made(ranks)
+        if 1 < steps < self.request.steps:
+            self.nature.append(f"the script made {steps} of {self.request.steps} optimizer steps: these were compared")
+        elif steps < self.request.steps:
             reasons.append(
                 f"the script made {steps} of {self.request.steps} optimizer steps: ask for fewer by --steps {steps}, "
                 "or let it train longer"
@@ -223,8 +228,7 @@ class Verification:
     ) -> Certificate:
         comparison = self.comparison
         comparison.count(SAMPLES, self.samples.compared)
-        steps = min(_steps(rank) for rank in ranks.ranks)
-        return self.runs.certificate(steps, comparison.rows(), found, reasons, self.nature, comparison.course)
+        return self.runs.certificate(_made(ranks), comparison.rows(), found, reasons, self.nature, comparison.course)
 
     # -- comparing
 
@@ -256,10 +260,7 @@ class Verification:
 
     def _forgive(self, ranks: Recording, whole: Recording) -> None:
         """Take out what differs by nature: the end of a join, rates that follow the number of ranks."""
-        if ranks.has("join") and self.comparison.forget_from(ranks.fewest_steps):
-            self.nature.append(
-                "Join: ranks without data count as zeros, so that the steps behind their end are smaller"
-            )
+        self._forgive_join(ranks)
         first = self.comparison.first
         if first is None or first.what != RATES or first.ranks or _schedules(ranks) != _schedules(whole):
             return
@@ -268,10 +269,28 @@ class Verification:
             self.comparison.forget(RATES)
             self.nature.append("the learning rate follows the number of ranks; one process was given theirs")
 
+    def _forgive_join(self, ranks: Recording) -> None:
+        """Take out the steps at which gradients are divided by all ranks, and some have no data."""
+        uneven = ranks.uneven_from
+        if uneven is None or not any(event["by_all"] for _, event in ranks.of("join")):
+            return
+        if uneven == 0:
+            self.comparison.vacuous.append("a rank has no data in the first step within Join: give each some")
+        elif self.comparison.forget_from(uneven):
+            self.nature.append(
+                f"Join: ranks without data count as zeros, so that step {uneven} and those after it are smaller"
+            )
+
 
 def _steps(rank: RankRecording) -> int:
     """The steps of the optimizer that made most, as the user counts them."""
     return max((event["number"] + 1 for event in rank.steps), default=0)
+
+
+def _made(ranks: Recording) -> int:
+    """The steps that ranks made; within Join those of the rank that made most."""
+    counts = [_steps(rank) for rank in ranks.ranks]
+    return max(counts) if ranks.has("join") else min(counts)
 
 
 def _schedules(recording: Recording) -> list[int]:
