@@ -139,13 +139,17 @@ class FitLoop:
     @property
     def epoch_loop(self) -> Inner:
         """What third parties read of the inner loop that Lightning has."""
+        name = "trainer.fit_loop.epoch_loop"
+        source = {"is_defined": lambda: lambda: self.session.enable_validation}
+        validation = {"_data_source": lambda: Inner(f"{name}.val_loop._data_source", source)}
         offers = {
             "_batches_that_stepped": lambda: self.progress.windows,
             "batch_idx": lambda: self.batch_idx,
             "global_step": lambda: self.progress.global_step,
             "total_batch_idx": lambda: self.total_batch_idx,
+            "val_loop": lambda: Inner(f"{name}.val_loop", validation),
         }
-        return Inner("trainer.fit_loop.epoch_loop", offers)
+        return Inner(name, offers)
 
     @property
     def epoch_progress(self) -> Inner:
