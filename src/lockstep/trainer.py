@@ -57,6 +57,7 @@ from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher
 from lockstep.loggers.base import Logger
 from lockstep.loop import spawn_results, state
+from lockstep.loop.call import check_steps
 from lockstep.loop.compiled import unwrapped
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop, Result
@@ -612,6 +613,8 @@ class Trainer(Attributes):
         module: Any = self.lightning_module if model is None else unwrapped(model)
         check_kind(f"trainer.{fn}(model)", module, LightningModule, "LightningModule")
         check_constructed(f"trainer.{fn}(model)", module, "_automatic_optimization")
+        if self._launch is not directly:  # before processes are started
+            check_steps(module, fn)
         self.session.module = module
         self.session.keep_callbacks()
         self.datamodule = self.datamodule if datamodule is None and model is None else datamodule

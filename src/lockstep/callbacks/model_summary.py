@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.layer_table import ModelSummary as LayerTable
-from lockstep.callbacks.layer_table import format_table, totals_of
+from lockstep.callbacks.layer_table import format_table, meaningful, totals_of
 from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import rank_zero_info
@@ -132,6 +132,7 @@ class RichModelSummary(ModelSummary):
         from rich.text import Text
 
         console = get_console()
+        summary_data = meaningful(summary_data)
         table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
         for head, _ in summary_data:
             table.add_column(

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -61,6 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words behind it; None: those of this process.
     """
+    try:
+        code = _run_command(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads the output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     first = words[0] if words else ""
     if first in ("-h", "--help"):
@@ -136,7 +147,9 @@ def planned(words: Sequence[str]) -> LaunchPlan:
 def _leaves_ranks_to_the_script(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Return True if no option needs torch's agent: the script's own Trainer then starts its ranks."""
     return all(
-        value == parser.get_default(name) for name, value in vars(options).items() if name not in ("lightning", "module")
+        value == parser.get_default(name)
+        for name, value in vars(options).items()
+        if name not in ("lightning", "module")
     )
 
 

@@ -16,6 +16,8 @@ class MisconfigurationException(ValueError, RuntimeError):
     wrong) and a ``RuntimeError`` (what code written for older trainers catches).
     """
 
+    __module__ = "lockstep.utilities.exceptions"  # as users import it
+
 
 class WrongType(MisconfigurationException, TypeError):
     """What was given is of a type, or by a name, that nothing takes: a ``TypeError``, too."""

@@ -136,6 +136,10 @@ class CSVLogger(FolderLogger):
         self._flushed = 0  # how many times that many steps had passed when rows were last written
 
     @property
+    def _root_dir(self) -> str:  # Lightning's name, which subclasses in other packages read
+        return self.save_dir
+
+    @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
         """The table's writer; on ranks other than 0 something that takes any call."""

@@ -23,7 +23,7 @@ from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.call import Asked, call, take_up_changes
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.fit_messages import say
+from lockstep.loop.fit_messages import say, say_memory
 from lockstep.loop.logged_entry import Entry
 from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.nan_watch import NanWatch
@@ -239,7 +239,7 @@ class FitLoop:
         self.step.setup()
         self._measure(measured)
         if session.config.log_every_n_steps:  # else nothing is to be measured (`barebones`)
-            watch_first_window(session, self.step, lambda: say(session, memory_of(session).line()))
+            watch_first_window(session, self.step, lambda: say_memory(session, memory_of(session)))
         self._sanity_check()
         session.state.stage = RunningStage.TRAINING
         self.setup_data()
