@@ -613,8 +613,7 @@ class Trainer(Attributes):
         module: Any = self.lightning_module if model is None else unwrapped(model)
         check_kind(f"trainer.{fn}(model)", module, LightningModule, "LightningModule")
         check_constructed(f"trainer.{fn}(model)", module, "_automatic_optimization")
-        if self._launch is not directly:  # before processes are started
-            check_steps(module, fn)
+        self._check_before_start(module, fn)
         self.session.module = module
         self.session.keep_callbacks()
         self.datamodule = self.datamodule if datamodule is None and model is None else datamodule
@@ -629,6 +628,11 @@ class Trainer(Attributes):
             and is_overridden("validation_step", module, LightningModule)
         )
         return model is not None
+
+    def _check_before_start(self, module: LightningModule, fn: TrainerFn) -> None:
+        """Refuse a module that cannot do the call before processes are started for it."""
+        if self._launch is not directly:
+            check_steps(module, fn)
 
     def _checkpoint(self, asked: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
         """The path of the checkpoint of a call: the call's, or else the one that ``trainer.ckpt_path`` was set to."""

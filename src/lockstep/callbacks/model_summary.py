@@ -132,16 +132,15 @@ class RichModelSummary(ModelSummary):
         from rich.text import Text
 
         console = get_console()
-        summary_data = meaningful(summary_data)
         table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
-        for head, _ in summary_data:
+        for head, _ in meaningful(summary_data):
             table.add_column(
                 head,
                 justify="right" if head in NUMBERS else "left",
                 no_wrap=head == "Name",
                 style="dim" if head == " " else None,
             )
-        for row in zip(*(cells for _, cells in summary_data), strict=True):
+        for row in zip(*(cells for _, cells in meaningful(summary_data)), strict=True):
             table.add_row(*map(Text, row))  # as it is: "[1, 3]" is no markup
         console.print(table)
         totals = Table.grid(padding=(0, 2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sysconfig
 import traceback
 from collections.abc import Iterator
 
@@ -85,7 +84,7 @@ def _narrow(line: str) -> str:
     return line if len(line) <= WIDE else f"{line[:WIDE]}... ({len(line)} characters)"
 
 
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 def _is_inner(path: str) -> bool:
