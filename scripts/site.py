@@ -64,7 +64,7 @@ def pages() -> dict[Path, Path]:
     """Where each file of the project stands in the site."""
     found = {PROJECT / "README.md": PAGES / "index.md", PROJECT / "CHANGELOG.md": PAGES / "CHANGELOG.md"}
     for file in (PROJECT / "docs").iterdir():
-        if file.suffix in (".md", ".png", ".svg"):
+        if file.suffix in (".md", ".png", ".svg", ".js"):
             found[file] = PAGES / "docs" / file.name
     for file in (PROJECT / "examples").glob("*.py"):
         found[file] = PAGES / "examples" / f"{file.stem}.md"

@@ -159,7 +159,8 @@ class Attributes:
 
     if not TYPE_CHECKING:
         from_argparse_args = Gone(
-            "write Trainer(**vars(args)), with the flags that your parser has, or use LightningCLI"
+            "write Trainer(**{k: v for k, v in vars(args).items() if k in inspect.signature(Trainer).parameters}), "
+            "or use LightningCLI"
         )
         add_argparse_args = Gone("add the flags that you need by parser.add_argument, or use LightningCLI")
         parse_argparser = Gone("write parser.parse_args(), or use LightningCLI")

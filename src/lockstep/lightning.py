@@ -17,12 +17,13 @@ The classes are lockstep's own, so pickles do not depend on the names, and pickl
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
@@ -31,6 +32,7 @@ from typing import IO, Any
 
 import torch
 
+from lockstep.ground.accelerators import resolve_accelerator
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import arguments_of_init
 from lockstep.ground.installed import LIGHTNING
@@ -90,6 +92,40 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 
 def disable_possible_user_warnings(module: str = "") -> None:
     """Nothing is left to do: lockstep gives none of these warnings."""
+
+
+def cli_lightning_logo() -> None:
+    """Do nothing: Lightning prints its logo here."""
+
+
+_TORCHVISION_AVAILABLE = importlib.util.find_spec("torchvision") is not None
+_PRECISION_INPUT = Any
+_EVALUATE_OUTPUT = list[Mapping[str, float]]
+_PREDICT_OUTPUT = list[Any] | list[list[Any]]
+
+
+class _AcceleratorConnector:
+    """The accelerator and devices that a Trainer's flags stand for.
+
+    Args:
+        accelerator, devices: as given to a Trainer.
+        others: its other flags.
+    """
+
+    def __init__(self, accelerator: Any = "auto", devices: Any = "auto", **others: object) -> None:
+        self._accelerator_flag, found = resolve_accelerator(accelerator, devices)
+        self._devices_flag = len(found) if self._accelerator_flag == "cpu" else [device.index for device in found]
+
+
+class _Registry:
+    """Takes what packages register at import; lockstep's Trainer takes instances, and names of its own."""
+
+    @staticmethod
+    def register(*args: object, **kwargs: object) -> None:
+        """Do nothing."""
+
+
+AcceleratorRegistry = StrategyRegistry = _Registry()
 
 
 def get_filesystem(path: _PATH, **kwargs: Any) -> Any:

@@ -58,6 +58,7 @@ from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher
 from lockstep.loggers.base import Logger
 from lockstep.loop import spawn_results, state
+from lockstep.loop.call import check_steps
 from lockstep.loop.compiled import unwrapped
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop, Result
@@ -636,6 +637,7 @@ class Trainer(Attributes):
         module: Any = self.lightning_module if model is None else unwrapped(model)
         check_kind(f"trainer.{fn}(model)", module, LightningModule, "LightningModule")
         check_constructed(f"trainer.{fn}(model)", module, "_automatic_optimization")
+        self._check_before_start(module, fn)
         self.session.module = module
         self.session.keep_callbacks()
         self.datamodule = self.datamodule if datamodule is None and model is None else datamodule
@@ -650,6 +652,11 @@ class Trainer(Attributes):
             and is_overridden("validation_step", module, LightningModule)
         )
         return model is not None
+
+    def _check_before_start(self, module: LightningModule, fn: TrainerFn) -> None:
+        """Refuse a module that cannot do the call before processes are started for it."""
+        if self._launch is not directly:
+            check_steps(module, fn)
 
     def _checkpoint(self, asked: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
         """The path of the checkpoint of a call: the call's, or else the one that ``trainer.ckpt_path`` was set to."""

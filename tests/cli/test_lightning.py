@@ -764,6 +764,47 @@ def test_a_checkpoint_says_the_models_arguments(tmp_path: Path) -> None:
     assert (cli.model.lr, cli.model.sizes, type(cli.model.encoder)) == (0.25, (7,), Wide)
 
 
+@pytest.mark.parametrize("source", ["words", "config", "environment", "dict"])
+def test_arguments_given_by_hand_win_against_a_checkpoints(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = ("--model.encoder=Wide", "--model.encoder.width=7", "--model.encoder.deep=true")
+    path = checkpoint_of(tmp_path, "--model.lr=0.25", "--model.sizes=[7]", *encoder)
+    (tmp_path / "own.yaml").write_text("model: {lr: 0.1}\n")  # its default
+    words: Any = ["validate", f"--ckpt_path={path}"]
+    if source == "environment":
+        monkeypatch.setenv("PL_VALIDATE__MODEL__LR", "0.1")
+    elif source == "dict":
+        words = {"subcommand": "validate", "validate": {"ckpt_path": str(path), "model": {"lr": 0.1}}}
+    else:
+        words.append("--model.lr=0.1" if source == "words" else "--config=own.yaml")
+    kwargs = {"default_env": source == "environment"}
+    cli = made(words, run=True, save_config_callback=None, parser_kwargs=kwargs)
+    assert (cli.model.lr, cli.model.hparams.lr, cli.model.sizes) == (0.1, 0.1, (7,))
+    assert (cli.model.encoder.width, cli.model.encoder.deep) == (7, True)
+    assert f"LightningCLI, --ckpt_path {path}: model.sizes=(7,)" in caplog.text
+    assert "; model.lr=0.1 (saved: 0.25) as given by hand" in caplog.text
+
+
+def test_arguments_of_nested_classes_win_one_by_one(tmp_path: Path) -> None:
+    encoder = ("--model.encoder=Wide", "--model.encoder.width=7", "--model.encoder.deep=true")
+    path = checkpoint_of(tmp_path, *encoder)
+    words = ["validate", f"--ckpt_path={path}", "--model.encoder=Wide", "--model.encoder.width=9"]
+    cli = made(words, run=True, save_config_callback=None)
+    assert (type(cli.model.encoder), cli.model.encoder.width, cli.model.encoder.deep) == (Wide, 9, True)
+    cli = made([*words[:2], "--model.encoder=Encoder"], run=True, save_config_callback=None)
+    assert (type(cli.model.encoder), cli.model.encoder.width) == (Encoder, 4)
+
+
+def test_arguments_of_a_subclass_win_against_a_checkpoints(tmp_path: Path) -> None:
+    model = ["--model=Net", "--model.lr=0.25", "--model.name=saved"]
+    cli = made(["fit", *model], run=True, subclass_mode_model=True, save_config_callback=None)
+    cli.trainer.save_checkpoint(tmp_path / "net.ckpt")
+    words = ["validate", f"--ckpt_path={tmp_path / 'net.ckpt'}", "--model=Net", "--model.lr=0.5"]
+    cli = made(words, run=True, subclass_mode_model=True, save_config_callback=None)
+    assert (cli.model.lr, cli.model.name) == (0.5, "saved")
+
+
 def test_a_checkpoint_of_another_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = checkpoint_of(tmp_path)
     with pytest.raises(SystemExit):

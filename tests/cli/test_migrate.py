@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -494,3 +495,30 @@ def test_each_refused_module_is_named(capsys: pytest.CaptureFixture[str]) -> Non
         if isinstance(rows, Refused) and "." in path:
             parent, _, name = path.rpartition(".")
             assert told(f"from lightning.pytorch.{parent} import {name}\n"), path
+
+
+def test_what_fails_comes_first_and_what_differs_takes_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "old.py"
+    file.write_text(
+        "import pytorch_lightning as pl\nclass M(pl.LightningModule):\n    def on_epoch_end(self):\n"
+        "        self.log('a', 1)\npl.Trainer.from_argparse_args(args)\n"
+    )
+    main(["migrate", str(file)])
+    report = capsys.readouterr().err
+    lines = report.splitlines()
+    assert [line.split(":")[0] for line in lines if line.startswith("  line")][:2] == ["  line 5", "  line 3"]
+    assert max(map(len, lines[lines.index(next(line for line in lines if "differs" in line)) + 1 :])) < 160
+    assert "add_dataloader_idx" not in report
+
+
+def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
+    command = [sys.executable, "-m", "lockstep", "migrate", str(Path(__file__).parents[2] / "tests" / "unchanged")]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    assert started.stderr is not None
+    started.stdout.close()
+    assert "BrokenPipe" not in started.stderr.read()
+    started.stderr.close()
+    started.wait(60)

@@ -286,7 +286,7 @@ def test_what_fails_in_a_search_or_a_command_line_is_folded(
     (done,) = run_script(ranks, tmp_path / "fails.py", folder=tmp_path)
     trace = done.stderr.partition("Traceback")[2]
     assert trace.endswith(f"{end}\n")
-    assert "calls in lockstep and torch" in trace
+    assert "calls in lockstep, torch and Python" in trace
     assert trace.count("\n") < 16
 
 

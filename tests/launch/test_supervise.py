@@ -455,7 +455,7 @@ def test_a_long_traceback_keeps_the_users_lines() -> None:
         read(6)
     text = shortened(long.value)
     assert 'raise KeyError("no such column")' in text
-    assert "calls in lockstep and torch" in text
+    assert "calls in lockstep, torch and Python" in text
     assert "dataloader.py" not in text
     with pytest.raises(ValueError, match="short") as raised:
         raise ValueError("short")

@@ -84,7 +84,7 @@ PROSE: dict[str, tuple[str, ...]] = {
     "`ModelCheckpoint(every_n_train_steps": ("flag ModelCheckpoint(every_n_train_steps)",),
     "an epoch with fewer batches": (),
     "`ModelCheckpoint` and `EarlyStopping` in a fit": ("flag Trainer(check_val_every_n_epoch)",),
-    "one name from several loaders": ("name self.log",),
+    "one name from several loaders": ("flag log(add_dataloader_idx=False)",),
     "`BackboneFinetuning`, `ModelPruning`": ("name BackboneFinetuning", "name ModelPruning"),
     "`accumulate_grad_batches={0: 8": ("flag Trainer(accumulate_grad_batches=dict)",),
 }
@@ -158,18 +158,33 @@ def keys_of(row: dict[str, Any]) -> list[str]:
     return [f"name {first.rpartition('.')[2]}"] if kind in ("callback", "logger", "tuner", "cli") and first else []
 
 
+WIDTH = 140
+"""Characters of a row of what differs; the page has the rest."""
+
+
+def shortened(text: str) -> str:
+    """Return a text of at most `WIDTH` characters, cut at the end of a clause or of a word."""
+    text = re.sub(r" ?\(?\[[^\]]*\]\([^)]*\)\)?", "", text)  # links of the page
+    if len(text) <= WIDTH:
+        return text
+    clause = max(text.rfind(mark, WIDTH // 2, WIDTH) for mark in ("; ", ". "))
+    return f"{text[:clause]}." if clause > 0 else f"{text[: text.rfind(' ', 0, WIDTH - 4)]} ..."
+
+
 def differences(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Sentences by key, of what differs, and of what is refused and no import tells."""
     found: dict[str, list[str]] = {}
-    for what, there, here, _ in prose():
+    for what, _, here, _ in prose():
         (begins,) = (begin for begin in PROSE if what.startswith(begin))
         for key in PROSE[begins]:
-            found.setdefault(key, []).append(f"{what}: in Lightning {there}; here {here}.")
+            found.setdefault(key, []).append(shortened(f"{what}: {here}."))
     for row in rows:
         refused = row["verdict"] == "refused" and row["kind"] in ("flag", "attribute", "hook", "callback hook")
         if row["verdict"] == "differs" or refused:
             name = row["name"].rpartition(".")[2] if row["kind"] == "name" else row["name"]
-            text = f"{name}: {'refused: ' if refused else ''}{' '.join(row['reason'].split()).rstrip('.')}."
+            if row["reason"].endswith("see from-lightning.md"):  # whose row is there already
+                continue
+            text = shortened(f"{name}: {'refused: ' if refused else ''}{' '.join(row['reason'].split()).rstrip('.')}.")
             for key in keys_of(row):
                 if text not in found.setdefault(key, []):
                     found[key].append(text)

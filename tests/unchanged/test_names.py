@@ -159,7 +159,7 @@ def test_other_private_attributes_name_the_package_and_line_that_read_them(
     said = next(line for line in ended.stderr.splitlines() if line.startswith("AttributeError: "))
     assert said.startswith(f"AttributeError: {what.removesuffix('()')}, which thirdparty ({tmp_path}/thirdparty.py:10)")
     assert said.endswith(
-        "read a public attribute there, leave that callback or option out, or run this with Lightning itself"
+        "Leave out the part of thirdparty that needs it, or run with Lightning itself, without --lightning."
     )
 
 
@@ -378,6 +378,25 @@ def test_the_flag_reaches_the_ranks_by_variables(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
+    ("words", "by_script"),
+    [
+        ("--lightning train.py", True),
+        ("train.py --lightning --lr 1", True),
+        ("train.py", False),
+        ("--lightning --devices 1 train.py", False),
+        ("--lightning --max-restarts 1 train.py", False),
+        ("--lightning --resume train.py", False),
+    ],
+)
+def test_without_options_the_scripts_trainer_starts_its_own_number_of_ranks(
+    words: str, by_script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert planned(words.split()).by_script == by_script
+
+
+@pytest.mark.parametrize(
     ("words", "code", "said"),
     [
         ([], 2, "usage: python -m lockstep.lightning script.py"),
@@ -431,6 +450,8 @@ def test_spawned_workers_have_the_names(ranks: RankPool, tmp_path: Path) -> None
         (["-m", "torch.distributed.run", "--nproc-per-node", "2", *MODULE, "train.py", "ddp", "2", "spawn"], 2),
         (["-m", "lockstep", "run", "--lightning", "--devices", "2", "train.py", "ddp", "2", "spawn"], 2),
         (["-m", "lockstep", "run", "--lightning", "--devices", "2", "-m", "train", "ddp", "2", "none"], 2),
+        (["-m", "lockstep", "run", "--lightning", "train.py", "ddp", "2", "spawn"], 2),
+        (["-m", "lockstep", "run", "--lightning", "-m", "train", "ddp_spawn", "2", "none"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

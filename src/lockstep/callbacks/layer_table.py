@@ -103,17 +103,16 @@ class ModelSummary:
     Example::
 
         >>> print(ModelSummary(torch.nn.Sequential(torch.nn.Linear(4, 2))))
-          | Name | Type   | Params | Mode  | FLOPs
-        ------------------------------------------
-        0 | 0    | Linear | 10     | train | 0
-        ------------------------------------------
+          | Name | Type   | Params | Mode
+        ----------------------------------
+        0 | 0    | Linear | 10     | train
+        ----------------------------------
         10        Trainable params
         0         Non-trainable params
         10        Total params
         0.000     Total estimated model params size (MB)
         1         Modules in train mode
         0         Modules in eval mode
-        0         Total FLOPs
     """
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
@@ -259,9 +258,15 @@ def format_table(columns: Sequence[tuple[str, list[str]]], totals: list[tuple[st
         columns: head and cells of each.
         totals: as of :func:`totals_of`.
     """
+    columns = meaningful(columns)
     rows = list(zip(*(cells for _, cells in columns), strict=True))
     table = _table([head.strip() for head, _ in columns], [[c.strip() for c in row] for row in rows]) if rows else []
     return "\n".join(table + [f"{number:<10}{text}" for number, text in totals])
+
+
+def meaningful(columns: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """Return the columns without FLOPs where none were counted: there was no example input."""
+    return [(head, cells) for head, cells in columns if head != "FLOPs" or not {*cells} <= {"0", NOT_APPLICABLE}]
 
 
 def totals_of(
@@ -271,16 +276,16 @@ def totals_of(
     total_training_modes: Mapping[str, int],
     total_flops: int,
 ) -> list[tuple[str, str]]:
-    """The lines below the table: (number, what it is)."""
-    return [
+    """The lines below the table: (number, what it is); FLOPs where an example input was run."""
+    lines = [
         (readable_count(trainable_parameters), "Trainable params"),
         (readable_count(total_parameters - trainable_parameters), "Non-trainable params"),
         (readable_count(total_parameters), "Total params"),
         (readable_size(model_size), "Total estimated model params size (MB)"),
         (str(total_training_modes["train"]), "Modules in train mode"),
         (str(total_training_modes["eval"]), "Modules in eval mode"),
-        (readable_count(total_flops), "Total FLOPs"),
     ]
+    return [*lines, (readable_count(total_flops), "Total FLOPs")] if total_flops else lines
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:

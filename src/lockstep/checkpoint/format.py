@@ -135,7 +135,7 @@ def load(
         path: the file, local or a URL, or one that is open.
         map_location: where its tensors go, as in ``torch.load``.
         weights_only: False allows the file to run code while it is read: only for a file whose author you
-            trust. Anything else keeps to tensors and plain values.
+            trust. True keeps to tensors and plain values; None too, unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1.
 
     Raises:
         CorruptCheckpoint: the file is truncated or altered, or no checkpoint at all.
@@ -145,7 +145,7 @@ def load(
     name = str(path)
     try:
         with storage.reading(path) as file:
-            return _load(file, name, map_location, weights_only is not False)
+            return _load(file, name, map_location, weights_only)
     except FileNotFoundError as error:
         raise FileNotFoundError(error.errno, f"there is no checkpoint {name!r}") from None
     except IsADirectoryError as error:
@@ -156,7 +156,7 @@ def load(
         raise CorruptCheckpoint(f"There is no checkpoint at {name!r}: {error.strerror}: {_WAY_OUT}.") from None
 
 
-def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool) -> dict[str, Any]:
+def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool | None) -> dict[str, Any]:
     check_archive_size(file, name)
     sealed = _check_seal(file, name)
     if not sealed:
@@ -175,8 +175,8 @@ def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: 
     return checkpoint
 
 
-def _unpickled(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool) -> Any:
-    """What torch reads of a file."""
+def _unpickled(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool | None) -> Any:
+    """What torch reads of a file; with None by torch's default, which a variable of torch's changes."""
     try:
         with torch.serialization.safe_globals(_LIGHTNING_DICTS):
             return torch.load(file, map_location=map_location, weights_only=weights_only)
@@ -186,12 +186,13 @@ def _unpickled(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_o
             raise MisconfigurationException(
                 f"The checkpoint {name!r} holds more than tensors and plain values: {', '.join(foreign)}. If "
                 "you trust its author, read it with weights_only=False (code in it may run), or allow these "
-                "classes by torch.serialization.add_safe_globals([...])."
+                "classes by torch.serialization.add_safe_globals([...]). Where a package reads it: set the variable "
+                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
             ) from error
         raise CorruptCheckpoint(f"The checkpoint {name!r} is damaged ({error}): {_WAY_OUT}.") from error
     except Exception as error:  # what a damaged archive or pickle makes of torch has no one kind
         # a device that is not here (torch's message tells of map_location), a disk that fails, or code in the file
-        if not weights_only or "map_location" in str(error) or (isinstance(error, OSError) and error.errno):
+        if weights_only is False or "map_location" in str(error) or (isinstance(error, OSError) and error.errno):
             raise
         raise CorruptCheckpoint(
             f"The file {name!r} is damaged or no checkpoint ({first_line(error)}): {_WAY_OUT}."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from functools import partial, update_wrapper
@@ -30,7 +32,7 @@ from lockstep.config.objects import several
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import given_hyperparameters
-from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import current_seed, seed_everything
 from lockstep.launch.topology import directly
 from lockstep.loop.hooks import is_overridden
@@ -209,6 +211,50 @@ class SaveConfigCallback(Callback):
         """
 
 
+# -- arguments from a checkpoint -----------------------------------------------------------------------------
+
+
+def merge_given(saved: dict[str, Any], given: jsonargparse.Namespace) -> dict[str, Any]:
+    """Return saved arguments with those given by hand in their place, one by one within nested classes.
+
+    Example:
+        >>> merge_given({"lr": 0.1, "width": 4}, jsonargparse.Namespace(lr=0.5))
+        {'lr': 0.5, 'width': 4}
+    """
+    plain: dict[str, Any] = given.as_dict()
+    if given.get("class_path", saved.get("class_path")) != saved.get("class_path"):
+        return plain
+    merged = {**copy.deepcopy(saved), **plain}
+    for name, value in vars(given).items():
+        if isinstance(value, jsonargparse.Namespace) and isinstance(saved.get(name), dict):
+            merged[name] = merge_given(saved[name], value)
+    return merged
+
+
+def flat_arguments(model: jsonargparse.Namespace) -> dict[str, Any]:
+    """Return a model's parsed arguments by dotted name."""
+    flat = vars(model.as_flat())
+    return {re.sub(r"\b(init_args|dict_kwargs)\.", "", name): value for name, value in flat.items()}
+
+
+def arguments_report(before: dict[str, Any], saved: dict[str, Any], chosen: dict[str, Any]) -> str:
+    """Describe which arguments come from a checkpoint, and which were given by hand instead.
+
+    Args:
+        before: the arguments without the checkpoint.
+        saved: with all of its hyperparameters.
+        chosen: with those that were not given by hand.
+    """
+    taken = [f"model.{key}={value!r:.60}" for key, value in chosen.items() if key not in before or before[key] != value]
+    by_hand = [
+        f"model.{key}={value!r:.60} (saved: {saved.get(key)!r:.60})"
+        for key, value in chosen.items()
+        if key not in saved or saved[key] != value
+    ]
+    parts = (("from the checkpoint", taken), ("as given by hand", by_hand))
+    return "; ".join(f"{', '.join(arguments)} {source}" for source, arguments in parts if arguments)
+
+
 # -- the command line ----------------------------------------------------------------------------------------
 
 
@@ -296,7 +342,7 @@ class LightningCLI:
         main, sub = self._setup_parser_kwargs(self.parser_kwargs)
         self.setup_parser(run, main, sub)
         self.parse_arguments(self.parser, args)
-        self._take_from_checkpoint()
+        self._take_from_checkpoint(args)
         self.subcommand: str | None = self.config["subcommand"] if run else None
         self._set_seed()
         if load_from_checkpoint_support:
@@ -417,18 +463,21 @@ class LightningCLI:
             rank_zero_warn(
                 f"LightningCLI(args={args!r:.100}) was given, so that the command line {sys.argv[1:]} is ignored."
             )
-        if isinstance(args, (dict, jsonargparse.Namespace)):
-            given = args if isinstance(args, dict) else args.as_dict()
-            try:
-                given = known_here(given)
-            except TypeError as error:
-                parser.error(str(error), error)
-            self.config = parser.parse_object(given)
-        else:
-            self.config = parser.parse_args(args)
+        self.config = self._parsed(parser, args)
 
-    def _take_from_checkpoint(self) -> None:
-        """Where a ``ckpt_path`` is given, its hyperparameters are the model's arguments."""
+    @staticmethod
+    def _parsed(parser: LightningArgumentParser, args: ArgsType, **options: bool) -> jsonargparse.Namespace:
+        if not isinstance(args, (dict, jsonargparse.Namespace)):
+            return parser.parse_args(args, **options)
+        given = args if isinstance(args, dict) else args.as_dict()
+        try:
+            given = known_here(given)
+        except TypeError as error:
+            parser.error(str(error), error)
+        return parser.parse_object(given, **options)
+
+    def _take_from_checkpoint(self, args: ArgsType) -> None:
+        """Take the model's arguments from the hyperparameters in ``ckpt_path``, except those given by hand."""
         subcommand = self.config.get("subcommand")
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not isfile(path):
@@ -437,13 +486,22 @@ class LightningCLI:
         saved.pop("_instantiator", None)
         if not saved:
             return
+        given = self._parsed(self.parser, args, defaults=False)[subcommand].get("model") or jsonargparse.Namespace()
         if "_class_path" in saved:
             saved = {"class_path": saved.pop("_class_path"), "dict_kwargs": saved}
+            own = [given.pop(key, None) or jsonargparse.Namespace() for key in ("init_args", "dict_kwargs")]
+            given["dict_kwargs"] = jsonargparse.Namespace({**vars(own[0]), **dict(vars(own[1]))})
+        before, merged = self.config, merge_given(saved, given)
         try:
-            self.config = self.parser.parse_object({subcommand: {"model": saved}}, self.config)
+            all_saved = self.parser.parse_object({subcommand: {"model": saved}}, before)
+            self.config = self.parser.parse_object({subcommand: {"model": merged}}, before)
         except SystemExit:
             sys.stderr.write(f"--ckpt_path {path}: its hyperparameters are no arguments of the model (see above).\n")
             raise
+        sources = (flat_arguments(config[subcommand]["model"]) for config in (before, all_saved, self.config))
+        report = arguments_report(*sources)
+        if report:
+            rank_zero_info(f"LightningCLI, --ckpt_path {path}: {report}")
 
     def _set_seed(self) -> None:
         seed = self._get(self.config, "seed_everything")

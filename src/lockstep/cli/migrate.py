@@ -118,6 +118,8 @@ class ReportLine:
     text: str
     by_hand: bool = True
     """Whether something is to be done; else something behaves otherwise."""
+    weight: int = 1
+    """0: the script fails there; 1: something is left out without an error; 2: to be looked at."""
 
 
 def _report(name: str, changed: bool, notes: Sequence[ReportLine], written: bool) -> Iterator[str]:
@@ -125,8 +127,10 @@ def _report(name: str, changed: bool, notes: Sequence[ReportLine], written: bool
         yield f"{name}: nothing is to be done: it names nothing of Lightning"
     elif not changed or written:
         yield f"{name}: {'written' if changed else 'no line has to change'}"
-    for by_hand, title in ((True, "to be done by hand"), (False, "what differs for this script")):
-        lines = [f"  line {note.line}: {note.text}" for note in sorted(set(notes)) if note.by_hand is by_hand]
+    differs = "what differs for this script (docs/from-lightning.md has more)"
+    by_weight = sorted(set(notes), key=lambda note: (note.weight, note))
+    for by_hand, title in ((True, "to be done by hand"), (False, differs)):
+        lines = [f"  line {note.line}: {note.text}" for note in by_weight if note.by_hand is by_hand]
         yield from [f"{name}: {title}:", *lines] if lines else []
 
 
@@ -177,7 +181,7 @@ def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]
             script.tell(node, ast.unparse(node), script.meant(node) or ROOT)
         elif isinstance(node, ast.Constant) and home_of(str(node.value)):
             script.notes.append(
-                ReportLine(node.lineno, f"the text {node.value!r:.60} names Lightning: lockstep is meant?")
+                ReportLine(node.lineno, f"the text {node.value!r:.60} names Lightning: lockstep is meant?", weight=2)
             )
     return script.edited(), [*script.notes, *found_in(script)]
 
@@ -213,7 +217,7 @@ class _Script:
         """Report a name that cannot be had from lockstep, and why."""
         why = refusal(path)
         if why is not None and (isinstance(node, ast.stmt) or refusal(path.rpartition(".")[0]) is None):
-            self.notes.append(ReportLine(node.lineno, f"{name}: {why}"))
+            self.notes.append(ReportLine(node.lineno, f"{name}: {why}", weight=0))
 
     def import_(self, node: ast.Import) -> None:
         """``import lightning.pytorch as pl``. A package that is used by its own name is lockstep by that name."""
@@ -277,7 +281,7 @@ def migrated_config(text: str, name: str) -> tuple[str, list[ReportLine]]:
         home = class_at_home(value)
         why = None if home is None else refusal(home)
         if why is not None:
-            notes.append(ReportLine(len(_lines(text[:start] + "x")), f"{value}: {why}"))
+            notes.append(ReportLine(len(_lines(text[:start] + "x")), f"{value}: {why}", weight=0))
         elif home is not None:
             moved, end = f"{moved}{text[end:start]}{text[start:stop].replace(value, home)}", stop
     return moved + text[end:], notes
@@ -321,7 +325,7 @@ def _flags(script: _Script, call: ast.Call) -> None:
     given = {keyword.arg: keyword for keyword in call.keywords if keyword.arg is not None}
     if len(given) < len(call.keywords):
         script.notes.append(
-            ReportLine(call.lineno, "Trainer(**...): old flags among them are translated when it runs.")
+            ReportLine(call.lineno, "Trainer(**...): old flags among them are translated when it runs.", weight=2)
         )
     values: Today = {name: _value(script, keyword.value) for name, keyword in given.items()}
     today = {flag: values.get(flag, default) for flag, default in FLAGS.items()}
@@ -388,7 +392,7 @@ def _translate(script: _Script, given: dict[str, ast.keyword], names: list[str],
     found, told = _meaning(old, today, given.keys() - set(names))
     if told:
         what = f"Trainer({', '.join(map(script.of, places)):.90})"
-        script.notes.append(ReportLine(places[0].lineno, f"{what}: {told}"))
+        script.notes.append(ReportLine(places[0].lineno, f"{what}: {told}", weight=0))
         return
     script.notes += [ReportLine(places[0].lineno, f"{note}.", by_hand=False) for note in found.notes]
     text = ", ".join(f"{flag}={value!r}" for flag, value in found.flags.items() if value != today[flag])

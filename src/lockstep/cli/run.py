@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -61,6 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words behind it; None: those of this process.
     """
+    try:
+        code = _run_command(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads the output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     first = words[0] if words else ""
     if first in ("-h", "--help"):
@@ -94,9 +105,9 @@ def run(words: Sequence[str]) -> int:
             port is taken.
     """
     plan = planned(words)
-    from lockstep.launch.elastic_run import start  # torch's agent costs 0.3 s, and --help needs none
+    from lockstep.launch.elastic_run import start, start_script  # torch's agent costs 0.3 s, and --help needs none
 
-    return start(plan)
+    return start_script(plan) if plan.by_script else start(plan)
 
 
 def planned(words: Sequence[str]) -> LaunchPlan:
@@ -105,7 +116,8 @@ def planned(words: Sequence[str]) -> LaunchPlan:
     Raises:
         MisconfigurationException: with the option, its value, and the way out.
     """
-    options, script = split(list(words), _parser())
+    parser = _parser()
+    options, script = split(list(words), parser)
     few, most = _nodes(options.nodes)
     devices = _devices(options.devices)
     address, port = _meeting(options, few, most)
@@ -128,6 +140,16 @@ def planned(words: Sequence[str]) -> LaunchPlan:
         patience=options.patience,
         grace=options.shutdown_timeout,
         lightning=options.lightning,
+        by_script=options.lightning and _leaves_ranks_to_the_script(options, parser),
+    )
+
+
+def _leaves_ranks_to_the_script(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Return True if no option needs torch's agent: the script's own Trainer then starts its ranks."""
+    return all(
+        value == parser.get_default(name)
+        for name, value in vars(options).items()
+        if name not in ("lightning", "module")
     )
 
 
@@ -181,7 +203,8 @@ def _parser() -> CommandParser:
     parser = CommandParser("lockstep run", USAGE, ABOUT, EXAMPLES)
     add = parser.add_argument
     add("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as `python -m` does")
-    add("--devices", default="auto", metavar="N", help="ranks on this node; auto: one for each GPU, else one")
+    add("--devices", default="auto", metavar="N", help="ranks on this node; auto: one for each GPU, else one; with "
+        "--lightning and no other option the script's Trainer starts as many as it is given")  # fmt: skip
     add("--lightning", action="store_true", help="for a script written for Lightning, unchanged: `lightning` and "
         "`pytorch_lightning` are lockstep there")  # fmt: skip
     many = parser.add_argument_group("restarts")

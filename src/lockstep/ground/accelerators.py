@@ -48,6 +48,12 @@ class Accelerator:
         """
         raise NotImplementedError
 
+    @classmethod
+    def parse_devices(cls, devices: Devices) -> int | list[int]:
+        """Return the numbers of the devices, or how many processes on the CPU; as Lightning's classes do."""
+        found = cls().get_parallel_devices(devices)
+        return len(found) if cls.device_type == "cpu" else [device.index for device in found]
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 

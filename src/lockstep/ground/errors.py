@@ -16,6 +16,8 @@ class MisconfigurationException(ValueError, RuntimeError):
     wrong) and a ``RuntimeError`` (what code written for older trainers catches).
     """
 
+    __module__ = "lockstep.utilities.exceptions"  # as users import it
+
 
 class WrongType(MisconfigurationException, TypeError):
     """What was given is of a type, or by a name, that nothing takes: a ``TypeError``, too."""
@@ -129,14 +131,30 @@ def _origin() -> tuple[str | None, bool]:
 _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<frozen importlib")
 
 
-def asked_by() -> str:
-    """The package, file and line of the code outside of lockstep and of the import system that runs now."""
+def _asking() -> tuple[str, str]:
+    """Return the package and place of the code outside of lockstep and of the import system that runs now."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    who = "the script" if package in ("", "__main__", "__mp_main__") else package
-    return f"{who} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    return package, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def asked_by() -> str:
+    """The package, file and line of the code outside of lockstep and of the import system that runs now."""
+    package, place = _asking()
+    return f"{'the script' if package in _SCRIPTS else package} ({place})"
+
+
+_SCRIPTS = ("", "__main__", "__mp_main__")
+
+
+def way_out() -> str:
+    """Return what the user of a script, or of a package that asks for what lockstep lacks, can do."""
+    package, _ = _asking()
+    if package in _SCRIPTS:
+        return "Do without it, or run the script with Lightning itself, without --lightning."
+    return f"Leave out the part of {package} that needs it, or run with Lightning itself, without --lightning."
 
 
 class Inner:
@@ -171,8 +189,8 @@ def no_inner_part(path: str, does: str = "reads") -> AttributeError:
         does: what is tried with it.
     """
     return AttributeError(
-        f"{path}, which {asked_by()} {does}, is an inner part of Lightning's Trainer, and lockstep has another inside: "
-        "read a public attribute there, leave that callback or option out, or run this with Lightning itself"
+        f"{path}, which {asked_by()} {does}, is an inner part of Lightning's Trainer that lockstep does not have. "
+        f"{way_out()}"
     )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -89,6 +89,7 @@ class LaunchPlan:
     patience: int = 600  #: seconds to wait for the other nodes
     grace: int = 30  #: seconds that ranks get to end
     lightning: bool = False  #: whether Lightning's import names are lockstep's in the ranks
+    by_script: bool = False  #: whether the script's own Trainer starts the ranks, without an agent
 
     @property
     def alone(self) -> bool:
@@ -210,6 +211,16 @@ def start(plan: LaunchPlan, environ: MutableMapping[str, str] = os.environ) -> i
         shutil.rmtree(folder, ignore_errors=True)
         if held is not None:
             os.close(held)
+
+
+def start_script(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> NoReturn:
+    """Replace this process by the script, with Lightning's names; its Trainer starts the ranks that it is given.
+
+    Raises:
+        MisconfigurationException: this process is a rank itself.
+    """
+    refuse_nested(environ)
+    os.execve(sys.executable, [sys.executable, "-m", "lockstep.lightning", *plan.words], dict(environ))
 
 
 def clear_away(temporary: Path) -> None:

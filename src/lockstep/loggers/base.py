@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -199,6 +200,14 @@ class FolderLogger(Logger):
     @property
     def save_dir(self) -> str:
         return self._save_dir
+
+    @property
+    def _root_dir(self) -> str:  # Lightning's names, which subclasses in other packages read
+        return self.save_dir
+
+    @property
+    def _fs(self) -> Any:
+        return import_module("fsspec.core").url_to_fs(self.save_dir)[0]
 
     @property
     def root_dir(self) -> str:

@@ -6,6 +6,7 @@ import csv
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,10 @@ class ExperimentWriter:
         """Add `params` to the hyperparameters known, and write all to ``hparams.yaml``."""
         self.hparams.update(params)
         write_hparams(self.log_dir, self.hparams, self.NAME_HPARAMS_FILE)
+
+    @property
+    def _fs(self) -> Any:  # Lightning's name, which subclasses in other packages read
+        return import_module("fsspec.core").url_to_fs(self.log_dir)[0]
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row; tensors of one element become numbers."""

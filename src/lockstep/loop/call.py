@@ -267,22 +267,36 @@ def check_module(session: Session, fn: TrainerFn) -> None:
     Raises:
         MisconfigurationException: with the method that is missing, or the flag that cannot go with the module.
     """
-    module, loaders, kind = session.module, session.loaders, type(session.module).__name__
+    module, loaders = session.module, session.loaders
     check_removed_hooks(module, fn)
     check_uncalled(session.strategy, session.callbacks, module, session.datamodule)
+    check_steps(module, fn)
     if fn is TrainerFn.FITTING:
         _check_fitted(session)
     elif fn in STEP_OF:
-        stage = "val" if fn is TrainerFn.VALIDATING else "test"
-        if not _has(module, STEP_OF[fn]):
-            raise MisconfigurationException(f"trainer.{fn}({kind}): No `{STEP_OF[fn]}()` method defined; define one.")
-        _check_loader(loaders, fn, stage)
+        _check_loader(loaders, fn, "val" if fn is TrainerFn.VALIDATING else "test")
     else:
-        if not _has(module, "predict_step") and type(module).forward is torch.nn.Module.forward:
+        _check_loader(loaders, fn, "predict")
+
+
+def check_steps(module: LightningModule, fn: TrainerFn) -> None:
+    """Refuse a module without the methods that ``fn`` calls.
+
+    Raises:
+        MisconfigurationException: with the method that is missing.
+    """
+    kind = type(module).__name__
+    needed = (
+        ("training_step", "configure_optimizers") if fn is TrainerFn.FITTING else (STEP_OF.get(fn, "predict_step"),)
+    )
+    missing = next((name for name in needed if not _has(module, name)), None)
+    if missing == "predict_step":
+        if type(module).forward is torch.nn.Module.forward:
             raise MisconfigurationException(
                 f"trainer.predict({kind}): the module has neither `predict_step` nor `forward`; define one."
             )
-        _check_loader(loaders, fn, "predict")
+    elif missing is not None:
+        raise MisconfigurationException(f"trainer.{fn}({kind}): No `{missing}()` method defined; define one.")
 
 
 def _has(module: LightningModule, name: str) -> bool:
@@ -291,9 +305,6 @@ def _has(module: LightningModule, name: str) -> bool:
 
 def _check_fitted(session: Session) -> None:
     module, loaders, kind = session.module, session.loaders, type(session.module).__name__
-    for name in ("training_step", "configure_optimizers"):
-        if not _has(module, name):
-            raise MisconfigurationException(f"trainer.fit({kind}): No `{name}()` method defined; define one.")
     refuse_iterator(module.training_step, "training_step")
     if not loaders.defined("train"):
         raise MisconfigurationException(

@@ -24,7 +24,7 @@ from lockstep.loop import state
 from lockstep.loop.call import Asked, call, take_up_changes
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.finite_watch import updates_left_out
-from lockstep.loop.fit_messages import say
+from lockstep.loop.fit_messages import say, say_memory
 from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
 from lockstep.loop.session import FitState, Session
@@ -137,13 +137,17 @@ class FitLoop:
     @property
     def epoch_loop(self) -> Inner:
         """What third parties read of the inner loop that Lightning has."""
+        name = "trainer.fit_loop.epoch_loop"
+        source = {"is_defined": lambda: lambda: self.session.enable_validation}
+        validation = {"_data_source": lambda: Inner(f"{name}.val_loop._data_source", source)}
         offers = {
             "_batches_that_stepped": lambda: self.progress.windows,
             "batch_idx": lambda: self.batch_idx,
             "global_step": lambda: self.progress.global_step,
             "total_batch_idx": lambda: self.total_batch_idx,
+            "val_loop": lambda: Inner(f"{name}.val_loop", validation),
         }
-        return Inner("trainer.fit_loop.epoch_loop", offers)
+        return Inner(name, offers)
 
     @property
     def epoch_progress(self) -> Inner:
@@ -237,7 +241,7 @@ class FitLoop:
         self.step.setup()
         self._measure(measured)
         if session.config.log_every_n_steps:  # else nothing is to be measured (`barebones`)
-            watch_first_window(session, self.step, lambda: say(session, memory_of(session).line()))
+            watch_first_window(session, self.step, lambda: say_memory(session, memory_of(session)))
         self._sanity_check()
         session.state.stage = RunningStage.TRAINING
         self.setup_data()

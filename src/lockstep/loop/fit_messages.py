@@ -12,12 +12,25 @@ import os
 from lockstep.callbacks.model_summary import ModelSummary
 from lockstep.ground.rank import log
 from lockstep.loop.session import Session
+from lockstep.memory.meter import MemoryUse
 
 
 def say(session: Session, text: str) -> None:
     """Log a message of the kind that every fit has."""
     if session.is_global_zero:
         log.log(logging.INFO if _is_watched(session) else logging.DEBUG, text)
+
+
+NOTABLE_MEMORY = 2**26
+"""Bytes on a CPU below which nobody looks for what uses them."""
+
+
+def say_memory(session: Session, used: MemoryUse) -> None:
+    """Log what memory is used for; of little memory on a CPU at level DEBUG."""
+    if used.device != "cpu" or used.total >= NOTABLE_MEMORY:
+        say(session, used.line())
+    elif session.is_global_zero:
+        log.debug(used.line())
 
 
 def say_start(session: Session) -> None:

@@ -332,6 +332,8 @@ class LogCollector:
         found = []
         for entry, value in values:
             if entry.metric is not None:
+                if computed[entry.key] is None:  # it has seen nothing, and has no value
+                    continue
                 number = _one_number(computed[entry.key])
                 if number is None:
                     raise MisconfigurationException(

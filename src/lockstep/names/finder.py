@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.ground.annotations import evaluate
-from lockstep.ground.errors import asked_by, refused_class
+from lockstep.ground.errors import asked_by, refused_class, way_out
 from lockstep.ground.installed import ALIASES
 from lockstep.names.table import Refused, Row, Rows, moved, refusal, table
 
@@ -61,10 +61,7 @@ COMPLETED = frozenset(f"{part}.{name}".rstrip(".") for part, names in _COMPLETED
 CLASS = r"_*[A-Z]\w*[a-z]\w*"
 """How the name of a class is spelt."""
 
-UNKNOWN = (
-    "lockstep has nothing by this name. Do without it there, or run the script with Lightning itself, without "
-    "--lightning."
-)
+UNKNOWN = "lockstep has nothing by this name."
 
 
 # -- the finder ------------------------------------------------------------------------------------------------
@@ -160,7 +157,8 @@ def _of_lightning(fullname: str, version: str) -> ModuleSpec:
         _, rows = lightnings(module) or (None, {})
         row = rows if isinstance(rows, Refused) else rows.get(name)
         reason = row if isinstance(row, Refused) else UNKNOWN
-        raise ModuleNotFoundError(f"{module}.{name}, which {asked_by()} asks for: {reason}")  # without its name, too
+        # without its name, too
+        raise ModuleNotFoundError(f"{module}.{name}, which {asked_by()} asks for: {reason} {way_out()}")
     return ModuleSpec(fullname, _Names(*found, version), is_package=True)
 
 
@@ -172,7 +170,7 @@ def lightnings(fullname: str) -> tuple[str | None, Rows | Refused] | None:
     if root in ("", "pytorch", "pytorch_lightning"):
         rows, besides = table()["pytorch"].get(path), table()["third_parties"].get(path, {})
         if isinstance(rows, Refused) or rows is None:
-            return None if rows is None else (None, besides or rows)
+            return None if not besides and rows is None else (None, besides or rows or {})
         return f"{ROOT}.{path}".rstrip("."), {**rows, **besides}  # type: ignore[dict-item]  # none of these is refused
     section = {"fabric": "fabric", "lightning_fabric": "fabric", TEST_TUBE: "test_tube"}.get(root)
     others = None if section is None else table()[section].get(path)

@@ -30,7 +30,9 @@ _CARETS = re.compile(r"^\s*[\^~]+\s*$")
 
 
 def shortened(error: BaseException, most: int = MOST) -> str:
-    """The traceback of an exception, as Python prints it, without the frames of lockstep and torch if it is long.
+    """The traceback of an exception, as Python prints it; if it is long, without the frames of libraries.
+
+    Those are lockstep, torch and Python's standard library.
 
     The innermost frame of each traceback stays, whosever it is. Chains and groups of many exceptions and messages of
     many lines lose their middle, and characters that a terminal would obey are escaped.
@@ -82,6 +84,16 @@ def _narrow(line: str) -> str:
     return line if len(line) <= WIDE else f"{line[:WIDE]}... ({len(line)} characters)"
 
 
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+
+
+def _is_inner(path: str) -> bool:
+    """Return True for a frame's file of lockstep, of torch, or of Python's standard library."""
+    if path.startswith((LOCKSTEP, TORCH, "<frozen ")):
+        return True
+    return path.startswith(_STDLIB) and "-packages" not in path
+
+
 def _without_inner(lines: list[str]) -> Iterator[str]:
     left_out, at = 0, 0
     while at < len(lines):
@@ -95,11 +107,11 @@ def _without_inner(lines: list[str]) -> Iterator[str]:
         while end < len(lines) and lines[end].startswith(" " * (depth + 1)) and not _FRAME.match(lines[end]):
             end += 1
         goes_on = end < len(lines) and _FRAME.match(lines[end]) is not None
-        if goes_on and frame[1].startswith((LOCKSTEP, TORCH)):
+        if goes_on and _is_inner(frame[1]):
             left_out += 1
         else:
             if left_out:
-                yield f"{' ' * depth}... {left_out} calls in lockstep and torch ({WHOLE}=1 shows them)"
+                yield f"{' ' * depth}... {left_out} calls in lockstep, torch and Python ({WHOLE}=1 shows them)"
             left_out = 0
             yield from (line for line in lines[at:end] if not _CARETS.match(line))
         at = end
