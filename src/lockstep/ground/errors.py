@@ -36,6 +36,8 @@ class KeyNotThere(MisconfigurationException, KeyError):
 class NonFiniteError(FloatingPointError):
     """A loss, a gradient or the weights of a fit are NaN or infinite."""
 
+    __module__ = "lockstep.utilities.exceptions"  # as users import it
+
 
 def words_of(error: BaseException) -> str:
     """What an exception says; "" where its class cannot tell: a ``__str__`` that fails would take its place."""
