@@ -326,9 +326,9 @@ class FiniteWatch:
     def _ending(self, first: NonFiniteNumber | None, broken: dict[str, int]) -> str:
         saved = "There is no checkpoint."
         if self.newest_checkpoint is not None:
-            saved = f"The newest healthy checkpoint is {self.newest_checkpoint}"
+            saved = f"The newest healthy checkpoint is {self.newest_checkpoint}."
         return (
-            f"{self._cause(first, broken)}\n{saved}\n"
+            f"{self._cause(first, broken)} {saved} "
             'Trainer(non_finite="skip") leaves such updates out; Trainer(detect_anomaly=True) names the operation.'
         )
 
