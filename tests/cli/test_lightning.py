@@ -230,7 +230,16 @@ def test_the_printed_config_has_lightnings_keys(
     theirs, ours = printed(theirs_cli, Theirs), printed(LightningCLI, Ours)
     assert list(ours) == list(theirs)
     own = set(ours["trainer"]) - set(theirs["trainer"])
-    assert own == {"order", "debug", "keep_global_batch", "hang_timeout", "hang_kill", "balance", "compile"}
+    assert own == {
+        "order",
+        "debug",
+        "keep_global_batch",
+        "hang_timeout",
+        "hang_kill",
+        "balance",
+        "compile",
+        "non_finite",
+    }
     assert set(theirs["trainer"]) <= set(ours["trainer"])
     assert {key: ours[key] for key in theirs if key != "trainer"} == {k: v for k, v in theirs.items() if k != "trainer"}
 

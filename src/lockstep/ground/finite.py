@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lockstep.ground.parts import stands_in
 
@@ -43,7 +44,7 @@ def names_not_finite(parts: Parts) -> list[str]:
 
 def _values_of(tensor: Tensor) -> Tensor | None:
     """Return this rank's floating-point values of a tensor; None where it has none that torch can search."""
-    if stands_in(tensor):
+    if is_lazy(tensor) or stands_in(tensor):
         return None
     # of a parameter in partitions (DeepSpeed's stage 3) the values are in another attribute
     tensor = getattr(tensor, "ds_tensor", tensor).detach()

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import RunConfig
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import MisconfigurationException, NonFiniteError
-from lockstep.ground.finite import names_not_finite, not_finite, parts_with_values, total_norm
+from lockstep.ground.finite import Parts, names_not_finite, not_finite, parts_with_values, total_norm
+from lockstep.ground.floats import floats
+from lockstep.ground.parts import is_freed
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.tree import tensors_in
 from lockstep.module import LightningModule
@@ -103,6 +104,7 @@ class FiniteWatch:
     _has_warned: bool = False
     _waits: bool = False
     _kept: list[tuple[Tensor, str, int, int, int]] = field(default_factory=list)
+    _parts: Parts = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of a run has: what belongs to a fit under way stays behind."""
@@ -174,22 +176,29 @@ class FiniteWatch:
         progress = self._session.fit.progress
         return progress.global_step, progress.epoch, progress.batch
 
-    def read(self, also: Tensor | None = None) -> bool:
-        """Look at the numbers that were kept, and at one more. Waits for the device, once.
+    def read(self) -> None:
+        """Look at the numbers that were kept. Waits for the device, once."""
+        if self._kept:
+            self.take(floats([number for number, *_ in self._kept]))
 
-        Returns:
-            True if ``also`` is finite.
-        """
+    def to_read(self) -> list[Tensor]:
+        """Return numbers of the device that the loop reads together with its own, for `take`."""
+        if not (self.is_active and self._waits):
+            return []
+        self._parts = parts_with_values(self._to_search(self.at_start))
+        norm = total_norm(self._parts)
+        return [number for number, *_ in self._kept] + ([] if norm is None else [norm])
+
+    def take(self, values: list[float]) -> None:
+        """Look at what `to_read` returned: losses and gradient norms, and then a norm of the weights."""
         kept, self._kept = self._kept, []
-        numbers = [number for number, *_ in kept] + ([] if also is None else [also])
-        if not numbers:
-            return True
-        values = torch.stack([number.detach().reshape(()).float() for number in numbers]).tolist()
         for value, (_, what, step, epoch, batch) in zip(values, kept, strict=False):
             if value - value != 0:
                 self._find(value, what, step, epoch, batch)
                 break
-        return also is None or values[-1] - values[-1] == 0
+        parts, self._parts = self._parts, []
+        if parts and values[-1] - values[-1] != 0 and names_not_finite(parts):
+            self._report()
 
     def _find(self, value: float, what: str, step: int, epoch: int, batch: int) -> None:
         session = self._session
@@ -210,12 +219,18 @@ class FiniteWatch:
             session.agreement.request(session.not_finite_flag)
 
     def look(self) -> None:
-        """Read the numbers that were kept, and search the weights. Asks no other rank."""
+        """Search the weights, and read the numbers that were kept. Asks no other rank; waits for the device, once."""
         if not self.is_active:
             return
-        parts = parts_with_values(self._to_search(self.at_start))
-        if not self.read(also=total_norm(parts)) and names_not_finite(parts):
+        if self._waits:
+            self.take(floats(self.to_read()))
+        elif not_finite(self._to_search(self.at_start)):
             self._report()
+
+    def look_at_once(self) -> None:
+        """`look`, where no device has to be waited for."""
+        if not self._waits:
+            self.look()
 
     def settle(self) -> None:
         """`look`, and decide with all ranks. Collective."""
@@ -346,8 +361,9 @@ class FiniteWatch:
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each parameter that is trained, and of each buffer that a checkpoint has."""
+    in_stages = is_freed(module)  # a single NaN may stand for a parameter of another stage
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and not (in_stages and parameter.numel() == 1):
             yield name, parameter
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():

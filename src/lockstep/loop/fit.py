@@ -722,10 +722,10 @@ class FitLoop:
             values = session.results.reduce_step()
         else:
             values = session.results.take_step_values()
-        session.fit.finite.look()
+        session.fit.finite.look_at_once()
         for_loggers = session.published.publish(values)
         if for_loggers:
-            session.log_metrics(for_loggers, self.session.fit.progress.windows)
+            session.log_metrics(for_loggers, self.session.fit.progress.windows, also=session.fit.finite)
 
     def _as_before(self, ending: dict[str, Any]) -> Result:
         """This fit has ended in an earlier attempt at the run, and all is as it was then: give its Result."""

@@ -290,11 +290,24 @@ class Session:
             bar = self.progress_bar
             (bar.print if bar is not None and bar.is_enabled else print)(*args, **kwargs)
 
-    def log_metrics(self, metrics: dict[str, Tensor], step: int | None, with_epoch: bool = True) -> None:
-        """Send values to the loggers; a value named "step" replaces ``step``, None means the windows so far."""
+    def log_metrics(
+        self,
+        metrics: dict[str, Tensor],
+        step: int | None,
+        with_epoch: bool = True,
+        also: FiniteWatch | None = None,
+    ) -> None:
+        """Send values to the loggers; a value named "step" replaces ``step``, None means the windows so far.
+
+        What ``also`` has to read of the device is read with them.
+        """
         if not self.loggers:
             return
-        scalars = dict(zip(metrics, floats(list(metrics.values())), strict=True))
+        others = [] if also is None else also.to_read()
+        numbers = floats([*metrics.values(), *others])
+        scalars = dict(zip(metrics, numbers, strict=False))
+        if also is not None and others:
+            also.take(numbers[len(metrics) :])
         if "step" in scalars:
             step = int(scalars.pop("step"))
         elif with_epoch:  # an evaluation's single steps have none in Lightning, either

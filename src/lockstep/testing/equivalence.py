@@ -273,6 +273,7 @@ _QUIET: dict[str, Any] = {
     "max_epochs": -1,
     "limit_val_batches": 0,
     "logger": False,
+    "non_finite": "ignore",  # NaN strays, and is reported as such
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
