@@ -40,7 +40,7 @@ from lockstep.launch.processes import GRACE, Ended, RankProcesses
 from lockstep.supervise.causes import Cause, Divergence, early_cause, first_cause
 from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
-from lockstep.supervise.screen_text import one_line, wipe_line
+from lockstep.supervise.screen_text import name_cells, one_line, wipe_line
 from lockstep.supervise.stack import calling
 from lockstep.supervise.status import failed, noted_call, watch_uncaught, without_ranks
 
@@ -289,7 +289,7 @@ def _failure(
     if isinstance(cause, Ended) and monitor.interrupted_at is not None and cause.code in (-2, 130):
         return KeyboardInterrupt()
     # the first cause is the last thing on the screen
-    return RuntimeError(f"{_traces(cause)}strategy={strategy!r}: {one_line(str(cause), None)}")
+    return RuntimeError(name_cells(f"{_traces(cause)}strategy={strategy!r}: {one_line(str(cause), None)}"))
 
 
 def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
