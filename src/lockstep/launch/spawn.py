@@ -184,31 +184,29 @@ class SpawnLauncher:
         look = processes.memory_kills.look
         monitor = RankMonitor(mailbox, stop, lambda: processes.ended, world.size, on_look=look)
         # Each of the files is open in parent and child and has no name: nothing is left if either is killed.
-        with tempfile.TemporaryFile(prefix="lockstep-") as result:
+        with tempfile.TemporaryFile(prefix="lockstep-") as result, contextlib.ExitStack() as ends:
+            if held is not None:
+                ends.callback(held.close)
+            ends.callback(mailbox.close)
+            ends.callback(processes.stop)
+            ends.callback(monitor.stop)
+            self.start(processes, Call(function, args, kwargs, world, calling().location()), result, mailbox)
+            monitor.start()
             try:
-                self.start(processes, Call(function, args, kwargs, world, calling().location()), result, mailbox)
-                monitor.start()
-                try:
-                    processes.wait()
-                except KeyboardInterrupt:
-                    if not mailbox.has_met():  # nothing can be lost yet, and some may be gone
-                        raise
-                    # a rank that stops its training in order still has a result; a second Ctrl-C ends all
-                    monitor.interrupt()
-                    processes.wait()
-                if processes.failed or verdicts:
-                    watch_uncaught()
-                    wipe_line()
-                    raise _failure(self.strategy, processes, mailbox, verdicts[0] if verdicts else None, monitor)
-                result.seek(0)
-                returned: T = unpack(result)
-                return returned
-            finally:
-                monitor.stop()
-                processes.stop()
-                mailbox.close()
-                if held is not None:
-                    held.close()
+                processes.wait()
+            except KeyboardInterrupt:
+                if not mailbox.has_met():  # nothing can be lost yet, and some may be gone
+                    raise
+                # a rank that stops its training in order still has a result; a second Ctrl-C ends all
+                monitor.interrupt()
+                processes.wait()
+            if processes.failed or verdicts:
+                watch_uncaught()
+                wipe_line()
+                raise _failure(self.strategy, processes, mailbox, verdicts[0] if verdicts else None, monitor)
+            result.seek(0)
+            returned: T = unpack(result)
+        return returned
 
     def start(self, processes: RankProcesses, call: Call, result: IO[bytes], mailbox: Mailbox) -> None:
         """Start the ranks of this node, and begin to watch them."""
