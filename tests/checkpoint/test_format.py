@@ -437,6 +437,21 @@ class TestRefused:
             readable({"o": ordered})
 
 
+@pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+def test_torchs_variable_counts_only_where_weights_only_is_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that reads its own checkpoints leaves no way to give the argument."""
+    path = tmp_path / "objects.ckpt"
+    torch.save({"state_dict": {}, "enum": Colour.RED}, path)
+    with pytest.raises(MisconfigurationException, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"):
+        load(path)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    assert load(path)["enum"] is Colour.RED
+    with pytest.raises(MisconfigurationException, match=r"more than tensors and plain values: .*Colour"):
+        load(path, weights_only=True)
+
+
 def test_a_second_ctrl_c_within_a_save_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch made a RuntimeError of it (unexpected pos)."""
     path, left = tmp_path / "a.ckpt", [0]

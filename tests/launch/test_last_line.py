@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,23 @@ def test_a_chain_of_60_exceptions_is_shortened() -> None:
     assert len(lines) == MOST
     assert lines[0].startswith("ValueError: 0")
     assert lines[-1] == "KeyError: 59"
+
+
+def test_frames_of_pythons_library_are_folded() -> None:
+    """An error in a function that `json` calls showed the frames of `json`, and lost the user's."""
+
+    def parse(depth: int) -> object:
+        if not depth:
+            raise ValueError("of the user")
+        return json.loads("[1]", parse_int=lambda text: parse(depth - 1))
+
+    with pytest.raises(ValueError, match="of the user") as caught:
+        parse(4)
+    text, short = "".join(traceback.format_exception(caught.value)), shortened(caught.value, 1000)
+    assert text.count(f'File "{json.__file__}"') == 4
+    assert "json" not in short.replace("json.loads(", "")
+    assert short.count(f"... 3 calls in lockstep, torch and Python ({screen_text.WHOLE}=1 shows them)") == 4
+    assert short.count(f'File "{__file__}"') == text.count(f'File "{__file__}"')
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="has no groups")

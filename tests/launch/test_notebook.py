@@ -44,8 +44,8 @@ DEFINED = """
 
     class Interrupted(Net):
         def training_step(self, batch, batch_idx):
-            if batch_idx == 2 and self.global_rank == 0:
-                # what a front end does for "interrupt the kernel"
+            if self.global_rank == 0 and self.global_step == 2:
+                # what a front end does for "interrupt the kernel"; once, also where the machine is slow to stop
                 os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
             time.sleep(0.05)
             return super().training_step(batch, batch_idx)
@@ -67,6 +67,7 @@ USED = """
     print(result.metrics["loss"] < 2.0, torch.equal(net.layer.weight, before), float(net.scale(1)))
 """
 FAILS = """Trainer(strategy="{}", max_epochs=2, **flags).fit(Fails(), data)"""
+LINE = textwrap.dedent(DEFINED).strip().splitlines().index(" " * 12 + 'raise ValueError("no such column")') + 1
 AGAIN = """
     again = Trainer(strategy="{}", max_epochs=1, enable_progress_bar=False, **flags).fit(net, data)
     print(again.epochs, again.metrics["loss"] < result.metrics["loss"])
@@ -115,7 +116,8 @@ def test_a_module_of_a_cell_is_trained_and_used_in_the_next_one(execute: Execute
         print(Trainer(**flags).strategy.launcher, Trainer(**{**flags, "devices": 1}).strategy.launcher)
         Trainer(strategy="ddp", max_epochs=1, **flags).fit(net, data)
     """
-    defined, fit, used, again, choose = execute(DEFINED, FIT.format(strategy), USED, AGAIN.format("ddp_fork"), chosen)
+    cells = (DEFINED, FIT.format(strategy), USED, AGAIN.format("ddp_fork"), chosen, FAILS.format(strategy))
+    defined, fit, used, again, choose, fails = execute(*cells)
     assert not raised(defined)
     assert not raised(fit)
     assert "Epoch 1/1: 100%" in said(fit)  # rank 0's bar and what it prints, under the cell that trained
@@ -130,6 +132,11 @@ def test_a_module_of_a_cell_is_trained_and_used_in_the_next_one(execute: Execute
     assert said(choose).strip() == "spawn None"
     assert "strategy='ddp_notebook'" in raised(choose)
 
+    last = f"strategy='{strategy}': rank 1 failed first, at Cell In[1], line {LINE}: ValueError: no such column"
+    assert raised(fails).strip().splitlines()[-1] == last
+    assert f"Cell In[1], line {LINE}, in setup\n" in raised(fails)
+    assert "ipykernel" not in raised(fails)
+
 
 @pytest.mark.slow  # every day from a script: tests/launch/test_fork.py
 def test_a_kernel_lives_on_after_ranks_that_failed_and_were_interrupted(execute: Executes) -> None:
@@ -142,7 +149,7 @@ def test_a_kernel_lives_on_after_ranks_that_failed_and_were_interrupted(execute:
     )
     _, _, fails, again, interrupted = execute(*cells)
     last = raised(fails).strip().splitlines()[-1]
-    assert re.search(r"strategy='ddp_fork': rank 1 failed first, at .*:\d+: ValueError: no such column$", last)
+    assert re.search(r"strategy='ddp_fork': rank 1 failed first, at Cell In\[1\], line \d+: .*no such column$", last)
     assert said(again).splitlines()[-1] == "1 True"
     assert said(interrupted).splitlines()[-1] == "True"
 
@@ -157,7 +164,7 @@ def test_auto_trains_in_a_notebook_and_is_interrupted_there(execute: Executes) -
         INTERRUPTED.format("auto"),
     )
     defined, fit, fails, again, interrupted, once_more = execute(*cells, AGAIN.format("ddp_notebook"))
-    assert not any(raised(cell) for cell in (defined, fit, again, interrupted, once_more))
+    assert [raised(cell) for cell in (defined, fit, again, interrupted, once_more)] == [""] * 5
     assert re.search(r"strategy='ddp_notebook': rank 1 .*no such column$", raised(fails).strip().splitlines()[-1])
     assert said(again).splitlines()[-1] == "1 True"
     assert said(interrupted).splitlines()[-1] == "True"

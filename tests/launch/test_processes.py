@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,26 @@ def test_all_end_well(children: RankProcesses) -> None:
     assert children.wait(30)
     assert children.failed == []
     assert children.running == []
+
+
+def test_a_further_ctrl_c_leaves_no_rank_behind(
+    children: RankProcesses, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A third one, while ranks were being stopped, left them training until the notebook's kernel ended."""
+    ready = tmp_path / "ready"
+    stays = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(ready)!r}, 'w')\n{SLEEP}"
+    start(children, stays)
+    while not ready.exists():
+        time.sleep(0.01)
+
+    def interrupted(*args: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "is_stopped", interrupted)  # while it waits for the first rank
+        with pytest.raises(KeyboardInterrupt):
+            children.stop(60)
+    assert children.wait(20)
 
 
 def test_wait_gives_up_in_time(children: RankProcesses) -> None:

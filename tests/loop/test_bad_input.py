@@ -60,6 +60,22 @@ def test_calls_that_cannot_work(call: Any, said: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
+def test_a_module_without_a_step_is_refused_before_processes_are_started(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks imported everything, met, and each refused it in a traceback of its own."""
+
+    def start(*args: object) -> None:
+        raise AssertionError("processes are started")
+
+    trainer = quiet(strategy=strategy, devices=2, max_epochs=1)
+    monkeypatch.setattr(trainer, "_launch", start)
+    for call, method in ((trainer.fit, "training_step"), (trainer.test, "test_step")):
+        with pytest.raises(MisconfigurationException, match=rf"\(NoStep\): No `{method}\(\)` method defined"):
+            call(NoStep(), numbers(2))
+
+
 def test_a_save_after_a_fit_whose_set_up_failed_said_that_none_has_no_parameters() -> None:
     class Fails(Slope):
         def setup(self, stage: str) -> None:

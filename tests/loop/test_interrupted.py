@@ -20,6 +20,7 @@ from lockstep.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lockstep.engines.ranks import RankedStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 from tests.loop.test_signals import TASK
@@ -203,3 +204,17 @@ def test_a_slurm_job_that_requeues_itself_in_its_first_epoch(ranks: RankPool, re
         first = run(0, **TASK, SLURM_RESTART_COUNT="1")
     assert first.returncode == 0, first.stderr
     assert first.stdout == whole.stdout
+
+
+def test_a_rank_alone_is_not_killed_by_ctrl_c_while_it_makes_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a notebook's kernel, which then was gone with all variables."""
+    found: list[Any] = []
+
+    def make(self: Any) -> None:
+        found.append(signal.getsignal(signal.SIGINT))
+        raise KeyError("far enough")
+
+    monkeypatch.setattr(RankedStrategy, "_make_group", make)
+    with pytest.raises(KeyError, match="far enough"):
+        quiet(strategy="ddp", devices=1, max_epochs=1).fit(Slope(), numbers(2))
+    assert callable(found[0])

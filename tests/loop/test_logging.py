@@ -388,6 +388,36 @@ def test_metrics_that_compute_more_than_a_number_are_refused() -> None:
         quiet(max_epochs=1).fit(Cats(), numbers(2))
 
 
+def test_a_metric_that_computes_none_is_not_logged() -> None:
+    """As in Lightning: a metric without samples of its own may have no value yet, and the fit ended in an error."""
+    from torchmetrics import SumMetric
+
+    class NoneAtFirst(SumMetric):
+        def compute(self) -> Any:
+            value = super().compute()
+            return value if value > 6 else None
+
+    class Measures(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sum = NoneAtFirst()
+            self.epochs: list[bool] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.sum(batch * (1 + self.current_epoch))
+            self.log("sum", self.sum, on_step=True, on_epoch=True, prog_bar=True)
+            self.log("other", 1.0, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_start(self) -> None:
+            self.epochs.append("sum_epoch" in self.trainer.callback_metrics)
+
+    trainer, module = quiet(max_epochs=2), Measures()
+    trainer.fit(module, numbers(3))  # 1 + 2 + 3 is no value, 2 + 4 + 6 is one
+    assert module.epochs == [False, False]
+    assert trainer.callback_metrics == {"sum": 12.0, "sum_epoch": 12.0, "other": 1.0}
+
+
 def test_metrics_reduce_themselves_and_start_afresh() -> None:
     from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 

@@ -128,7 +128,8 @@ class RankedStrategy(Strategy):
         if dist.is_initialized():
             self._check_group()
         else:
-            with ending_at_once():  # nothing can be lost yet, and the others may be gone
+            # nothing can be lost yet, and the others may be gone; one rank alone may be a notebook's kernel
+            with ending_at_once() if world.size > 1 else contextlib.nullcontext():
                 self._make_group()
         met()
         install_trace()

@@ -239,6 +239,16 @@ class RankProcesses:
             for process in processes:
                 process.signal_group(signal.SIGKILL)
             return
+        try:
+            self._end(processes, grace)
+        except KeyboardInterrupt:  # nobody waits any longer, and no rank may go on by itself
+            for process in processes:
+                process.signal(signal.SIGKILL)
+                process.signal_group(signal.SIGKILL)
+            raise
+
+    @staticmethod
+    def _end(processes: Sequence[_Started | Foreign], grace: float) -> None:
         for process in processes:
             process.signal(signal.SIGTERM)
         until = time.monotonic() + grace

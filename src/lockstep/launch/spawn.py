@@ -40,7 +40,7 @@ from lockstep.launch.processes import GRACE, Ended, RankProcesses
 from lockstep.supervise.causes import Cause, Divergence, early_cause, first_cause
 from lockstep.supervise.mailbox import Mailbox
 from lockstep.supervise.monitor import RankMonitor, Verdict
-from lockstep.supervise.screen_text import one_line, wipe_line
+from lockstep.supervise.screen_text import name_cells, one_line, wipe_line
 from lockstep.supervise.stack import calling
 from lockstep.supervise.status import failed, noted_call, watch_uncaught, without_ranks
 
@@ -184,31 +184,29 @@ class SpawnLauncher:
         look = processes.memory_kills.look
         monitor = RankMonitor(mailbox, stop, lambda: processes.ended, world.size, on_look=look)
         # Each of the files is open in parent and child and has no name: nothing is left if either is killed.
-        with tempfile.TemporaryFile(prefix="lockstep-") as result:
+        with tempfile.TemporaryFile(prefix="lockstep-") as result, contextlib.ExitStack() as ends:
+            if held is not None:
+                ends.callback(held.close)
+            ends.callback(mailbox.close)
+            ends.callback(processes.stop)
+            ends.callback(monitor.stop)
+            self.start(processes, Call(function, args, kwargs, world, calling().location()), result, mailbox)
+            monitor.start()
             try:
-                self.start(processes, Call(function, args, kwargs, world, calling().location()), result, mailbox)
-                monitor.start()
-                try:
-                    processes.wait()
-                except KeyboardInterrupt:
-                    if not mailbox.has_met():  # nothing can be lost yet, and some may be gone
-                        raise
-                    # a rank that stops its training in order still has a result; a second Ctrl-C ends all
-                    monitor.interrupt()
-                    processes.wait()
-                if processes.failed or verdicts:
-                    watch_uncaught()
-                    wipe_line()
-                    raise _failure(self.strategy, processes, mailbox, verdicts[0] if verdicts else None, monitor)
-                result.seek(0)
-                returned: T = unpack(result)
-                return returned
-            finally:
-                monitor.stop()
-                processes.stop()
-                mailbox.close()
-                if held is not None:
-                    held.close()
+                processes.wait()
+            except KeyboardInterrupt:
+                if not mailbox.has_met():  # nothing can be lost yet, and some may be gone
+                    raise
+                # a rank that stops its training in order still has a result; a second Ctrl-C ends all
+                monitor.interrupt()
+                processes.wait()
+            if processes.failed or verdicts:
+                watch_uncaught()
+                wipe_line()
+                raise _failure(self.strategy, processes, mailbox, verdicts[0] if verdicts else None, monitor)
+            result.seek(0)
+            returned: T = unpack(result)
+        return returned
 
     def start(self, processes: RankProcesses, call: Call, result: IO[bytes], mailbox: Mailbox) -> None:
         """Start the ranks of this node, and begin to watch them."""
@@ -289,7 +287,7 @@ def _failure(
     if isinstance(cause, Ended) and monitor.interrupted_at is not None and cause.code in (-2, 130):
         return KeyboardInterrupt()
     # the first cause is the last thing on the screen
-    return RuntimeError(f"{_traces(cause)}strategy={strategy!r}: {one_line(str(cause), None)}")
+    return RuntimeError(name_cells(f"{_traces(cause)}strategy={strategy!r}: {one_line(str(cause), None)}"))
 
 
 def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.ground.errors import words_of
 from lockstep.module import LightningModule
+from lockstep.supervise.screen_text import name_cells
 from lockstep.supervise.stack import Frame
 
 APART = re.compile(
@@ -116,7 +117,7 @@ def _place(frame: FrameType, line: int) -> str:
     """``model.py:12: x + self.scale``."""
     file = frame.f_code.co_filename
     source = linecache.getline(file, line, frame.f_globals).strip()
-    return f"{file}:{line}" + (f", `{source:.100}`," if source else "")
+    return name_cells(f"{file}:{line}") + (f", `{source:.100}`," if source else "")
 
 
 def _tensors(frame: FrameType) -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ from lockstep.launch.processes import stat_of
 from lockstep.supervise.causes import RULE, Divergence, Stand
 from lockstep.supervise.elsewhere import OtherNodes, OtherRanks
 from lockstep.supervise.hang import HALTED, behind_of, diverged, location_of, overdue, parted, stopped
-from lockstep.supervise.screen_text import one_line, wipe_line
+from lockstep.supervise.screen_text import name_cells, one_line, wipe_line
 from lockstep.supervise.snapshot import GONE, RUNS, SLEEPS, STOPPED, TRACED, RankSnapshot, told, traced
 from lockstep.supervise.stack_proof import StackProof, StackQuestion
 from lockstep.supervise.stack_request import ask, ask_stopped, ask_workers
@@ -372,4 +372,5 @@ def _say(found: Divergence, kill: float) -> None:
     then = "the run goes on" + ("" if kill == math.inf else f", and ends after hang_kill={kill:g} s of waiting")
     with contextlib.suppress(OSError, ValueError):
         wipe_line()
-        print(f"{found.trace}\nlockstep: {one_line(str(found), None)}; {then}", file=sys.stderr, flush=True)
+        text = f"{found.trace}\nlockstep: {one_line(str(found), None)}; {then}"
+        print(name_cells(text), file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from lockstep.supervise.causes import Cause, Divergence, Stand, located, named, 
 from lockstep.supervise.elsewhere import OtherNodes
 from lockstep.supervise.hang_monitor import PERIOD, HangMonitor
 from lockstep.supervise.mailbox import Mailbox
-from lockstep.supervise.screen_text import wipe_line
+from lockstep.supervise.screen_text import name_cells, wipe_line
 from lockstep.supervise.signals import SignalPipe
 from lockstep.supervise.stack import Stack
 from lockstep.supervise.stack_proof import QUIET
@@ -244,7 +244,7 @@ class RankMonitor:
         where = stand.location if found is None else found.described(stand.location)
         with contextlib.suppress(OSError, ValueError):
             wipe_line()
-            print(BUSY_RANKS.format(where=where), file=sys.stderr, flush=True)
+            print(name_cells(BUSY_RANKS.format(where=where)), file=sys.stderr, flush=True)
 
     def _failed(self, inside: dict[int, Stand], now: float) -> Verdict | None:
         """A rank that has failed, and has still not come out of its call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 
@@ -115,6 +116,25 @@ def _without_inner(lines: list[str]) -> Iterator[str]:
             left_out = 0
             yield from (line for line in lines[at:end] if not _CARETS.match(line))
         at = end
+
+
+_PLACES = re.compile(r'File "([^"\n]+)", line (\d+)|([^\s()"\']+):(\d+)')
+
+
+def name_cells(text: str) -> str:
+    """Replace the files of a notebook's cells in a text by the names that IPython gives them.
+
+    ``/tmp/ipykernel_5/89.py:7`` becomes ``Cell In[3], line 7``. Outside of IPython the text stays as it is.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    label = getattr(getattr(shell, "compile", None), "format_code_name", None)
+
+    def named(found: re.Match[str]) -> str:
+        cell = label and label(found[1] or found[3])
+        return f"{' '.join(cell)}, line {found[2] or found[4]}" if cell else found[0]
+
+    return text if label is None else _PLACES.sub(named, text)
 
 
 REASON = 400
