@@ -561,6 +561,7 @@ class Attributes:
 
 CONNECTORS: dict[str, dict[str, Callable[[Attributes], Any]]] = {
     "_accelerator_connector": {
+        "_parallel_devices": lambda trainer: list(trainer.strategy.devices),
         "accelerator": lambda trainer: vars(trainer)["accelerator"],
         "is_distributed": lambda trainer: trainer.world_size > 1,
         "precision_plugin": lambda trainer: trainer.precision_plugin,

@@ -110,3 +110,31 @@ def test_lists_and_loaders_begin_anew_and_nothing_is_said() -> None:
     assert module.trained == [0, 1, 2] * 2
     assert module.validated == [0, 1] + [0, 1, 2, 3] * 2
     assert not said
+
+
+class Rewound:
+    """A loader that is its own iterator, and begins anew with each call of ``__iter__``."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.at = count, 0
+
+    def __iter__(self) -> Rewound:
+        self.at = 0
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.at == self.count:
+            raise StopIteration
+        self.at += 1
+        return torch.tensor([[self.at - 1.0]])
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@pytest.mark.parametrize("flags", [{}, {"accumulate_grad_batches": 2}])
+def test_a_loader_that_rewinds_itself_gives_each_batch_once_in_a_pass(flags: dict[str, Any]) -> None:
+    module, _, said = fitted(Rewound(4), Rewound(3), max_epochs=2, num_sanity_val_steps=1, **flags)
+    assert module.trained == [0, 1, 2, 3] * 2
+    assert module.validated == [0] + [0, 1, 2] * 2
+    assert not said

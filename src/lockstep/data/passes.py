@@ -19,6 +19,12 @@ GOES_ON = (
 WAY_OUT = "Give a DataLoader, a list, or an object whose `__iter__` begins anew with each call."
 
 
+def _rewinds(iterator: Iterator[Any]) -> bool:
+    """Whether ``__iter__`` of an iterator does more than return the iterator, which begins a pass then."""
+    code = getattr(type(iterator).__iter__, "__code__", None)
+    return code is not None and bool(code.co_names)
+
+
 class Passes:
     """The passes over one loader.
 
@@ -31,7 +37,7 @@ class Passes:
 
     def __init__(self, loader: object, name: str, stage: str) -> None:
         self._loader, self._name = loader, name
-        self._is_iterator = isinstance(loader, Iterator)
+        self._is_iterator = isinstance(loader, Iterator) and not _rewinds(loader)
         self._may_go_on = stage == "train"
         self._had_batches = False
 

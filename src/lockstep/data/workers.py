@@ -64,10 +64,13 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
     A worker that dies while a batch is fetched from it may have closed its connections, and not have ended yet: torch
     would raise the connection's error, where it names a worker that is gone. Here its end is waited for.
 
-    Nothing else is changed on the way of a batch. Iterators that are not made as torch 2 makes them stay as they are.
+    Nothing else is changed on the way of a batch. Iterators that are not made as torch 2 makes them stay as they are,
+    but for a loader that is its own iterator: its ``__iter__`` may rewind it, and any `for` would call it again.
     """
     with _deaf(loader):
         iterator = iter(loader)
+    if iterator is loader:
+        return _rest(iterator)
     event = getattr(iterator, "_workers_done_event", None)
     if isinstance(event, _DoneEvent):
         return iterator  # persistent workers: it is that of the pass before
@@ -83,6 +86,15 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
         known = functools.partial(_fetched, weakref.WeakMethod(fetch), workers)
         iterator._try_get_data = known  # type: ignore[attr-defined]
     return iterator
+
+
+def _rest(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield what an iterator gives from here on, without a call of its ``__iter__``."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            batch = next(iterator)
+            yield batch
+            del batch
 
 
 def _fetched(method: weakref.WeakMethod[Callable[..., Any]], workers: Sequence[BaseProcess], *timeout: float) -> Any:
