@@ -16,8 +16,6 @@ class MisconfigurationException(ValueError, RuntimeError):
     wrong) and a ``RuntimeError`` (what code written for older trainers catches).
     """
 
-    __module__ = "lockstep.utilities.exceptions"  # as users import it
-
 
 class WrongType(MisconfigurationException, TypeError):
     """What was given is of a type, or by a name, that nothing takes: a ``TypeError``, too."""
@@ -35,8 +33,6 @@ class KeyNotThere(MisconfigurationException, KeyError):
 
 class NonFiniteError(FloatingPointError):
     """A loss, a gradient or the weights of a fit are NaN or infinite."""
-
-    __module__ = "lockstep.utilities.exceptions"  # as users import it
 
 
 def words_of(error: BaseException) -> str:

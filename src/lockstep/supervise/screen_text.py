@@ -27,6 +27,7 @@ WIDE = 1000
 """Characters of a line that are shown."""
 
 _FRAME = re.compile(r'^\s*File "(.+)", line \d+')
+_EXCEPTIONS = re.compile(r"\blockstep\.ground\.errors\.(?=MisconfigurationException|NonFiniteError|RankFailed)")
 _CARETS = re.compile(r"^\s*[\^~]+\s*$")
 
 
@@ -42,7 +43,7 @@ def shortened(error: BaseException, most: int = MOST) -> str:
         error: the exception.
         most: lines that are shown.
     """
-    text = "".join(traceback.format_exception(error))
+    text = as_imported("".join(traceback.format_exception(error)))
     if os.environ.get(WHOLE) == "1":
         return text
     lines = text.splitlines()
@@ -54,6 +55,11 @@ def shortened(error: BaseException, most: int = MOST) -> str:
         note = f"... {len(lines) - first - last} lines ({WHOLE}=1 shows them)"
         lines = [*lines[:first], note, *lines[-last:]]
     return "".join(f"{printable(_narrow(line))}\n" for line in lines)
+
+
+def as_imported(text: str) -> str:
+    """Name the package's own exceptions in a traceback as users import them."""
+    return _EXCEPTIONS.sub("lockstep.utilities.exceptions.", text)
 
 
 def wipe_line() -> None:
@@ -183,7 +189,7 @@ def reason_of(error: BaseException) -> str:
     parts = traceback.format_exception_only(type(error), error)
     if isinstance(error, SyntaxError):  # file and line stand before it
         parts = [next((part for part in parts if part.startswith(type(error).__name__)), parts[-1])]
-    text = "".join(parts).strip()
+    text = as_imported("".join(parts).strip())
     if IN_WORKER in text:  # the last line of the worker's traceback has it
         return one_line(text.rsplit("\n", 1)[-1].strip()) + " (in a loader worker)"
     return one_line(text)
