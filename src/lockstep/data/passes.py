@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.data.workers import rewinds
 from lockstep.ground.rank import warn_once
 
 NOTHING_LEFT = (
@@ -17,12 +18,6 @@ GOES_ON = (
     "that has read does not come again. {way_out}"
 )
 WAY_OUT = "Give a DataLoader, a list, or an object whose `__iter__` begins anew with each call."
-
-
-def _rewinds(iterator: Iterator[Any]) -> bool:
-    """Whether ``__iter__`` of an iterator does more than return the iterator, which begins a pass then."""
-    code = getattr(type(iterator).__iter__, "__code__", None)
-    return code is not None and bool(code.co_names)
 
 
 class Passes:
@@ -37,7 +32,7 @@ class Passes:
 
     def __init__(self, loader: object, name: str, stage: str) -> None:
         self._loader, self._name = loader, name
-        self._is_iterator = isinstance(loader, Iterator) and not _rewinds(loader)
+        self._is_iterator = isinstance(loader, Iterator) and not rewinds(loader)
         self._may_go_on = stage == "train"
         self._had_batches = False
 

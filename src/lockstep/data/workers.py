@@ -69,7 +69,7 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
     """
     with _deaf(loader):
         iterator = iter(loader)
-    if iterator is loader:
+    if iterator is loader and rewinds(iterator):
         return _rest(iterator)
     event = getattr(iterator, "_workers_done_event", None)
     if isinstance(event, _DoneEvent):
@@ -86,6 +86,12 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
         known = functools.partial(_fetched, weakref.WeakMethod(fetch), workers)
         iterator._try_get_data = known  # type: ignore[attr-defined]
     return iterator
+
+
+def rewinds(iterator: Iterator[Any]) -> bool:
+    """Return True if ``__iter__`` of an iterator does more than return the iterator: it starts a pass then."""
+    code = getattr(type(iterator).__iter__, "__code__", None)
+    return code is not None and bool(code.co_names)
 
 
 def _rest(iterator: Iterator[Any]) -> Iterator[Any]:
