@@ -84,9 +84,10 @@ class NonFiniteNumber:
 class FiniteWatch:
     """Watches what a fit computes for NaN and Inf, without waiting for a device in a step.
 
-    A loss on the CPU is read at once. Losses on a device are kept until the loop reads numbers of the device anyway.
-    Weights are searched after a loss that is not finite, where the loop logs and validates, at the end of an epoch,
-    and before a checkpoint is written. Ranks agree by a flag, and decide together.
+    A loss on the CPU is read at once. Losses on a device are kept until the loop reads numbers of the device anyway,
+    and a norm of the weights with them. Weights are searched after a loss that is not finite, before a validation, at
+    the end of an epoch, and before a checkpoint is written: on a CPU, where the next loss shows them, a search at each
+    logged step would cost more than all else here. Ranks agree by a flag, and decide together.
 
     Attributes:
         is_active: a fit runs, and ``Trainer(non_finite=...)`` is not "ignore".
@@ -226,11 +227,6 @@ class FiniteWatch:
             self.take(floats(self.to_read()))
         elif not_finite(self._to_search(self.at_start)):
             self._report()
-
-    def look_at_once(self) -> None:
-        """`look`, where no device has to be waited for."""
-        if not self._waits:
-            self.look()
 
     def settle(self) -> None:
         """`look`, and decide with all ranks. Collective."""

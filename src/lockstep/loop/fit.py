@@ -722,7 +722,6 @@ class FitLoop:
             values = session.results.reduce_step()
         else:
             values = session.results.take_step_values()
-        session.fit.finite.look_at_once()
         for_loggers = session.published.publish(values)
         if for_loggers:
             session.log_metrics(for_loggers, self.session.fit.progress.windows, also=session.fit.finite)
