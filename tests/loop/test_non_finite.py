@@ -182,9 +182,9 @@ def skipped_by_hand(batch: int) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("bad", ["nan", "sqrt"])
-def test_skip_leaves_the_update_out(bad: str, tmp_path: Path) -> None:
-    module, trainer = Net(bad), quiet(max_epochs=1, non_finite="skip", gradient_clip_val=1e9)
+@pytest.mark.parametrize(("bad", "clip"), [("nan", None), ("sqrt", 1e9), ("sqrt", None)])
+def test_skip_leaves_the_update_out(bad: str, clip: float | None) -> None:
+    module, trainer = Net(bad), quiet(max_epochs=1, non_finite="skip", gradient_clip_val=clip)
     [said] = heard(lambda: trainer.fit(module, samples()))
     assert "The update is left out" in said
     assert "step 3" in said

@@ -259,8 +259,13 @@ class FiniteWatch:
             self._has_warned = True
             rank_zero_warn(self._warning(first))
 
-    def stop_at_gradient(self) -> None:
-        """End the fit before an update whose gradient is not finite. Collective."""
+    def find_gradient(self) -> None:
+        """Report an update that is left out as its gradient is not finite, or end the fit before it. Collective."""
+        session = self._session
+        if session is None or session.config.non_finite != "stop":
+            if self.is_active:
+                self._report()
+            return
         self.read()
         first, _ = self._gathered([])
         raise NonFiniteError(self._ending(first, {}))
@@ -410,12 +415,12 @@ def guard_updates(session: WatchedRun) -> None:
             f'Trainer(non_finite="skip"): {type(strategy).__name__} reduces and steps in one go, so that no update can '
             'be left out; choose "protect" or "stop", or precision="16-mixed", which leaves updates out itself.'
         )
-    ends = partial(_stop_at_gradient, session) if mode == "stop" else None
-    strategy.precision.scaler = UpdateGuard(strategy.root_device.type, ends)
+    asked_by, on_found = f'Trainer(non_finite="{mode}")', partial(_found_gradient, session)
+    strategy.precision.scaler = UpdateGuard(strategy.root_device.type, asked_by, on_found)
 
 
-def _stop_at_gradient(session: WatchedRun) -> None:
-    session.fit.finite.stop_at_gradient()
+def _found_gradient(session: WatchedRun) -> None:
+    session.fit.finite.find_gradient()
 
 
 def release_updates(session: WatchedRun) -> None:

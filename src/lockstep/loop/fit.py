@@ -209,9 +209,8 @@ class FitLoop:
                     session.hooks.call("on_train_end")
                 else:  # of a fit that had ended, whose ranks may have weights of their own
                     session.strategy.copies.end_training()
-                say(
-                    session, f"trainer.fit ended: {self._reason}{updates_left_out(session)}."
-                )  # the progress bar is closed by now
+                # the progress bar is closed by now
+                say(session, f"trainer.fit ended: {self._reason}{updates_left_out(session)}.")
                 self._share_ending()
                 if session.interruption is None:
                     signals.ended(asdict(self._result()))

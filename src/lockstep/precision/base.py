@@ -226,14 +226,15 @@ class UpdateGuard(LossScaler):
 
     Args:
         device_type: of the gradients.
-        ends: called in place of leaving an update out, on all ranks; it raises.
+        asked_by: the Trainer's flag that it stands for, in messages.
+        on_found: called on all ranks where an update is to be left out; it may raise.
     """
 
-    def __init__(self, device_type: str, ends: Callable[[], None] | None) -> None:
+    def __init__(self, device_type: str, asked_by: str, on_found: Callable[[], None]) -> None:
         super().__init__(device_type)
-        self.asked_by = f'Trainer(non_finite="{"skip" if ends is None else "stop"}")'
+        self.asked_by = asked_by
         self.all_left_out = 0  # updates of this fit
-        self._ends = ends
+        self._on_found = on_found
         self._grad_scaler = _GradientCheck(device_type)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -254,8 +255,8 @@ class UpdateGuard(LossScaler):
     def leaves_out(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer must not step, as a gradient is not finite. Waits for the device."""
         left_out = super().leaves_out(optimizer)
-        if left_out and self._ends is not None:
-            self._ends()
+        if left_out:
+            self._on_found()
         self.all_left_out += left_out
         return left_out
 
