@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-from lockstep.engines.deepspeed import package
+from lockstep.extensions.deepspeed import package
 
 NAMES = (
-    "lockstep.engines.deepspeed.strategy",
+    "lockstep.extensions.deepspeed.strategy",
     "lockstep.engines.sharded.model_parallel",
     "lockstep.testing.equivalence",
     "lockstep.tuner",

@@ -4,7 +4,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from lockstep.launch.environment import ask_nvml, inherit
-from lockstep.names.finder import install, late
+from lockstep.names.finder import install, late, listed
 
 if TYPE_CHECKING:
     from lockstep import callbacks as callbacks
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from lockstep.engines.ddp.container import DistributedDataParallel as DistributedDataParallel
     from lockstep.engines.dp.replicas import DataParallel as DataParallel
     from lockstep.engines.owners import parameter_wise as parameter_wise
+    from lockstep.extensions.search.cluster import SlurmCluster as SlurmCluster
+    from lockstep.extensions.search.parser import HyperOptArgumentParser as HyperOptArgumentParser
     from lockstep.ground.combined import CombinedOptimizer as CombinedOptimizer
     from lockstep.ground.seed import seed_everything as seed_everything
-    from lockstep.hpc.cluster import SlurmCluster as SlurmCluster
-    from lockstep.hpc.parser import HyperOptArgumentParser as HyperOptArgumentParser
     from lockstep.loop.fit import Result as Result
     from lockstep.module import LightningModule as LightningModule
     from lockstep.trainer import Trainer as Trainer
@@ -32,11 +32,9 @@ _FILES = {
     "CombinedOptimizer": "ground.combined",
     "DataParallel": "engines.dp.replicas",
     "DistributedDataParallel": "engines.ddp.container",
-    "HyperOptArgumentParser": "hpc.parser",
     "LightningDataModule": "datamodule",
     "LightningModule": "module",
     "Result": "loop.fit",
-    "SlurmCluster": "hpc.cluster",
     "Trainer": "trainer",
     "load_pretrained": "checkpoint.pretrained",
     "parameter_wise": "engines.owners",
@@ -45,7 +43,7 @@ _FILES = {
 
 __version__ = "0.1.0"
 
-__all__ = sorted(_FILES)
+__all__ = listed(__name__, _FILES)
 
 
 def __getattr__(name: str) -> Any:

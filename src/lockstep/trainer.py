@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import nn
 from typing_extensions import Never
@@ -51,9 +51,10 @@ from lockstep.ground.accelerators import Accelerator, find_accelerator
 from lockstep.ground.copies import kept
 from lockstep.ground.creating import creating
 from lockstep.ground.errors import MisconfigurationException, NotThere
+from lockstep.ground.extensions import load
 from lockstep.ground.rank import rank_zero_only, warn_once
 from lockstep.ground.tried import warn_of_untried_torch
-from lockstep.ground.types import RunningStage, TrainerFn
+from lockstep.ground.types import RunningStage, TrainerFn, Verified
 from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher
 from lockstep.loggers.base import Logger
@@ -72,10 +73,6 @@ from lockstep.plans import choice
 from lockstep.plans.prediction import PredictionCheck
 from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
-
-if TYPE_CHECKING:
-    from lockstep.verify.certificate import Certificate
-
 
 STAYED_THERE = (
     "the call ran in processes of its own, where the optimizers' states and all else that a resume needs have stayed. "
@@ -406,7 +403,7 @@ class Trainer(Attributes):
         datamodule: LightningDataModule | None = None,
         devices: int | None = None,
         steps: int = 5,
-    ) -> Certificate:
+    ) -> Verified:
         """Say whether several ranks train what one process trains, as ``lockstep verify`` does for a script.
 
         Copies of the model train in processes of their own, on this machine's CPU.
@@ -426,10 +423,10 @@ class Trainer(Attributes):
             certificate = Trainer(strategy="ddp", devices=2).verify(model, loader)
             assert certificate, certificate
         """
-        from lockstep.verify.fitted import verify_fit
-
+        verify_fit = load("services", "trainer.verify")
         devices = max(2, self.world_size) if devices is None else devices
-        return verify_fit(self._given_flags, model, train_dataloaders, datamodule, devices, steps)
+        certificate: Verified = verify_fit(self._given_flags, model, train_dataloaders, datamodule, devices, steps)
+        return certificate
 
     def validate(
         self,

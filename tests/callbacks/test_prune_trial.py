@@ -13,10 +13,10 @@ optuna = pytest.importorskip("optuna")
 
 from lockstep import LightningModule  # noqa: E402
 from lockstep.callbacks import PruneTrial  # noqa: E402
+from lockstep.extensions.search.journal import StudyJournal  # noqa: E402
+from lockstep.extensions.search.parser import HyperOptArgumentParser, Hyperparameters, running_trial  # noqa: E402
+from lockstep.extensions.search.trials import JOURNAL  # noqa: E402
 from lockstep.ground.errors import MisconfigurationException  # noqa: E402
-from lockstep.hpc.journal import StudyJournal  # noqa: E402
-from lockstep.hpc.parser import HyperOptArgumentParser, Hyperparameters, running_trial  # noqa: E402
-from lockstep.hpc.trials import JOURNAL  # noqa: E402
 from lockstep.testing.pool import RankPool  # noqa: E402
 from tests.loop.pieces import on_ranks, quiet  # noqa: E402
 

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.callbacks.pruning import ModelPruning
+from lockstep.extensions.extras.pruning import ModelPruning
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import on_ranks, quiet

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import lockstep.callbacks.throughput_monitor as monitor_file
+import lockstep.extensions.extras.throughput_monitor as monitor_file
 from lockstep.callbacks import ThroughputMonitor
 from lockstep.testing.pool import RankPool
 from tests.callbacks.side_by_side import OURS, loader, model, recorder, theirs, trainer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.callbacks.base import Callback
-from lockstep.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
+from lockstep.extensions.extras.weight_averaging import EMAWeightAveraging, WeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.types import TrainerFn, TrainerState
 from tests.callbacks.fake_trainer import FakeTrainer

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lockstep.engines.ddp.strategy import DDPStrategy
-from lockstep.engines.deepspeed import package
 from lockstep.engines.dp.strategy import DataParallelStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.engines.table import NAMES, REFUSED, drives_all_devices, make_strategy
+from lockstep.extensions.deepspeed import package
 from lockstep.ground.errors import MisconfigurationException
 
 

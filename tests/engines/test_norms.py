@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.engines.ddp.sync_batchnorm import SyncBatchNorm
+from lockstep.extensions.extras.stochastic_weight_avg import StochasticWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from lockstep.testing.pool import RankPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -112,8 +112,7 @@ class Function:
     line: int
     name: str
     """With the classes and functions around it."""
-    lines: int
-    decisions: int
+    node: ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass
@@ -124,25 +123,13 @@ class Numbers:
     """That hold code: docstrings, comments and blank lines are left out."""
     tokens: int = 0
     """Names, numbers, strings and operators, without docstrings."""
-    decisions: int = 0
-    """Branches, ternaries, operands behind `and` and `or`, comprehensions and their conditions, `match` arms, handlers.
-
-    An `elif` is a branch, an `else` is none. Loops do not count: the numbers of other libraries that the project
-    compares with were counted so.
-    """
+    comments: int = 0
+    """Lines that hold a comment alone."""
     functions: list[Function] = field(default_factory=list)
     """Methods, and functions within functions, too."""
     classes: list[ast.ClassDef] = field(default_factory=list)
 
 
-DECIDES: dict[type[ast.AST], Callable[[Any], int]] = {
-    ast.If: lambda node: 1,
-    ast.IfExp: lambda node: 1,
-    ast.BoolOp: lambda node: len(node.values) - 1,
-    ast.comprehension: lambda node: 1 + len(node.ifs),
-    ast.match_case: lambda node: 1,
-    ast.ExceptHandler: lambda node: 1,
-}
 TOKEN = re.compile(
     r"""
     (?P<passed> \#[^\n]* | \s+ | \\\n )
@@ -164,10 +151,8 @@ def numbers(source: Source) -> Numbers:
     documented: set[int] = set()
     within_strings: set[int] = set()
 
-    def visit(node: ast.AST, around: str) -> int:
-        """Notes a node and what is below it; gives the number of its decisions."""
-        kind = type(node)
-        count = DECIDES[kind](node) if kind in DECIDES else 0
+    def visit(node: ast.AST, around: str) -> None:
+        """Notes a node and what is below it."""
         if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:
             within_strings.update(lines_of(node))
         if isinstance(node, Definition):
@@ -175,19 +160,25 @@ def numbers(source: Source) -> Numbers:
         if isinstance(node, ast.Module | Definition):
             documented.update(line for one in node.body if is_docstring(one) for line in lines_of(one))
         for child in ast.iter_child_nodes(node):
-            count += visit(child, around)
+            visit(child, around)
         if isinstance(node, ast.ClassDef):
             found.classes.append(node)
         elif isinstance(node, Definition):
-            found.functions.append(Function(str(source.path), node.lineno, around, len(lines_of(node)), count))
-        return count
+            found.functions.append(Function(str(source.path), node.lineno, around, node))
 
-    found.decisions = visit(source.tree, "")
+    visit(source.tree, "")
     lines = ["" if number in documented else line for number, line in enumerate(source.text.split("\n"), start=1)]
     code = {number for number, line in enumerate(lines, start=1) if line.strip() and not line.lstrip().startswith("#")}
     found.lines = len(code | (within_strings - documented))  # a blank line or a # may be part of a string
-    found.tokens = sum(match.lastgroup != "passed" for match in TOKEN.finditer("\n".join(lines)))
+    found.tokens = tokens("\n".join(lines))
+    own = {number for number, line in enumerate(lines, start=1) if line.lstrip().startswith("#")}
+    found.comments = len(own - within_strings)
     return found
+
+
+def tokens(text: str) -> int:
+    """How many tokens a text has, without comments."""
+    return sum(match.lastgroup != "passed" for match in TOKEN.finditer(text))
 
 
 def lines_of(node: Any) -> range:
@@ -197,3 +188,16 @@ def lines_of(node: Any) -> range:
 def is_docstring(node: ast.stmt) -> bool:
     """Of a module, class or function, or of the attribute above it."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def code_lines(node: ast.stmt, text: str) -> int:
+    """The lines of a function or class that hold code."""
+    documented = {line for one in ast.walk(node) for line in _docstring_lines(one)}
+    lines = text.split("\n")
+    shown = (lines[line - 1].strip() for line in lines_of(node) if line not in documented)
+    return sum(bool(line) and not line.startswith("#") for line in shown)
+
+
+def _docstring_lines(node: ast.AST) -> Iterable[int]:
+    body = node.body if isinstance(node, ast.Module | Definition) else []
+    return (line for one in body if is_docstring(one) for line in lines_of(one))

@@ -24,7 +24,7 @@ CUDAS_ALONE = {
     "engines/ddp/native_batch_norm.py": "torch's own kernels for batch norm over ranks",
     "precision/formats.py": "float8",
     "profilers/pytorch.py": "NVTX and the profiler's CUDA activity",
-    "engines/deepspeed/config.py": "DeepSpeed's overlap_comm",
+    "extensions/deepspeed/config.py": "DeepSpeed's overlap_comm",
     "engines/ranks.py": "NCCL",
 }
 """File -> what is in it that only CUDA has."""

@@ -27,7 +27,7 @@ LATE = (
     "lockstep.engines.pipeline.stages",
     "lockstep.planner.cost",
     "lockstep.engines.pipeline.strategy",
-    "lockstep.engines.deepspeed.strategy",
+    "lockstep.extensions.deepspeed.strategy",
     "lockstep.engines.sharded.fsdp",
     "matplotlib",
     "rich",

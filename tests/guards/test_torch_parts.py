@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
+from importlib import import_module
 
 import pytest
 
 from lockstep.ground import torch_parts
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.extensions import is_there as is_installed
 from lockstep.ground.torch_parts import PARTS, Part, is_there, missing, refuse_without
 from lockstep.strategies import BalancedStrategy, FSDPStrategy, ModelParallelStrategy
-from tests.guards.source import house, names_made
+from tests.guards.border import extension_of
+from tests.guards.source import PACKAGE, house, names_made
 
-SOURCE = Path(torch_parts.__file__).resolve().parents[1]
+SOURCE = PACKAGE
+OF_EXTENSIONS = [
+    part
+    for module in house()
+    if module.endswith(".torch_parts") and extension_of(module) and is_installed(extension_of(module))
+    for part in import_module(module).PARTS
+]
+ALL = [*PARTS, *OF_EXTENSIONS]
 
 OTHERS = {
     # Python's
@@ -59,7 +68,7 @@ def asks(node: ast.AST) -> Iterator[str]:
 def test_each_private_part_of_torch_is_in_the_list() -> None:
     sources = house().values()
     made = {name for source in sources for name in names_made(source.nodes)}
-    listed = {component for part in PARTS for name in part.name.split("|") for component in name.split(".")}
+    listed = {component for part in ALL for name in part.name.split("|") for component in name.split(".")}
     known = listed | OTHERS
     unknown = {
         f"{source.path}:{getattr(node, 'lineno', 0)}: {name}"
@@ -71,7 +80,7 @@ def test_each_private_part_of_torch_is_in_the_list() -> None:
     assert not unknown
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name.rpartition(".")[2])
+@pytest.mark.parametrize("part", ALL, ids=lambda part: part.name.rpartition(".")[2])
 def test_each_part_of_the_list_is_used_where_it_says(part: Part) -> None:
     last = {name.rpartition(".")[2] for name in part.name.split("|")}
     for named in part.files.split():

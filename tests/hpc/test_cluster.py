@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from lockstep import Trainer
+from lockstep.extensions.search import cluster as clusters
+from lockstep.extensions.search import trial_process
+from lockstep.extensions.search.cluster import SlurmCluster
+from lockstep.extensions.search.parser import HyperOptArgumentParser, Hyperparameters
+from lockstep.extensions.search.queue import SlurmRefused
+from lockstep.extensions.search.search import Search, look
+from lockstep.extensions.search.trials import TrialFolder, read_events
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
-from lockstep.hpc import cluster as clusters
-from lockstep.hpc import trial_process
-from lockstep.hpc.cluster import SlurmCluster
-from lockstep.hpc.parser import HyperOptArgumentParser, Hyperparameters
-from lockstep.hpc.queue import SlurmRefused
-from lockstep.hpc.search import Search, look
-from lockstep.hpc.trials import TrialFolder, read_events
 from lockstep.testing.models import BoringModel
 from tests.hpc.fake_slurm import FakeSlurm
 
@@ -465,7 +465,7 @@ def test_a_job_that_is_not_requeued_saves_and_goes_on(
 
 SAVING = """
 import os, signal, sys, time
-from lockstep.hpc.cluster import SlurmCluster
+from lockstep.extensions.search.cluster import SlurmCluster
 def save(path):
     open(path, "a").write("saved ")
 def load(path):
@@ -516,7 +516,7 @@ def test_a_snapshot_runs_what_was_submitted(tmp_path: Path, slurm: FakeSlurm) ->
     (home / "lib").mkdir(parents=True)
     (home / "lib" / "part.py").write_text("VALUE = 1\n")
     (home / "script.py").write_text(
-        "import part\nfrom lockstep.hpc.cluster import SlurmCluster\n"
+        "import part\nfrom lockstep.extensions.search.cluster import SlurmCluster\n"
         f"cluster = SlurmCluster(log_path={str(tmp_path / 'logs')!r}, snapshot=True)\n"
         "cluster.optimize_parallel_cluster_cpu(lambda hparams: part.VALUE, nb_trials=1, job_name='copied')\n"
     )

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.extensions.search.grid import Options, Range, Space, numbers, options_of, range_of, through
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.hpc.grid import Options, Range, Space, numbers, options_of, range_of, through
 
 LISTS = st.lists(st.lists(st.integers(), min_size=1, max_size=4), min_size=1, max_size=4)
 

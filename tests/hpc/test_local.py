@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from lockstep.extensions.search import local
+from lockstep.extensions.search import parser as parser_module
+from lockstep.extensions.search.local import Trials, dealt
+from lockstep.extensions.search.lock import FileLock, held
+from lockstep.extensions.search.parser import HyperOptArgumentParser, Hyperparameters
+from lockstep.extensions.search.trials import TrialFolder, read_events
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.hpc import local
-from lockstep.hpc import parser as parser_module
-from lockstep.hpc.local import Trials, dealt
-from lockstep.hpc.lock import FileLock, held
-from lockstep.hpc.parser import HyperOptArgumentParser, Hyperparameters
-from lockstep.hpc.trials import TrialFolder, read_events
 from lockstep.launch.environment import trial_environment, visible_devices
 
 

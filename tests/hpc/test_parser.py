@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lockstep
+from lockstep.extensions.search import parser as module
+from lockstep.extensions.search.parser import HyperOptArgumentParser, Hyperparameters
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.hpc import parser as module
-from lockstep.hpc.parser import HyperOptArgumentParser, Hyperparameters
 
 
 def of_the_page(**settings: Any) -> HyperOptArgumentParser:

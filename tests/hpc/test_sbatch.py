@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.extensions.search.sbatch import (
+    Batch,
+    Option,
+    ScriptTrials,
+    minutes_of,
+    module_command,
+    option,
+    quoted,
+    text,
+)
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.hpc.sbatch import Batch, Option, ScriptTrials, minutes_of, module_command, option, quoted, text
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sbatch"
 

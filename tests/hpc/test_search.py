@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.hpc import queue
-from lockstep.hpc.queue import QueuedJob, SlurmRefused
-from lockstep.hpc.search import Limits, Search, exhausted, found_at, look, ranges, state_of
-from lockstep.hpc.trials import STDERR, TrialFolder, read_events
+from lockstep.extensions.search import queue
+from lockstep.extensions.search.queue import QueuedJob, SlurmRefused
+from lockstep.extensions.search.search import Limits, Search, exhausted, found_at, look, ranges, state_of
+from lockstep.extensions.search.trials import STDERR, TrialFolder, read_events
 from tests.hpc.fake_slurm import FakeSlurm
 
 

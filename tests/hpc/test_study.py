@@ -18,15 +18,15 @@ import pytest
 
 optuna = pytest.importorskip("optuna")
 
-from lockstep.cli.trials import trials  # noqa: E402
+from lockstep.extensions.search import journal, study  # noqa: E402
+from lockstep.extensions.search.grid import Options, SearchSettings, Space, range_of  # noqa: E402
+from lockstep.extensions.search.journal import CorruptJournal, StudyJournal  # noqa: E402
+from lockstep.extensions.search.lock import FileLock, held  # noqa: E402
+from lockstep.extensions.search.study import BEAT, LOST, NUMBER, StudyTrial, fail_dead  # noqa: E402
+from lockstep.extensions.search.trials import JOURNAL, TrialFolder  # noqa: E402
+from lockstep.extensions.search.trials_command import trials  # noqa: E402
 from lockstep.ground.errors import MisconfigurationException  # noqa: E402
 from lockstep.ground.rank import rank_zero_only  # noqa: E402
-from lockstep.hpc import journal, study  # noqa: E402
-from lockstep.hpc.grid import Options, SearchSettings, Space, range_of  # noqa: E402
-from lockstep.hpc.journal import CorruptJournal, StudyJournal  # noqa: E402
-from lockstep.hpc.lock import FileLock, held  # noqa: E402
-from lockstep.hpc.study import BEAT, LOST, NUMBER, StudyTrial, fail_dead  # noqa: E402
-from lockstep.hpc.trials import JOURNAL, TrialFolder  # noqa: E402
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 

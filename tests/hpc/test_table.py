@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.run import main
-from lockstep.hpc.search import Search, look
-from lockstep.hpc.table import order_by, text
-from lockstep.hpc.trials import EVENTS, RESULT, STDERR, VALUES, TrialFolder
+from lockstep.extensions.search.search import Search, look
+from lockstep.extensions.search.table import order_by, text
+from lockstep.extensions.search.trials import EVENTS, RESULT, STDERR, VALUES, TrialFolder
 from tests.hpc.fake_slurm import FakeSlurm
 
 

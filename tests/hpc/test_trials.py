@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.extensions.search import trials
+from lockstep.extensions.search.trials import TrialFolder, encoded, folders, read_events
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.hpc import trials
-from lockstep.hpc.trials import TrialFolder, encoded, folders, read_events
 
 VALUES = st.dictionaries(st.text(min_size=1), st.none() | st.booleans() | st.integers() | st.floats() | st.text())
 

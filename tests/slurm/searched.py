@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.digits import Classifier, Digits
 from lockstep import Trainer, seed_everything
-from lockstep.hpc.cluster import SlurmCluster
-from lockstep.hpc.parser import HyperOptArgumentParser
+from lockstep.extensions.search.cluster import SlurmCluster
+from lockstep.extensions.search.parser import HyperOptArgumentParser
 from tests.slurm.train import BatchLog
 
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.hpc.search import Search, Status, look
-from lockstep.hpc.trials import TrialFolder, read_events
+from lockstep.extensions.search.search import Search, Status, look
+from lockstep.extensions.search.trials import TrialFolder, read_events
 from tests.slurm.conftest import PROJECT
 from tests.slurm.lab import Lab
 
@@ -197,8 +197,8 @@ def test_a_study_on_two_nodes(slurm: Lab, tmp_path: Path) -> None:
 FAILING = """
 import os, sys
 from pathlib import Path
-from lockstep.hpc.cluster import SlurmCluster
-from lockstep.hpc.parser import HyperOptArgumentParser
+from lockstep.extensions.search.cluster import SlurmCluster
+from lockstep.extensions.search.parser import HyperOptArgumentParser
 parser = HyperOptArgumentParser()
 parser.opt_list("--number", default=0, type=int, options=[0, 1, 2], tunable=True)
 parser.add_argument("--folder", type=Path)
@@ -253,7 +253,7 @@ def test_a_partition_that_does_not_exist(slurm: Lab, tmp_path: Path) -> None:
     """In sbatch's own words, with the trials that did not go in."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from lockstep.hpc.cluster import SlurmCluster\n"
+        "from lockstep.extensions.search.cluster import SlurmCluster\n"
         f"cluster = SlurmCluster(log_path={str(tmp_path)!r})\n"
         "cluster.add_slurm_cmd('partition', 'none such')\n"
         "cluster.optimize_parallel_cluster_cpu(print, nb_trials=2, job_name='refused')\n"
@@ -267,8 +267,8 @@ def test_a_partition_that_does_not_exist(slurm: Lab, tmp_path: Path) -> None:
 HOSTILE = """
 import json, sys
 from pathlib import Path
-from lockstep.hpc.cluster import SlurmCluster
-from lockstep.hpc.parser import HyperOptArgumentParser
+from lockstep.extensions.search.cluster import SlurmCluster
+from lockstep.extensions.search.parser import HyperOptArgumentParser
 from lockstep.launch.attempts import trial_folder
 folder = Path(sys.argv[1])
 parser = HyperOptArgumentParser()

@@ -1,7 +1,7 @@
 """What a script has to use for a row of the tables of differences to concern it; `lockstep migrate` reads the result.
 
 A key is ``flag CALL(argument)``, ``flag CALL(argument=value)``, ``name X`` or ``several Trainers``:
-`lockstep.cli.migrate` looks for them.
+`lockstep.extensions.lightning.migrate` looks for them.
 Beside these rows stands what is to be done by hand: hooks that nobody calls today, and arguments with another name.
 """
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.callbacks import BatchSizeFinder, Callback
+from lockstep.extensions.extras.tuner.batch_size import BatchSizeSearch, search
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.tuner import Tuner
-from lockstep.tuner.batch_size import BatchSizeSearch, search
 from lockstep.utilities.combined_loader import CombinedLoader
 from tests.loop.pieces import Recorder, Slope, numbers, quiet
 from tests.tuner.pieces import Compare, Data, Net, differences
@@ -21,7 +21,7 @@ from tests.tuner.pieces import Compare, Data, Net, differences
 @pytest.fixture(autouse=True)
 def no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Walking over all objects of a test session takes a second, at each size that does not fit."""
-    monkeypatch.setattr("lockstep.tuner.batch_size.garbage_collection_cuda", lambda: None)
+    monkeypatch.setattr("lockstep.extensions.extras.tuner.batch_size.garbage_collection_cuda", lambda: None)
 
 
 def played(most: int, samples: int = 10**9, **options: Any) -> tuple[int, list[int]]:

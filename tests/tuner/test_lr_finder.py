@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule, Trainer, seed_everything
 from lockstep.callbacks import Callback, EarlyStopping, LearningRateFinder, ModelCheckpoint
+from lockstep.extensions.extras.tuner.lr_finder import LRFinder
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers import CSVLogger
 from lockstep.tuner import Tuner
-from lockstep.tuner.lr_finder import LRFinder
 from lockstep.utilities.combined_loader import CombinedLoader
 from tests.loop.pieces import QUIET, Recorder, Slope, numbers, quiet
 from tests.tuner.pieces import Compare, Data, Net, differences, samples

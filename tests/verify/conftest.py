@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.verify.processes import Server
+from lockstep.extensions.verify.processes import Server
 
 
 @pytest.fixture(scope="session")

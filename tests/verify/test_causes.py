@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
-from lockstep.verify.compare import NOT_FINITE
-from lockstep.verify.processes import Patience, Server
-from lockstep.verify.runs import Request
-from lockstep.verify.verification import verify
+from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
+from lockstep.extensions.verify.compare import NOT_FINITE
+from lockstep.extensions.verify.processes import Patience, Server
+from lockstep.extensions.verify.runs import Request
+from lockstep.extensions.verify.verification import verify
 from tests.verify.small_script import (
     LOCKSTEP,
     LOOP,

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.verify.calls import first_other_line
-from lockstep.verify.compare import NOT_FINITE, Numbers, aligned, exactly
-from lockstep.verify.diagnose import Parts, Shares
-from lockstep.verify.nudge import compares_samples
-from lockstep.verify.processes import Ending
-from lockstep.verify.recordings import RankRecording, Recording
-from lockstep.verify.refusals import deadlock, of_memory, of_ranks, short_window
-from lockstep.verify.steps import strided_sums
+from lockstep.extensions.verify.calls import first_other_line
+from lockstep.extensions.verify.compare import NOT_FINITE, Numbers, aligned, exactly
+from lockstep.extensions.verify.diagnose import Parts, Shares
+from lockstep.extensions.verify.nudge import compares_samples
+from lockstep.extensions.verify.processes import Ending
+from lockstep.extensions.verify.recordings import RankRecording, Recording
+from lockstep.extensions.verify.refusals import deadlock, of_memory, of_ranks, short_window
+from lockstep.extensions.verify.steps import strided_sums
 
 
 def rank(folder: Path, own: dict[str, dict[int, torch.Tensor]], events: list[dict[str, object]]) -> RankRecording:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
-from lockstep.verify.processes import Patience, Server
-from lockstep.verify.resume import ResumeCheck
-from lockstep.verify.runs import Request
-from lockstep.verify.verification import verify
+from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
+from lockstep.extensions.verify.processes import Patience, Server
+from lockstep.extensions.verify.resume import ResumeCheck
+from lockstep.extensions.verify.runs import Request
+from lockstep.extensions.verify.verification import verify
 
 SCRIPT = (Path(__file__).parent / "scripts/bugs/resume_first_order.py").read_text()
 RIGHT = SCRIPT.replace("for epoch in range(args.epochs - done):", "for epoch in range(done, args.epochs):").replace(

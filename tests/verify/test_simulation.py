@@ -9,12 +9,12 @@ from unittest.mock import Mock
 import pytest
 
 from lockstep.cli.run import main
-from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
-from lockstep.verify.processes import Ending, Patience, Server
-from lockstep.verify.recordings import RankRecording, Recording
-from lockstep.verify.runs import Request, Runs
-from lockstep.verify.simulation import Simulation
-from lockstep.verify.verification import verify
+from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
+from lockstep.extensions.verify.processes import Ending, Patience, Server
+from lockstep.extensions.verify.recordings import RankRecording, Recording
+from lockstep.extensions.verify.runs import Request, Runs
+from lockstep.extensions.verify.simulation import Simulation
+from lockstep.extensions.verify.verification import verify
 from tests.verify.small_script import LOCKSTEP, LOSS, MODEL, STEP, changed
 
 Events = list[dict[str, object]]

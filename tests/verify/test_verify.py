@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
 from lockstep.cli.run import main
+from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate, write
+from lockstep.extensions.verify.processes import Patience, Server
+from lockstep.extensions.verify.runs import Request
+from lockstep.extensions.verify.verification import verify
+from lockstep.extensions.verify.working_copy import working_copy
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate, write
-from lockstep.verify.processes import Patience, Server
-from lockstep.verify.runs import Request
-from lockstep.verify.verification import verify
-from lockstep.verify.working_copy import working_copy
 from tests.verify.small_script import LOOP, changed
 
 SCRIPTS = Path(__file__).parent / "scripts"

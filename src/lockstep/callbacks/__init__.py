@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.names.finder import late
+from lockstep.names.finder import late, listed
 
 if TYPE_CHECKING:
     from lockstep.callbacks.base import Callback as Callback
@@ -32,64 +32,54 @@ if TYPE_CHECKING:
         RichProgressBarTheme as RichProgressBarTheme,
     )
     from lockstep.callbacks.progress.tqdm import TQDMProgressBar as TQDMProgressBar
-    from lockstep.callbacks.prune_trial import PruneTrial as PruneTrial
-    from lockstep.callbacks.pruning import ModelPruning as ModelPruning
-    from lockstep.callbacks.spike import (
+    from lockstep.callbacks.stage_timeline import StageTimeline as StageTimeline
+    from lockstep.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
+    from lockstep.callbacks.timer import Timer as Timer
+    from lockstep.extensions.extras.pruning import ModelPruning as ModelPruning
+    from lockstep.extensions.extras.spike import (
         SpikeDetection as SpikeDetection,
     )
-    from lockstep.callbacks.spike import (
+    from lockstep.extensions.extras.spike import (
         TrainingSpikeException as TrainingSpikeException,
     )
-    from lockstep.callbacks.stage_timeline import StageTimeline as StageTimeline
-    from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
-    from lockstep.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
-    from lockstep.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
-    from lockstep.callbacks.timer import Timer as Timer
-    from lockstep.callbacks.weight_averaging import (
+    from lockstep.extensions.extras.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
+    from lockstep.extensions.extras.throughput_monitor import ThroughputMonitor as ThroughputMonitor
+    from lockstep.extensions.extras.tuner.batch_size import BatchSizeFinder as BatchSizeFinder
+    from lockstep.extensions.extras.tuner.lr_finder import LearningRateFinder as LearningRateFinder
+    from lockstep.extensions.extras.weight_averaging import (
         EMAWeightAveraging as EMAWeightAveraging,
     )
-    from lockstep.callbacks.weight_averaging import (
+    from lockstep.extensions.extras.weight_averaging import (
         WeightAveraging as WeightAveraging,
     )
-    from lockstep.tuner.batch_size import BatchSizeFinder as BatchSizeFinder
-    from lockstep.tuner.lr_finder import LearningRateFinder as LearningRateFinder
+    from lockstep.extensions.search.prune_trial import PruneTrial as PruneTrial
 
 _FILES = {
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
-    "BatchSizeFinder": ".tuner.batch_size",  # of the floor above: a face may re-export from any
     "Callback": "base",
     "Checkpoint": "model_checkpoint",
     "DeviceStatsMonitor": "device_stats_monitor",
-    "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "LambdaCallback": "lambda_function",
-    "LearningRateFinder": ".tuner.lr_finder",
     "LearningRateMonitor": "lr_monitor",
     "ModelCheckpoint": "model_checkpoint",
-    "ModelPruning": "pruning",
     "ModelSummary": "model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PlainProgressBar": "progress.base",
     "ProgressBar": "progress.base",
-    "PruneTrial": "prune_trial",
     "RichModelSummary": "model_summary",
     "RichProgressBar": "progress.rich",
     "RichProgressBarTheme": "progress.rich",
-    "SpikeDetection": "spike",
-    "StochasticWeightAveraging": "stochastic_weight_avg",
     "StageTimeline": "stage_timeline",
     "StragglerMonitor": "straggler_monitor",
     "TQDMProgressBar": "progress.tqdm",
-    "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
-    "TrainingSpikeException": "spike",
-    "WeightAveraging": "weight_averaging",
 }
 
-__all__ = sorted(_FILES)
+__all__ = listed(__name__, _FILES)
 
 
 def __getattr__(name: str) -> Any:

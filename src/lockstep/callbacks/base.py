@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +42,11 @@ class Callback:
     log: Callable[..., None]
     log_dict: Callable[..., None]
 
+    averages_weights: ClassVar[bool] = False
+    """True for a callback that leaves an average of the weights in the module; a run takes one of them."""
+    replaces_parameters: ClassVar[bool] = False
+    """True for a callback that puts other parameters in the place of a module's."""
+
     _decides = False  # by logged values: its `on_train_epoch_end` comes last, when all others have logged
     _hears_step_times = False  # has the ranks' windows measured, and is told of them by `_on_step_times`
     _shares_state: object = None  # those of one `state_key` that have this alike have the same state: one is enough
@@ -53,6 +58,15 @@ class Callback:
         return {name: value for name, value in vars(self).items() if not (name in LENT and _is_modules(value))}
 
     # -- a run ---------------------------------------------------------------------------------------------
+
+    def without_effect(self, max_epochs: int, max_steps: int) -> Iterable[str]:
+        """Return a sentence for each setting that has no effect in a fit.
+
+        Args:
+            max_epochs: of the fit; -1: no limit.
+            max_steps: of the fit; -1: no limit.
+        """
+        return ()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called first; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""

@@ -8,8 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.engines.deepspeed.partition import span
 from lockstep.ground import comm
+
+
+def span(numel: int, rank: int, world: int) -> tuple[int, int]:
+    """The first element of a rank's part, and how many it has without padding.
+
+    Example:
+        >>> [span(5, rank, 3) for rank in range(3)]
+        [(0, 2), (2, 2), (4, 1)]
+    """
+    size = -(-numel // world)
+    start = min(rank * size, numel)
+    return start, min(size, numel - start)
 
 
 class FlatPart(Tensor):
@@ -21,7 +32,7 @@ class FlatPart(Tensor):
         shape: of the whole.
         start: the first of this rank's elements, in the flattened tensor.
         values: one-dimensional; may be empty.
-        even: on all ranks these are the elements of `lockstep.engines.deepspeed.partition.span`.
+        even: on all ranks these are the elements of `span`.
 
     Example:
         >>> part = FlatPart(torch.Size((2, 3)), 2, torch.tensor([2.0, 3.0]))

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import damage, format, storage
+from lockstep.checkpoint.engine_folder import LATEST, Place, engine_folders, is_engines
 from lockstep.checkpoint.storage import INDEX, PathLike
-from lockstep.engines.deepspeed import folder as deepspeed_folder
 from lockstep.ground import comm
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 
@@ -51,15 +51,13 @@ WAY_OUT = "resume from an earlier checkpoint, or fetch the folder again"
 
 T = TypeVar("T")
 R = TypeVar("R")
-Place = Callable[[str, torch.Size, torch.dtype], Tensor]
-"""Makes the tensor into which this rank's part of a tensor of that name, shape and dtype is read."""
 
 
 def is_sharded(path: PathLike | IO[bytes]) -> bool:
     """Whether there is a checkpoint in parts at `path`: lockstep's, Lightning's or DeepSpeed's, whole or damaged."""
     if not isinstance(path, (str, os.PathLike)) or storage.is_file(path):
         return False
-    return any(storage.is_file(storage.inside(path, name)) for name in (INDEX, METADATA, deepspeed_folder.LATEST))
+    return any(storage.is_file(storage.inside(path, name)) for name in (INDEX, METADATA, LATEST))
 
 
 # -- from a dict to parts, and back --------------------------------------------------------------------------
@@ -552,8 +550,8 @@ def load(
 def _load(folder: PathLike, map_location: MAP_LOCATION, weights_only: bool | None) -> dict[str, Any]:
     """A folder of parts, whole."""
     index = _checked(folder)
-    if deepspeed_folder.is_engines(folder):
-        return deepspeed_folder.read(folder, None, weights_only)
+    if is_engines(folder):
+        return engine_folders().read(folder, None, weights_only)
     device = map_location if isinstance(map_location, (str, torch.device)) else None
 
     def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -591,8 +589,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             f"convert_zero_checkpoint_to_fp32_state_dict({os.fspath(folder)!r}): there is no checkpoint in parts; give "
             "the folder that was saved."
         )
-    engines = deepspeed_folder.is_engines(folder)
-    latest = (storage.local(folder) / deepspeed_folder.LATEST).read_text().strip() if engines else None
+    engines = is_engines(folder)
+    latest = (storage.local(folder) / LATEST).read_text().strip() if engines else None
     if tag is not None and tag != latest:
         raise MisconfigurationException(
             f"convert_zero_checkpoint_to_fp32_state_dict(tag={tag!r}): the folder's latest checkpoint is {latest!r}; "
@@ -609,8 +607,8 @@ def outline(path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
         return format.load(path, "meta")
     with damage.named(path):
         index = _checked(path)
-        if deepspeed_folder.is_engines(path):
-            return deepspeed_folder.read(path, None, weights_only)
+        if is_engines(path):
+            return engine_folders().read(path, None, weights_only)
         made = _Reading(_within(path, index), None, "cpu")
         return made.whole(made.shapes(), range(made.ranks))
 
@@ -653,8 +651,8 @@ def load_parts(path: PathLike, place: Place, needs: Needs, weights_only: bool | 
     except OnRank as error:
         raise CorruptCheckpoint(str(error)) from None
     with damage.named(path):
-        if deepspeed_folder.is_engines(path):
-            return deepspeed_folder.read(path, place, weights_only)
+        if is_engines(path):
+            return engine_folders().read(path, place, weights_only)
         made = _Reading(within, weights_only, "cpu")
         return made.whole(made.tensors(place), needs(made.of_rank, made.held) if made.ranks else ())
 

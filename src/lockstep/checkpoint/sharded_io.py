@@ -39,7 +39,7 @@ class ShardedCheckpointIO(TorchCheckpointIO):
 
 
 class EngineCheckpointIO(TorchCheckpointIO):
-    """Folders in DeepSpeed's own format; see ``engines/deepspeed/folder.py``. What is read is whole.
+    """Folders in DeepSpeed's own format; see ``extensions/deepspeed/folder.py``. What is read is whole.
 
     Attributes:
         save: has the engine write into a folder, with what a checkpoint has beside weights and optimizer states; the

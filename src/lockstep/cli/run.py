@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.ground.errors import MisconfigurationException, MissingExtra
+from lockstep.ground.extensions import commands, is_known, load
 
 if TYPE_CHECKING:
     from lockstep.launch.elastic_run import LaunchPlan
@@ -36,23 +37,14 @@ examples:
   on each of two nodes, with --node-rank 0 and 1:
   lockstep run train.py --devices 8 --nodes 2 --node-rank 0 --master-addr node1 --max-restarts 3
 """
-HELP = """\
-usage: lockstep COMMAND ...
-
-  run        start a script on all devices of one node or several
-  verify     say whether a script trains on N ranks what it trains as one process
-  submit     submit a script to SLURM
-  trials     show the trials of a search on SLURM, submit them anew, cancel them
-  migrate    show what a script for Lightning needs: imports and flags as a diff, the rest by line
-  checkpoint show what a checkpoint holds, convert it, or compare two
-  plan       show memory and time of each way to train a script's model
-  env        show versions, devices, the cluster that was found, and the variables in force
-  --version  show the version
-
-`lockstep COMMAND --help` tells more.
-"""
-COMMANDS = ("run", "verify", "submit", "trials", "migrate", "checkpoint", "plan", "env")
-"""``run`` is in this file; each of the others is a function in the file of its name."""
+COMMANDS = {
+    "run": "start a script on all devices of one node or several",
+    "checkpoint": "show what a checkpoint holds, convert it, or compare two",
+    "plan": "show memory and time of each way to train a script's model",
+    "env": "show versions, devices, the cluster that was found, and the variables in force",
+}
+"""The commands of the core, with a line of help. ``run`` is in this file; the others are functions in files of their
+names. Extensions add theirs (`lockstep.ground.extensions`)."""
 MASTER_PORT = 29400
 
 
@@ -75,13 +67,13 @@ def _run_command(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     first = words[0] if words else ""
     if first in ("-h", "--help"):
-        print(HELP, end="")
+        print(_help(), end="")
         return 0
     if first == "--version":
         print(f"lockstep {sys.modules['lockstep'].__version__}")
         return 0
-    if first not in COMMANDS:
-        there = ", ".join(f"lockstep {name}" for name in COMMANDS)
+    if first not in COMMANDS and not is_known("commands", first):
+        there = ", ".join(f"lockstep {name}" for name in _all_commands())
         print(
             f"lockstep: {repr(first) if words else 'nothing'} is no command of lockstep; there is: {there}",
             file=sys.stderr,
@@ -90,11 +82,27 @@ def _run_command(argv: Sequence[str] | None) -> int:
     try:
         if first == "run":
             return run(words[1:])
-        command: Callable[[Sequence[str]], int] = getattr(import_module(f"lockstep.cli.{first}"), first)
+        command: Callable[[Sequence[str]], int]
+        if first in COMMANDS:
+            command = getattr(import_module(f"lockstep.cli.{first}"), first)
+        else:
+            command = load("commands", first)
         return command(words[1:])
     except (ValueError, MissingExtra) as error:  # a MisconfigurationException is a ValueError
         print(f"lockstep {first}: {str(error).removeprefix(f'lockstep {first}: ')}", file=sys.stderr)
         return 2
+
+
+def _all_commands() -> dict[str, str]:
+    """Every command with a line of help: those of the core first."""
+    return COMMANDS | commands()
+
+
+def _help() -> str:
+    rows = _all_commands() | {"--version": "show the version"}
+    width = max(map(len, rows))
+    lines = [f"  {name:<{width}} {line}" for name, line in rows.items()]
+    return "\n".join(["usage: lockstep COMMAND ...", "", *lines, "", "`lockstep COMMAND --help` tells more.", ""])
 
 
 def run(words: Sequence[str]) -> int:
@@ -123,6 +131,8 @@ def planned(words: Sequence[str]) -> LaunchPlan:
     address, port = _meeting(options, few, most)
     command = words_of(options.module, script)
     check_script("lockstep run", options.module, script)
+    if options.lightning:
+        load("services", "Lightning's names")  # refused here where its extension is not there
     from lockstep.launch.elastic_run import LaunchPlan
 
     return LaunchPlan(

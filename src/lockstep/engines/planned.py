@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lockstep.engines.ddp.strategy import DDPStrategy
-from lockstep.engines.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.engines.dp.strategy import DataParallelStrategy
 from lockstep.engines.sharded.fsdp import FSDPStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy, Strategy
+from lockstep.ground.extensions import load
 
 if TYPE_CHECKING:
     from lockstep.planner.cost import Candidate
@@ -37,12 +37,13 @@ def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
         )
     if candidate.kind == "deepspeed":
         both = candidate.offload and candidate.stage == 3
-        return DeepSpeedStrategy(
+        made: Strategy = load("strategies", "deepspeed")(
             stage=candidate.stage,
             offload_optimizer=candidate.offload,
             offload_parameters=both,
             activation_checkpointing=again or None,
         )
+        return made
     return DDPStrategy(
         shard_optimizer=candidate.kind == "sharded",
         bucket_cap_mb=candidate.bucket_mb,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from lockstep.engines.strategy import SingleDeviceStrategy, Strategy
+from lockstep.ground import extensions
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.planner.plan import SavedPlan
 
-OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
-NVME = {"offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 SPAWN, FORK = {"start_method": "spawn"}, {"start_method": "fork"}
 DDP, FSDP = "ddp.strategy.DDPStrategy", "sharded.fsdp.FSDPStrategy"
-DEEPSPEED = "deepspeed.strategy.DeepSpeedStrategy"
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "single_device": ("strategy.SingleDeviceStrategy", {}),
     "dp": ("dp.strategy.DataParallelStrategy", {}),
@@ -36,15 +35,10 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp_cpu_offload": (FSDP, {"cpu_offload": True}),
     "model_parallel": ("sharded.model_parallel.ModelParallelStrategy", {}),
     "balanced": ("pipeline.strategy.BalancedStrategy", {}),
-    "deepspeed": (DEEPSPEED, {}),
-    "deepspeed_stage_1": (DEEPSPEED, {"stage": 1}),
-    "deepspeed_stage_2": (DEEPSPEED, {"stage": 2}),
-    "deepspeed_stage_2_offload": (DEEPSPEED, {"stage": 2, "offload_optimizer": True}),
-    "deepspeed_stage_3": (DEEPSPEED, {"stage": 3}),
-    "deepspeed_stage_3_offload": (DEEPSPEED, {"stage": 3} | OFFLOAD),
-    "deepspeed_stage_3_offload_nvme": (DEEPSPEED, {"stage": 3} | OFFLOAD | NVME),
 }
-"""Name to arguments, and to the file and class below `lockstep.engines`. A name that is here is not refused."""
+"""Name to arguments, and to the file and class below `lockstep.engines`. A name that is here is not refused.
+
+Extensions add theirs (`lockstep.ground.extensions`)."""
 
 WITHOUT_NOTEBOOK_NAME = ("fsdp", "fsdp_cpu_offload", "model_parallel", "balanced")
 """Names that spawn where there is no script to start; of "ddp" there is "ddp_notebook"."""
@@ -78,10 +72,19 @@ def is_plan(asked: object) -> bool:
     return isinstance(asked, str) and asked.lower().endswith((".yaml", ".yml"))
 
 
+def is_strategy(name: str) -> bool:
+    """Return True if the core, an extension or another distribution has a strategy of this name."""
+    return name in NAMES or (name not in REFUSED and name != "auto" and extensions.is_known("strategies", name))
+
+
 def class_of(name: str) -> type[Strategy]:
     """The class for a name. Its file is imported here: an import of lockstep brings no engine that no run asks for."""
-    file, _, kind = NAMES[name][0].rpartition(".")
-    found: type[Strategy] = getattr(import_module(f"lockstep.engines.{file}"), kind)
+    found: type[Strategy]
+    if name in NAMES:
+        file, _, kind = NAMES[name][0].rpartition(".")
+        found = getattr(import_module(f"lockstep.engines.{file}"), kind)
+    else:
+        found = extensions.load("strategies", name)
     return found
 
 
@@ -91,7 +94,8 @@ def drives_all_devices(asked: str | Strategy) -> bool:
         return bool(getattr(asked, "drives_all_devices", False))
     if is_plan(asked):
         return SavedPlan.read(asked).strategy == "dp"
-    return asked.lower() in NAMES and class_of(asked.lower()).drives_all_devices
+    name = asked.lower()
+    return is_strategy(name) and class_of(name).drives_all_devices
 
 
 def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = False) -> Strategy:
@@ -158,18 +162,23 @@ def _by_plan(path: str, world_size: int, interactive: bool) -> Strategy:
 def _named(asked: object, spawns: bool) -> Strategy:
     if asked == "auto":
         return SingleDeviceStrategy()
-    if isinstance(asked, str) and asked in NAMES:
-        arguments = NAMES[asked][1]
+    if isinstance(asked, str) and is_strategy(asked):
+        arguments: Mapping[str, Any] = NAMES[asked][1] if asked in NAMES else extensions.strategies().get(asked, {})
         if spawns and asked in WITHOUT_NOTEBOOK_NAME:
-            arguments = arguments | SPAWN
-        return class_of(asked)(**arguments)
+            arguments = {**arguments, **SPAWN}
+        made = class_of(asked)(**arguments)
+        if not isinstance(made, Strategy):
+            raise MisconfigurationException(
+                f'Trainer(strategy="{asked}"): its entry point gives a {type(made).__name__}, and not a Strategy.'
+            )
+        return made
     if isinstance(asked, str) and asked in REFUSED:
         raise MisconfigurationException(f'Trainer(strategy="{asked}"): {REFUSED[asked]}.')
     if isinstance(asked, type) and issubclass(asked, Strategy):
         raise MisconfigurationException(
             f"Trainer(strategy={asked.__name__}): this is a class; give an instance, {asked.__name__}()."
         )
-    near = difflib.get_close_matches(str(asked), NAMES, n=1)
+    near = difflib.get_close_matches(str(asked), [*NAMES, *extensions.strategies()], n=1)
     hint = f' Did you mean "{near[0]}"?' if near else ""
     raise MisconfigurationException(
         f'Trainer(strategy={asked!r:.100}): choose "auto", "single_device", "ddp", "ddp_spawn", or a Strategy '

@@ -15,6 +15,10 @@ from contextlib import contextmanager
 Undo = Callable[[], object]
 
 
+INSTALLED: list[Installation] = []
+"""All, in the order of their definition; extensions add theirs when they are imported."""
+
+
 class Installation:
     """One thing that lockstep installs, at most once in a process.
 
@@ -27,6 +31,7 @@ class Installation:
 
     def __init__(self, name: str, homes: tuple[str, ...], why: str, stays: bool = True) -> None:
         self.name, self.homes, self.why, self.stays = name, homes, why, stays
+        INSTALLED.append(self)
         self._count = 0
         self._undo: Undo | None = None
 
@@ -101,7 +106,7 @@ ALIASES = Installation(
 )
 LIGHTNING = Installation(
     "sys.meta_path: Lightning's names",
-    ("lightning.py", "launch/site/sitecustomize.py"),
+    ("launch/site/sitecustomize.py",),  # and the extension
     "where a script written for Lightning runs unchanged, its imports lead to lockstep as long as the process lives",
 )
 EXCEPTHOOK = Installation(
@@ -161,24 +166,6 @@ STREAMS = Installation(
     "what is printed stands above the bars",
     stays=False,
 )
-DEEPSPEED_BUILDS = Installation(
-    "DeepSpeed's OpBuilder.jit_load",
-    ("engines/deepspeed/package.py",),
-    "a build is told, and does not wait for one that was killed",
-    stays=False,
-)
-DEEPSPEED_WARNINGS = Installation(
-    "warnings.filters",
-    ("engines/deepspeed/package.py",),
-    "torch tells at each collective of DeepSpeed's that the function will have another name",
-    stays=False,
-)
-DEEPSPEED_LINEAR = Installation(
-    "torch.nn.functional.linear",
-    ("engines/deepspeed/partition.py",),
-    "in forwards and backwards of stage 3, a linear layer keeps no view of a parameter that would hold its memory",
-    stays=False,
-)
 FORK_GARBAGE = Installation(
     "os.register_at_fork: the collector of garbage",
     ("ground/fork.py",),
@@ -216,39 +203,3 @@ EXIT_SUPERVISOR = Installation(
 EXIT_JOB = Installation(
     "atexit: forget what a SLURM job has saved", ("launch/attempts.py",), "the job may end in what follows the fit"
 )
-
-INSTALLED = tuple(value for value in list(globals().values()) if isinstance(value, Installation))
-"""All."""
-
-OTHER_PROCESSES = (
-    "launch/elastic_run.py",
-    "launch/parent_death.py",
-    "launch/spawn.py",
-    "supervise/supervisor.py",
-    "testing/",
-    "verify/",
-)
-"""Files whose handlers and hooks are for processes that are lockstep's own."""
-
-GLOBALS = {
-    "ground/seed.py": {"_current": "the seed"},
-    "ground/rank.py": {"_warned": "what was warned of once", "rank_zero_only": "this process' rank"},
-    "supervise/stack_request.py": {
-        "_file": "where answers lie",
-        "_bell": "how one asks",
-        "_where": "what answers say first",
-    },
-    "supervise/status.py": {"_rank": "this process as a rank"},
-    "supervise/trace_memory.py": {"_own": "this process' trace"},
-    "supervise/collective_trace.py": {"_trace": "the same", "_replaced": "what stood in torch's place"},
-    "launch/script.py": {"_sides": "this process' side of its supervisor"},
-    "launch/attempts.py": {"_entered": "the attempt that this process belongs to"},
-    "engines/ddp/backward_watcher.py": {"waiting_for_steps": "containers, as long as they live"},
-    "engines/ddp/late_parameters.py": {"_watching": "models, as long as they are trained"},
-    "engines/deepspeed/package.py": {"_known_group": "whose process group DeepSpeed has joined"},
-    "engines/ddp/hooks/hook_transport.py": {"_queues": "threads of process groups, as long as these live"},
-    "loop/spawn_results.py": {"_parents": "the Trainer that this process was copied from"},
-    "hpc/parser.py": {"_running": "the trial of a study that this process is"},
-    "callbacks/progress/tqdm.py": {"_class": "tqdm, once it is imported"},
-}
-"""What modules remember, file by file, that a process has once. Caches of functions and classes are not listed."""

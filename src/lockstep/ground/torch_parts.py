@@ -67,8 +67,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch.nn.modules.batchnorm._BatchNorm",
-        "callbacks/finetuning.py callbacks/stochastic_weight_avg.py balance/balance.py engines/ddp/sync_batchnorm.py "
-        "engines/pipeline/strategy.py",
+        "callbacks/finetuning.py balance/balance.py engines/ddp/sync_batchnorm.py engines/pipeline/strategy.py",
         "which layers have statistics of batches",
         EVERYTHING,
     ),
@@ -97,18 +96,6 @@ PARTS: tuple[Part, ...] = (
         EVERYTHING,
     ),
     Part(
-        "torch.nn.Module._forward_pre_hooks",
-        "callbacks/pruning.py",
-        "the masks of torch.nn.utils.prune",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.nn.utils.prune.BasePruningMethod._tensor_name",
-        "callbacks/pruning.py",
-        "the parameter that a mask is for",
-        EVERYTHING,
-    ),
-    Part(
         "torch.UntypedStorage._cdata",
         "checkpoint/io.py ground/host_memory.py engines/ planner/trace.py",
         "which tensors share memory",
@@ -116,12 +103,10 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch._foreach_mul_",
-        "callbacks/ engines/ddp/bucket.py precision/base.py",
+        "engines/ddp/bucket.py precision/base.py",
         "scaling",
         EVERYTHING,
     ),
-    Part("torch._foreach_mul", "callbacks/weight_averaging.py", "averages of weights", EVERYTHING),
-    Part("torch._foreach_add_", "callbacks/weight_averaging.py", "averages of weights", EVERYTHING),
     Part("torch._foreach_copy_", "loop/window_start.py engines/ddp/bucket.py", "copies of many tensors", EVERYTHING),
     Part("torch._foreach_zero_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),
     Part("torch._foreach_neg_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),

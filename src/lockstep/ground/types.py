@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -179,3 +179,25 @@ class TrainerState:
     def stopped(self) -> bool:
         """Whether the call is over."""
         return self.status.stopped
+
+
+class Verified(Protocol):
+    """What `Trainer.verify` returns: true where the ranks train what one process trains. Print it to read it."""
+
+    @property
+    def verdict(self) -> str:
+        """ "alike", "different" or "could not tell"."""
+
+    @property
+    def first(self) -> str:
+        """What differs first; "" where nothing does."""
+
+    @property
+    def cause(self) -> str:
+        """Why, with the line of the script; "" where it was not found."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 alike, 1 different, 2 could not tell."""
+
+    def __bool__(self) -> bool: ...

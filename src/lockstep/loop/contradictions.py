@@ -10,9 +10,6 @@ from collections.abc import Iterator, Sequence
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
-from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging
-from lockstep.callbacks.weight_averaging import WeightAveraging
-from lockstep.config.run import RunConfig
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 from lockstep.loop.hooks import is_overridden
@@ -33,7 +30,7 @@ def check_contradictions(session: Session) -> None:
 
 def _check_averages(callbacks: Sequence[Callback]) -> None:
     """Two averages: each takes the other's for the weights, and only one is left in the module at the end."""
-    averages = [each for each in callbacks if isinstance(each, (WeightAveraging, StochasticWeightAveraging))]
+    averages = [each for each in callbacks if each.averages_weights]
     if len(averages) > 1:
         names = " and ".join(type(each).__name__ for each in averages)
         raise MisconfigurationException(
@@ -69,16 +66,5 @@ def _without_effect(session: Session) -> Iterator[str]:
             f"Trainer(check_val_every_n_epoch={every}, max_epochs={epochs}): the fit ends before its first validation."
         )
     for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint) and not config.fast_dev_run:
+        if not (isinstance(callback, ModelCheckpoint) and config.fast_dev_run):
             yield from callback.without_effect(config.max_epochs, config.max_steps)
-        elif isinstance(callback, StochasticWeightAveraging):
-            yield from _late_average(callback, config)
-
-
-def _late_average(callback: StochasticWeightAveraging, config: RunConfig) -> Iterator[str]:
-    first = callback.swa_epoch_start
-    if isinstance(first, int) and first > config.max_epochs != -1:
-        yield (
-            f"StochasticWeightAveraging(swa_epoch_start={first}) with Trainer(max_epochs={config.max_epochs}): the fit "
-            "ends before its average begins."
-        )

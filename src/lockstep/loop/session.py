@@ -24,10 +24,10 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.copies import kept
+from lockstep.ground.extensions import load
 from lockstep.ground.floats import floats
 from lockstep.ground.rank import does
 from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
-from lockstep.hpc.trials import TrialFolder
 from lockstep.launch.attempts import trial_folder
 from lockstep.loggers.base import Logger
 from lockstep.loop.finite_watch import FiniteWatch
@@ -324,7 +324,7 @@ class Session:
         progress = self.fit.progress
         callback = self.published.callback
         metrics = dict(zip(callback, floats(list(callback.values())), strict=True))
-        TrialFolder(folder).log(metrics, epoch=progress.epoch, step=progress.global_step)
+        load("services", "trial")(folder).log(metrics, epoch=progress.epoch, step=progress.global_step)
 
     # -- logged values -------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 One finder stands before Python's own. Asked for a module below ``lockstep`` it gives
 
+- the module of an extension that answers to this path (`lockstep.ground.extensions`): one module, whatever path it is
+  asked for by;
 - the file of lockstep that has this path, if there is one. Files in `COMPLETED` answer besides for the names that
   Lightning has there and lockstep has elsewhere;
 - else, for a module of the table (`lockstep.names.table`), a module whose names are fetched when they are first used;
@@ -29,9 +31,11 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from importlib.util import find_spec
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lockstep.ground import extensions
 from lockstep.ground.annotations import evaluate
 from lockstep.ground.errors import asked_by, refused_class, way_out
 from lockstep.ground.installed import ALIASES
@@ -120,8 +124,12 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
     first, _, rest = name.partition(".")
     if first == "pytorch":
         return ModuleSpec(fullname, _SameModule(f"{ROOT}.{rest}".rstrip(".")))
-    if first == "parallel" and rest:  # before Python's own: a file has one module, whatever path it is asked for by
+    # before Python's own, which would make a second module of a file that is asked for by its former path
+    if first == "parallel" and rest:
         return _moved(fullname, name)
+    home = extensions.home_of(name)
+    if home is not None and _exists(home):
+        return ModuleSpec(fullname, _SameModule(home))
     spec = PathFinder.find_spec(fullname, path)
     if spec is not None and spec.origin is not None:  # without origin: a folder that holds no __init__
         return _completing(spec) if name in COMPLETED else spec
@@ -129,11 +137,19 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
     if elsewhere is not None:
         return elsewhere
     rows = table()["pytorch"].get(name)
-    reason = rows if isinstance(rows, Refused) else refusal(*name.rpartition(".")[::2])
+    reason: str | None = rows if isinstance(rows, Refused) else refusal(*name.rpartition(".")[::2])
+    reason = reason or extensions.absent(name)
     if reason is not None:
         # without its name: `from lockstep import fabric` would drop an error that says which module is missing
         raise ModuleNotFoundError(f"{fullname}: {reason}")
     return None if rows is None else ModuleSpec(fullname, _Names(), origin="lockstep.names", is_package=True)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its extension has been deleted
+        return False
 
 
 def _moved(fullname: str, name: str) -> ModuleSpec | None:
@@ -305,6 +321,11 @@ class _SameModule(Loader):
     def __init__(self, target: str) -> None:
         self.target = target
 
+    def get_code(self, fullname: str) -> CodeType | None:
+        """The code of the file, for ``python -m`` of the second name."""
+        spec = find_spec(self.target)
+        return None if spec is None else spec.loader.get_code(self.target)  # type: ignore[union-attr]
+
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(self.target)
         self.own_spec = module.__spec__
@@ -329,6 +350,15 @@ def _completing(spec: ModuleSpec) -> ModuleSpec:
 # -- the names of a face --------------------------------------------------------------------------------------
 
 
+def listed(face: str, files: Iterable[str]) -> list[str]:
+    """The names of a face and of the extensions that add to it, for its ``__all__``."""
+    return sorted({*files, *_names_of_extensions(face)})
+
+
+def _names_of_extensions(face: str) -> dict[str, str]:
+    return extensions.names_of(face.removeprefix(ROOT).lstrip("."))
+
+
 def late(face: str, files: Mapping[str, str], name: str) -> Any:
     """What a name of a face stands for, for the face's ``__getattr__``; the face keeps it.
 
@@ -337,18 +367,19 @@ def late(face: str, files: Mapping[str, str], name: str) -> Any:
 
     Args:
         face: the ``__name__`` of the face.
-        files: by name the file where it is written, as seen from the face: ``"base"``, or ``".tuner.lr_finder"`` for
-            one beside the face.
+        files: by name the file where it is written, as seen from the face: ``"base"``, or ``".engines.strategy"`` for
+            one beside the face. The names of extensions come besides.
         name: that is asked for.
 
     Raises:
         AttributeError: it is no name of the face.
         ImportError: its file cannot be imported.
     """
-    if name not in files:
+    home = f".{files[name]}" if name in files else _names_of_extensions(face).get(name)
+    if home is None:
         raise AttributeError(f"module {face!r} has no attribute {name!r}")
     try:
-        value = getattr(import_module(f".{files[name]}", face), name)
+        value = getattr(import_module(home, face), name)
     except AttributeError as error:  # from within the file: Python would say that the face has no such name
         raise ImportError(f"{face}.{name} cannot be imported: {type(error).__name__}: {error}") from error
     evaluate(value)

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.names.finder import late
+from lockstep.names.finder import late, listed
 
 if TYPE_CHECKING:
     from lockstep.engines.ddp.strategy import DDPStrategy as DDPStrategy
-    from lockstep.engines.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from lockstep.engines.pipeline.strategy import BalancedStrategy as BalancedStrategy
     from lockstep.engines.sharded.fsdp import FSDPStrategy as FSDPStrategy
     from lockstep.engines.sharded.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from lockstep.engines.strategy import SingleDeviceStrategy as SingleDeviceStrategy
     from lockstep.engines.strategy import Strategy as Strategy
+    from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
 
 # Imported when they are asked for, as all names of a face.
 _FILES = {
     "BalancedStrategy": ".engines.pipeline.strategy",
     "DDPStrategy": ".engines.ddp.strategy",
-    "DeepSpeedStrategy": ".engines.deepspeed.strategy",
     "FSDPStrategy": ".engines.sharded.fsdp",
     "ModelParallelStrategy": ".engines.sharded.model_parallel",
     "SingleDeviceStrategy": ".engines.strategy",
     "Strategy": ".engines.strategy",
 }
 
-__all__ = sorted(_FILES)
+__all__ = listed(__name__, _FILES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,21 @@
-"""The Tuner: a learning rate and a batch size to begin with, found by trying."""
+"""Find settings before a fit: a learning rate, and the largest batch that fits the device."""
 
-from lockstep.tuner.tuning import Tuner
+from __future__ import annotations
 
-__all__ = ["Tuner"]
+from typing import TYPE_CHECKING, Any
+
+from lockstep.names.finder import late, listed
+
+if TYPE_CHECKING:
+    from lockstep.extensions.extras.tuner.tuning import Tuner as Tuner
+
+__all__ = listed(__name__, {})
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name's file when it is first used."""
+    return late(__name__, {}, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.engines.deepspeed import config as settings
-from lockstep.engines.deepspeed import package
-from lockstep.engines.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.engines.table import NAMES, make_strategy
+from lockstep.extensions.deepspeed import config as settings
+from lockstep.extensions.deepspeed import package
+from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.ground.combined import CombinedOptimizer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.memory.meter import MemoryUse

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lockstep.callbacks.base import Callback
-from lockstep.engines.deepspeed.strategy import DeepSpeedStrategy
+from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import EquivalenceReport, RankFailure, RankPool, check_equivalence
 from tests.engines.deepspeed.test_deepspeed import Deep

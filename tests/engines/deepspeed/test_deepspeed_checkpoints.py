@@ -18,7 +18,7 @@ from lockstep.checkpoint import format
 from lockstep.checkpoint.io import AsyncCheckpointIO
 from lockstep.checkpoint.sharded import load
 from lockstep.cli.checkpoint import checkpoint
-from lockstep.engines.deepspeed.strategy import DeepSpeedStrategy
+from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.testing import RankPool
 from tests.equivalence.models import Plain

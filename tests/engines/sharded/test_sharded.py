@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
-from lockstep.callbacks.weight_averaging import EMAWeightAveraging
 from lockstep.engines.ddp.hooks import PostLocalSGDState, post_local_sgd
 from lockstep.engines.ddp.strategy import DDPStrategy
+from lockstep.extensions.extras.weight_averaging import EMAWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from lockstep.testing.models import RandomDataset

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from lockstep.checkpoint import sharded
+from lockstep.checkpoint.engine_folder import Place
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.strategy import DDPStrategy
@@ -459,7 +459,7 @@ class FSDPStrategy(ShardedStrategy):
             return whole.state_in_parts(optimizer)
         return union(self.collectives.gather_on_zero(whole.part_of(optimizer)))
 
-    def _reads_into(self) -> sharded.Place:
+    def _reads_into(self) -> Place:
         from lockstep.engines.sharded.fully_shard import place_like
 
         # its own hook may look at what was read, leave it out or change it, and other names may be other parameters

@@ -14,6 +14,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import sharded
+from lockstep.checkpoint.engine_folder import Place
 from lockstep.checkpoint.io import CheckpointWriter, Path
 from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
 from lockstep.engines.ddp.consistency import sparse_names
@@ -204,7 +205,7 @@ class ShardedStrategy(RankedStrategy):
         needs = partial(self.replicas.needs, self.world.rank)
         return sharded.load_parts(filepath, self._reads_into(), needs, weights_only)
 
-    def _reads_into(self) -> sharded.Place:
+    def _reads_into(self) -> Place:
         """What makes the tensors into which this rank's parts are read."""
         raise NotImplementedError
 

@@ -41,9 +41,9 @@ class Waiting:
         """Put lockstep's finder before this one; False where this Python has no lockstep."""
         self.asked = True
         try:
-            importlib.import_module("lockstep.lightning").enter()
+            importlib.import_module("lockstep.ground.extensions").load("services", "Lightning's names").enter()
         except ModuleNotFoundError as error:
-            if error.name not in ("lockstep", "lockstep.lightning"):
+            if error.name != "lockstep":
                 raise
             return False
         return True

@@ -1,0 +1,362 @@
+"""The folders that DeepSpeed's own engine writes (ZeRO), read parameter by parameter, whatever ranks have written them.
+
+In the folder are
+
+    ``latest``                                   the name of the folder below, ``checkpoint``
+    ``*_model_states.pt``                        weights, shapes, buffers, and the rest of the run: one, in stage 3 of
+                                                 each rank
+    ``zero_pp_rank_R_mp_rank_00_optim_states.pt``  rank R's run of the flattened float32 weights and optimizer states
+    ``zero_to_fp32.py``                          DeepSpeed's script that makes a file of whole weights
+
+These are pickles of DeepSpeed's classes, which torch reads with ``weights_only=False`` alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import format, storage
+from lockstep.checkpoint.engine_folder import LATEST, Place
+from lockstep.checkpoint.storage import PathLike
+from lockstep.extensions.deepspeed import package
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
+
+TAG = "checkpoint"
+"""The name of the folder with the files, as Lightning has it."""
+NAMES = "optimizer's parameters"
+"""The key of the strategy's own part: names by the numbers that the optimizer's state dict has."""
+PICKLED = (
+    "{path!r} is in DeepSpeed's own format, whose files are pickles of its classes and may run code. If you trust its "
+    "author, read it with weights_only=False (as in trainer.fit(ckpt_path=..., weights_only=False)); or make one free "
+    "of code of it: lockstep checkpoint convert --pickled {path} NEW"
+)
+FOREIGN = (
+    "{path!r} was written for a model that is cut over ranks itself (tensor or pipeline parallel): ZeRO alone is read"
+)
+_ENGINES = frozenset(
+    {
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+        *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
+        *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
+        *("ds_version", "universal_checkpoint_info"),
+    }
+)
+"""What the engine itself puts beside the run."""
+
+
+def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict[str, Any]:
+    """A checkpoint of DeepSpeed's engine as one process would have written it. No other rank is asked.
+
+    Weights are whole and in float32. The optimizer's states are there if lockstep had the engine write it.
+
+    Args:
+        path: of the folder.
+        place: makes what a tensor is put into. If that has some of the elements, as ``start`` and ``to_local`` say, it
+            gets them; else a whole tensor is given. None: whole tensors.
+        weights_only: False, or it is refused.
+
+    Raises:
+        MisconfigurationException: ``weights_only`` is not False, or the model was cut by more than ZeRO.
+        ModuleNotFoundError: DeepSpeed, whose classes are in the files, is not installed.
+        CorruptCheckpoint: a file is not there, or damaged.
+    """
+    folder = storage.local(path)
+    if weights_only is not False:
+        raise MisconfigurationException(f"{PICKLED.format(path=str(folder))}.")
+    if not package.is_installed():
+        raise missing_extra("deepspeed", "deepspeed", f"reading {str(folder)!r}")
+    package.bring_in()
+    files = folder / (folder / LATEST).read_text().strip()
+    models = [_opened(each) for each in _by_rank(files, "model")]
+    states = [_opened(each)["optimizer_state_dict"] for each in _by_rank(files, "optim")]
+    checkpoint = {key: value for key, value in models[0].items() if key not in _ENGINES}
+    try:
+        groups = list(_groups(models[0], states))
+        checkpoint["state_dict"] = _weights(models, groups, place)
+        names = checkpoint.get(format.KEY, {}).get("strategy", {}).get(NAMES)
+        optimizers = checkpoint.pop("optimizer_states", None)
+        if names is not None and optimizers is not None:
+            checkpoint["optimizer_states"] = [{**optimizers[0], "state": _optimizer(groups, names, place)}]
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        raise CorruptCheckpoint(
+            f"The checkpoint {str(folder)!r} is not as DeepSpeed's engine writes it ({format.first_line(error)})."
+        ) from error
+    return checkpoint
+
+
+def written_by(path: PathLike) -> int:
+    """The number of ranks that have written a folder."""
+    folder = storage.local(path)
+    return len(_by_rank(folder / (folder / LATEST).read_text().strip(), "optim"))
+
+
+def _by_rank(folder: Path, kind: str) -> list[Path]:
+    """The files of a kind, "model" or "optim", by rank."""
+    found = {}
+    for file in folder.glob(f"*_{kind}_states.pt"):
+        parts = re.fullmatch(rf"(?:bf16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_{kind}_states\.pt", file.name)
+        if parts is None or int(parts[2]):
+            raise MisconfigurationException(f"{FOREIGN.format(path=str(folder.parent))}.")
+        found[int(parts[1] or 0)] = file
+    if not found or sorted(found) != list(range(len(found))):
+        raise CorruptCheckpoint(
+            f"The checkpoint {str(folder.parent)!r} lacks files {folder.name}/*_{kind}_states.pt: it has those of the "
+            f"ranks {sorted(found)}. Resume from an earlier checkpoint, or fetch the folder again."
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+def _opened(file: Path) -> dict[str, Any]:
+    """What a file holds, its tensors read when they are looked at."""
+    try:
+        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CorruptCheckpoint(f"The file {str(file)!r} is damaged ({format.first_line(error)}).") from error
+    return found
+
+
+# -- from runs of flattened groups to parameters -------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    """Parameters that the engine has flattened together.
+
+    Attributes:
+        shapes: by the parameters' names, in their order.
+        starts: of each parameter: in the flattened group; in stage 3 in each rank's run.
+        flat: by kind ("fp32", "exp_avg"): the runs of all ranks.
+        plain: what the optimizer keeps for the group as a whole.
+        even: each rank has its share of each parameter (stage 3), and not of the group.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    starts: dict[str, int]
+    flat: dict[str, list[Tensor]]
+    plain: dict[str, Any]
+    even: bool
+
+    def whole(self, name: str, kind: str) -> Tensor:
+        """One parameter's values of a kind."""
+        shape, start, runs = torch.Size(self.shapes[name]), self.starts[name], self.flat[kind]
+        numel = shape.numel()
+        if self.even:
+            share = -(-numel // len(runs))
+            return torch.cat([run[start : start + share] for run in runs])[:numel].view(shape)
+        found = []
+        for run in runs:
+            found.append(run[max(start, 0) : max(start + numel, 0)])
+            start -= run.numel()
+        return torch.cat(found).view(shape)
+
+
+def _sizes(shapes: Mapping[str, Any], number: int, states: list[dict[str, Any]], even: bool) -> list[int]:
+    """The elements that each parameter takes: of the flattened group, or, where it is ``even``, of a rank's run."""
+    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+    if even:
+        return [-(-size // len(states)) for size in sizes]
+    paddings = states[0].get("param_alignment_paddings")
+    if paddings is None:
+        return sizes
+    return [size + padding for size, padding in zip(sizes, paddings[number], strict=True)]
+
+
+def _groups(model: Mapping[str, Any], states: list[dict[str, Any]]) -> Iterator[_Group]:
+    even = "fp32_flat_groups" in states[0]
+    inner = "optimizer_state_dict" if even else "base_optimizer_state"
+    weights = "fp32_flat_groups" if even else "single_partition_of_fp32_groups"
+    for number, shapes in enumerate(model["param_shapes"]):
+        sizes = _sizes(shapes, number, states, even)
+        starts = dict(zip(shapes, accumulate(sizes, initial=0), strict=False))
+        runs = [state[weights][number] for state in states]
+        found = [state[inner]["state"].get(number, {}) for state in states]
+        flat = [key for key, value in found[0].items() if isinstance(value, Tensor) and value.dim() == 1]
+        flats = {"fp32": runs, **{key: [each[key] for each in found] for key in flat}}
+        plain = {key: value for key, value in found[0].items() if key not in flat}
+        yield _Group(shapes, starts, flats, plain, even)
+
+
+def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | None) -> dict[str, Any]:
+    """The module's state dict."""
+    first = models[0]
+    trained = {name: group for group in groups for name in group.shapes}
+    shared, frozen = first.get("shared_params") or {}, first.get("frozen_param_shapes") or {}
+    in_shares = bool(groups) and groups[0].even
+    made: dict[str, Any] = {}
+    for name, value in first["module"].items():
+        own = shared.get(name, name)
+        plain = name.removeprefix("_forward_module.")  # of Lightning's earlier versions
+        if own != name and own in made:
+            made[plain] = made[own]
+        elif own in trained:
+            made[plain] = _placed(f"model.{plain}", trained[own].whole(own, "fp32"), place)
+        elif own in frozen and in_shares:
+            shape = torch.Size(frozen[own])
+            parts = [model["frozen_param_fragments"][own] for model in models]
+            made[plain] = _placed(f"model.{plain}", torch.cat(parts)[: shape.numel()].view(shape), place)
+        else:
+            made[plain] = _placed(f"model.{plain}", value, place) if isinstance(value, Tensor) else value
+    return made
+
+
+def _optimizer(groups: list[_Group], names: Mapping[int, str], place: Place | None) -> dict[int, dict[str, Any]]:
+    """The states of an optimizer by its parameters' numbers."""
+    of_name = {name: group for group in groups for name in group.shapes}
+    made: dict[int, dict[str, Any]] = {}
+    for number, name in names.items():
+        group = of_name[name]
+        state = {
+            key: _placed(f"optimizer_0.state.{number}.{key}", group.whole(name, key), place)
+            for key in group.flat
+            if key != "fp32"
+        }
+        if state or group.plain:
+            # an optimizer counts in place, for each parameter by itself
+            plain = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.plain.items()}
+            made[number] = {**plain, **state}
+    return made
+
+
+def _placed(name: str, whole: Tensor, place: Place | None) -> Tensor:
+    target: Any = None if place is None else place(name, whole.shape, whole.dtype)
+    if not hasattr(target, "start"):  # else each rank cuts what it needs
+        return whole.detach().clone()
+    part = target.to_local()
+    part.copy_(whole.detach().flatten()[target.start : target.start + part.numel()])
+    stands_for: Tensor = target
+    return stands_for
+
+
+# -- from parameters to the files of one rank ----------------------------------------------------------------
+
+
+def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
+    """Write a whole checkpoint into a folder as the engine does on one rank, with stage 2.
+
+    Args:
+        checkpoint: as it was read; of a run under `DeepSpeedStrategy`, which notes the names of parameters.
+        folder: empty.
+
+    Raises:
+        MisconfigurationException: nothing says which parameters the optimizer's states are of.
+        ModuleNotFoundError: DeepSpeed, whose classes are in the files, is not installed.
+    """
+    names = checkpoint.get(format.KEY, {}).get("strategy", {}).get(NAMES)
+    if names is None or not checkpoint.get("optimizer_states"):
+        raise MisconfigurationException(
+            "A checkpoint becomes one of DeepSpeed's engine if it holds an optimizer's states and the names of its "
+            "parameters, which DeepSpeedStrategy saves and other strategies do not: go on from it in a fit with "
+            'strategy="deepspeed", and save there.'
+        )
+    if not package.is_installed():
+        raise missing_extra("deepspeed", "deepspeed", "writing DeepSpeed's own files")
+    package.bring_in()
+    groups: _Trained = []
+    for group in checkpoint["optimizer_states"][0]["param_groups"]:
+        trained = {number: names[number] for number in group["params"] if number in names}
+        if trained:
+            groups.append(({**group, "params": [len(groups)]}, trained))
+    (folder / TAG).mkdir()
+    torch.save(_model_file(checkpoint, groups), folder / TAG / "mp_rank_00_model_states.pt")
+    torch.save(_optimizer_file(checkpoint, groups), folder / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    (folder / LATEST).write_text(TAG)
+
+
+_Trained = list[tuple[dict[str, Any], dict[int, str]]]
+"""The optimizer's groups that are trained, each with its parameters: number to name."""
+
+
+def _untrained(weights: Mapping[str, Any], trained: Sequence[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Other names of trained tensors, and the tensors that are not trained.
+
+    Which of the latter are buffers is not known, and the engine looks for its frozen parameters alone.
+    """
+    known = {weights[name].data_ptr(): name for name in trained}
+    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    originals = {name: known.get(value.data_ptr(), name) for name, value in tensors.items()}
+    shared = {name: original for name, original in originals.items() if original != name}
+    others = {*shared, *trained}
+    return shared, {name: value for name, value in tensors.items() if name not in others}
+
+
+def _model_file(checkpoint: Mapping[str, Any], groups: _Trained) -> dict[str, Any]:
+    weights = checkpoint["state_dict"]
+    shapes = [{name: weights[name].shape for name in trained.values()} for _, trained in groups]
+    shared, rest = _untrained(weights, [name for each in shapes for name in each])
+    return {
+        **{key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")},
+        "optimizer_states": [{**checkpoint["optimizer_states"][0], "state": {}}],
+        "module": weights,
+        "buffer_names": [],
+        **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd")),
+        "param_shapes": shapes,
+        "frozen_param_shapes": {name: value.shape for name, value in rest.items()},
+        "frozen_param_fragments": rest,
+        "shared_params": shared,
+        "skipped_steps": 0,
+        "global_steps": checkpoint.get("global_step", 0),
+        "global_samples": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": importlib.metadata.version("deepspeed"),
+    }
+
+
+def _optimizer_file(checkpoint: Mapping[str, Any], groups: _Trained) -> dict[str, Any]:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    version = importlib.metadata.version("deepspeed")
+    weights, saved = checkpoint["state_dict"], checkpoint["optimizer_states"][0]["state"]
+    flats, states, paddings = [], {}, []
+    for number, (_, trained) in enumerate(groups):
+        flat = torch.cat([weights[name].detach().float().flatten() for name in trained.values()])
+        padding = flat.numel() % 2  # the engine makes groups of an even length
+        first = saved.get(next(iter(trained)), {})
+        states[number] = {
+            key: _flattened([saved[each][key] for each in trained], padding) if key != "step" else value
+            for key, value in first.items()
+        }
+        flats.append(flat)
+        paddings.append(padding)
+    inner = {
+        "loss_scaler": LossScaler(scale=1.0),
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "clip_grad": 0.0,
+        "base_optimizer_state": {"state": states, "param_groups": [group for group, _ in groups]},
+        "single_partition_of_fp32_groups": flats,
+        "zero_stage": 2,
+        "group_paddings": paddings,
+        "param_alignment_paddings": [[0] * len(trained) for _, trained in groups],
+        "partition_count": [1] * len(groups),
+        "ds_version": version,
+        "param_slice_mappings": [_mapping(trained.values(), weights) for _, trained in groups],
+    }
+    return {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": version}
+
+
+def _flattened(values: list[Any], padding: int) -> Any:
+    if not all(isinstance(value, Tensor) for value in values):
+        return values[0]
+    return torch.cat([*[value.flatten() for value in values], values[0].new_zeros(padding)])
+
+
+def _mapping(names: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    made, start = {}, 0
+    for name in names:
+        made[name] = fragment_address(numel=weights[name].numel(), start=start)
+        start += weights[name].numel()
+    return made

@@ -1,0 +1,322 @@
+"""The package `deepspeed` as this process needs it: on which device, by which group, and without building anything."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.installed import Installation
+from lockstep.ground.rank import log
+
+DEEPSPEED_BUILDS = Installation(
+    "DeepSpeed's OpBuilder.jit_load",
+    ("extensions/deepspeed/package.py",),
+    "a build is told, and does not wait for one that was killed",
+    stays=False,
+)
+DEEPSPEED_WARNINGS = Installation(
+    "warnings.filters",
+    ("extensions/deepspeed/package.py",),
+    "torch tells at each collective of DeepSpeed's that the function will have another name",
+    stays=False,
+)
+
+SHARED_MEMORY = "deepspeed_shm_comm"
+"""DeepSpeed's own all-reduce within a host, which a compiler builds at the first start unless it is switched off."""
+
+
+def is_installed() -> bool:
+    """Whether the package is there; it is not imported."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def bring_in() -> None:
+    """Import the package, without what it says and looks for meanwhile."""
+    with _quiet(), _without("mlflow"):  # it asks for mlflow on behalf of its autotuner, which takes half of the time
+        importlib.import_module("deepspeed")
+    with _compiled_later():
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+
+
+@contextmanager
+def prepared(device: torch.device, level: int) -> Iterator[None]:
+    """Import DeepSpeed for ranks on this kind of device, joined to the process group that is there now.
+
+    Nothing is compiled: its shared-memory all-reduce, which needs a compiler, is left out. What the user asks for
+    (``DeepSpeedCPUAdam``, say) is built when it is made, which is said then.
+
+    Args:
+        device: of this rank.
+        level: of its log on rank 0; the other ranks tell errors alone.
+    """
+    bring_in()
+    with _quiet():
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.utils import logger
+
+        if get_accelerator().device_name() != device.type:
+            set_accelerator(_accelerator(device.type))
+    before = logger.level
+    logger.setLevel(level if dist.get_rank() == 0 else max(level, logging.ERROR))
+    _forget_other_groups()
+    with _quiet(), _without_shared_memory():
+        deepspeed.init_distributed(comm.backend_of(None, device.type), auto_mpi_discovery=False, verbose=False)
+    try:
+        with _builds_watched(), torchs_names_quiet():
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def _without(name: str) -> Iterator[None]:
+    """Inside, this package counts as not installed, unless it is imported already."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]  # which is how Python knows that an import fails
+    try:
+        yield
+    finally:
+        sys.modules.pop(name, None)
+
+
+@contextmanager
+def _compiled_later() -> Iterator[None]:
+    """Inside, a function is compiled when it is first called: torch's compiler takes seconds to import.
+
+    DeepSpeed decorates functions of an optimizer, Muon, which it imports in any case.
+    """
+    own = torch.compile
+
+    def later(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return partial(later, **options)
+        made: list[Any] = []
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not made:
+                made.append(own(function, **options))
+            return made[0](*args, **kwargs)
+
+        return call
+
+    torch.compile = later  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = own
+
+
+@contextmanager
+def _without_shared_memory() -> Iterator[None]:
+    """Inside, DeepSpeed finds its own all-reduce not to be compatible; looking at all its extensions takes a while."""
+    from deepspeed import ops
+
+    names = vars(ops)
+    known = names.get("__compatible_ops__")
+    names["__compatible_ops__"] = {**(known or {}), SHARED_MEMORY: False}
+    try:
+        yield
+    finally:
+        if known is None:
+            del names["__compatible_ops__"]
+        else:
+            names["__compatible_ops__"] = known
+
+
+@contextmanager
+def torchs_names_quiet() -> Iterator[None]:
+    """Inside, torch does not tell at each call that functions which DeepSpeed uses will have other names."""
+    with DEEPSPEED_WARNINGS.inside():
+        before = list(warnings.filters)
+        message = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
+        added = warnings.filters[0]
+        try:
+            yield
+        finally:
+            if added in warnings.filters and added not in before:  # it may be within another
+                warnings.filters.remove(added)  # type: ignore[attr-defined]
+
+
+def zero_keys() -> list[str]:
+    """The keys of "zero_optimization" in a config of DeepSpeed's."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    return sorted({name for key, field in fields.items() for name in (key, field.alias) if name})
+
+
+def uses_checkpointing(module: torch.nn.Module) -> bool:
+    """Whether a layer's ``forward`` names ``deepspeed.checkpointing``, or its function ``checkpoint``."""
+    import deepspeed
+
+    own = (deepspeed.checkpointing, deepspeed.checkpointing.checkpoint)
+    for layer in module.modules():
+        forward = type(layer).forward
+        code = getattr(forward, "__code__", None)
+        if code is None:
+            continue
+        if {"deepspeed", "checkpointing"} <= set(code.co_names):
+            return True
+        known = forward.__globals__
+        if any(known.get(name) is each for name in code.co_names for each in own):
+            return True
+    return False
+
+
+def configure_checkpointing(block: Mapping[str, Any]) -> None:
+    """Let ``deepspeed.checkpointing`` work as the config's block says; nothing is cut without model parallelism."""
+    import deepspeed
+
+    deepspeed.checkpointing.configure(
+        None,
+        partition_activations=False,
+        checkpoint_in_cpu=bool(block.get("cpu_checkpointing")),
+        synchronize=bool(block.get("synchronize_checkpoint_boundary")),
+    )
+
+
+def _accelerator(kind: str) -> Any:
+    if kind == "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        return CPU_Accelerator()
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    return CUDA_Accelerator()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, logs tell errors alone: an import says on which device it is, and more."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+_known_group: object = None
+
+
+def _forget_other_groups() -> None:
+    """DeepSpeed keeps groups for the life of the process; those of another default group are dead."""
+    global _known_group
+    here = dist.group.WORLD
+    if here is _known_group:
+        return
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    for name in ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_ALL_TO_ALL_GROUP", "_DATA_PARALLEL_GROUP"):
+        if isinstance(getattr(groups, name, None), dict):
+            setattr(groups, name, {})
+        elif hasattr(groups, name):
+            setattr(groups, name, None)
+    _known_group = here
+
+
+# -- what is built --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _builds_watched() -> Iterator[None]:
+    """Inside, a build of an extension of DeepSpeed's is told, and does not wait for one that was killed."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    own = OpBuilder.jit_load
+
+    def jit_load(self: Any, verbose: bool = True) -> Any:
+        folder = build_folder(self.name)
+        if folder is not None:
+            remove_stale_lock(folder)
+            if not any(folder.glob("*.so")):
+                check_compiler(self.name)
+                log.info(f"DeepSpeed builds its extension {self.name!r}: this takes half a minute, once.")
+        return own(self, verbose)
+
+    with DEEPSPEED_BUILDS.inside():
+        OpBuilder.jit_load = jit_load
+        try:
+            yield
+        finally:
+            OpBuilder.jit_load = own
+
+
+def check_compiler(name: str) -> None:
+    """Refuse to build an extension where nothing can.
+
+    Raises:
+        MisconfigurationException: torch finds no C++ compiler.
+    """
+    from torch.utils import cpp_extension
+
+    compiler = cpp_extension.get_cxx_compiler()
+    if shutil.which(compiler) is None:
+        raise MisconfigurationException(
+            f"DeepSpeed has to build its extension {name!r}, and there is no C++ compiler ({compiler!r}): install one "
+            "(g++), or use torch.optim.AdamW in the place of DeepSpeed's own optimizers."
+        )
+
+
+def can_use_disks() -> bool:
+    """Whether DeepSpeed can keep states on a disk here: its extension for that needs libaio and its headers."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    with _quiet():
+        return bool(AsyncIOBuilder().is_compatible(verbose=False))
+
+
+def build_folder(name: str) -> Path | None:
+    """Where torch builds an extension of this name; None where it does not say."""
+    from torch.utils import cpp_extension
+
+    find: Callable[[str, bool], str] | None = getattr(cpp_extension, "_get_build_directory", None)
+    return None if find is None else Path(find(name, False))
+
+
+def remove_stale_lock(folder: Path) -> bool:
+    """Remove the lock of a build that was killed, on which all later ones would wait for ever.
+
+    A build holds its lock open as long as it runs, so a lock that no process has open is a dead one's. This is known
+    on Linux alone.
+
+    Returns:
+        whether there was such a lock.
+    """
+    lock = folder / "lock"
+    processes = Path("/proc")
+    if not lock.exists() or not processes.is_dir() or sys.platform != "linux":
+        return False
+    target = lock.resolve()
+    for descriptor in processes.glob("[0-9]*/fd/*"):
+        try:
+            if Path(os.readlink(descriptor)) == target:
+                return False
+        except OSError:  # of another user, or gone
+            continue
+    lock.unlink(missing_ok=True)
+    log.info(f"A build of a DeepSpeed extension was killed earlier: its lock {str(lock)!r} is removed.")
+    return True

@@ -1,0 +1,681 @@
+"""DeepSpeed: ZeRO stages 1 to 3 by the package's own engine, with windows, data and checkpoints of the Trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from copy import copy
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from lockstep.checkpoint import pretrained
+from lockstep.checkpoint.engine_folder import Place, is_engines
+from lockstep.checkpoint.first_values import fill, stand_in
+from lockstep.checkpoint.flat_part import FlatPart
+from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
+from lockstep.checkpoint.sharded_io import EngineCheckpointIO
+from lockstep.cluster.local import told_local_rank
+from lockstep.cluster.world import World
+from lockstep.engines.ddp.consistency import broadcast_buffers, check_same_module
+from lockstep.engines.engine import EngineState
+from lockstep.engines.ranks import HALF_AN_HOUR
+from lockstep.engines.sharded.layer_states import bring_states, generate_together
+from lockstep.engines.sharded.strategy import ShardedStrategy
+from lockstep.extensions.deepspeed import config as settings
+from lockstep.extensions.deepspeed import folder as deepspeed_folder
+from lockstep.extensions.deepspeed import package
+from lockstep.extensions.deepspeed.partition import partition, put, span
+from lockstep.ground import comm
+from lockstep.ground.combined import CombinedOptimizer
+from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.parameters import whole_shape
+from lockstep.ground.parts import is_partitioned
+from lockstep.ground.rank import does, rank_zero_info
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.memory.recompute import Layers, Policy, Save
+from lockstep.module import LightningModule
+from lockstep.precision.base import Precision
+
+if TYPE_CHECKING:
+    from lockstep.extensions.deepspeed.engine import ZeroEngine
+
+THAWED = (
+    "Under DeepSpeed parameter {name!r} would not be trained: its engine was made when the fit began, and then the "
+    "parameter needed no gradient, or the optimizer did not have it. Let it need gradients from the beginning, in a "
+    'group with lr=0.0 until its time, say; or use strategy="fsdp".'
+)
+FORMATS = ("sharded", "full", "deepspeed")
+NO_EFFECT = {
+    "load_full_weights": "checkpoints hold whole weights in any case",
+    "logging_batch_size_per_gpu": "the loader says how large a batch is",
+    "remote_device": "`offload_params_device` says where parameters are kept",
+}
+"""Arguments of Lightning's strategy that have no effect here, and why."""
+
+
+class DeepSpeedStrategy(ShardedStrategy):
+    """One process per device, over DeepSpeed's engine: ZeRO stage 1, 2 or 3. CPUs work, too (gloo).
+
+    The arguments are those of Lightning's strategy; None leaves the choice to ``config``, and where that says nothing
+    to the default. See `docs/deepspeed.md`.
+
+    Args:
+        accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
+        stage: of ZeRO: 1 cuts optimizer states over the ranks, 2 gradients, too, 3 parameters, too. Default: 2.
+        offload_optimizer: keep optimizer states on ``offload_optimizer_device`` ("cpu"), and step there.
+        offload_parameters: keep parameters on ``offload_params_device`` ("cpu"); for stage 3.
+        nvme_path: a folder on a fast disk, where a device is "nvme".
+        params_buffer_count, params_buffer_size, max_in_cpu, optimizer_buffer_count, pin_memory: of the offload.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: of the disk.
+        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: of ZeRO.
+        allgather_bucket_size, reduce_bucket_size: the same; buckets have at most 2e8 elements.
+        zero_allow_untested_optimizer: False: refuse optimizers that DeepSpeed does not name as tested.
+        config: DeepSpeed's own: a JSON file, or a dict. What belongs to the Trainer may stand there if it says the
+            same.
+        logging_level: of DeepSpeed's log, on rank 0.
+        loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: of precision="16-mixed".
+        partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary: of
+            ``deepspeed.checkpointing``, where the model uses it.
+        cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
+        process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
+        timeout: how long a collective waits for the other ranks; None: 30 minutes.
+        nccl: NCCL's variables, as of ``DDPStrategy``.
+        activation_checkpointing: compute activations again in the backward: True (of the repeated blocks), or classes.
+        activation_checkpointing_policy: the same by classes or a policy function.
+        activation_checkpointing_save: what is kept of such layers all the same.
+        checkpoint_format: "sharded": a folder that all ranks write, each its part; any strategy reads it on any number
+            of ranks. "full": the same in one file, gathered by rank 0. "deepspeed": the engine's own folder.
+        async_save: with "sharded": ranks copy their parts and train on, while a thread of each writes them.
+        **others: further arguments of Lightning's strategy, taken where they have no effect.
+
+    Raises:
+        MisconfigurationException: for an argument that has no place here, that nobody knows, or that the config
+            contradicts.
+        ModuleNotFoundError: DeepSpeed is not installed.
+    """
+
+    steps_itself = True
+    engine = "DeepSpeed"
+
+    def __init__(
+        self,
+        accelerator: object = None,
+        zero_optimization: bool = True,
+        stage: int | None = None,
+        *,
+        offload_optimizer: bool | None = None,
+        offload_parameters: bool | None = None,
+        offload_params_device: str | None = None,
+        offload_optimizer_device: str | None = None,
+        nvme_path: str | None = None,
+        params_buffer_count: int | None = None,
+        params_buffer_size: int | None = None,
+        max_in_cpu: int | None = None,
+        optimizer_buffer_count: int | None = None,
+        pin_memory: bool | None = None,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+        single_submit: bool | None = None,
+        overlap_events: bool | None = None,
+        thread_count: int | None = None,
+        sub_group_size: int | None = None,
+        contiguous_gradients: bool | None = None,
+        overlap_comm: bool | None = None,
+        allgather_partitions: bool | None = None,
+        reduce_scatter: bool | None = None,
+        allgather_bucket_size: float | None = None,
+        reduce_bucket_size: float | None = None,
+        zero_allow_untested_optimizer: bool | None = None,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        logging_level: int = logging.WARNING,
+        loss_scale: float | None = None,
+        initial_scale_power: int | None = None,
+        loss_scale_window: int | None = None,
+        hysteresis: int | None = None,
+        min_loss_scale: float | None = None,
+        partition_activations: bool | None = None,
+        cpu_checkpointing: bool | None = None,
+        contiguous_memory_optimization: bool | None = None,
+        synchronize_checkpoint_boundary: bool | None = None,
+        parallel_devices: object = None,
+        cluster_environment: object = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: object = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = HALF_AN_HOUR,
+        nccl: Mapping[str, Any] | None = None,
+        activation_checkpointing: Layers | Literal[False] | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        activation_checkpointing_save: Save = None,
+        checkpoint_format: str = "sharded",
+        async_save: bool = False,
+        **others: object,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in _OF_CONFIG and value is not None}
+        if not package.is_installed():
+            raise missing_extra("deepspeed", "deepspeed", "DeepSpeedStrategy")
+        super().__init__(
+            cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, nccl=nccl
+        )
+        others = {"accelerator": accelerator, "parallel_devices": parallel_devices, **others}
+        self._take_others(DeepSpeedStrategy, others, NO_EFFECT)
+        if zero_optimization is not True:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(zero_optimization={zero_optimization!r}): without ZeRO the engine reduces whole "
+                'gradients, which strategy="ddp" does faster.'
+            )
+        self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        self._save_by(checkpoint_format, async_save)
+        self._user = settings.read(config)
+        self._config = settings.merged(settings.whole_numbers(given), self._user)
+        zero = self._config[settings.ZERO]
+        self._stage = int(zero["stage"])
+        self.saves_memory_by |= {"sharded optimizer", *(["sharded parameters"] if self._stage == 3 else [])}
+        offloaded = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+        if offloaded != ["none", "none"]:
+            self.saves_memory_by.add("offload")
+        if offload_parameters and self._stage != 3:
+            rank_zero_info(
+                f"DeepSpeedStrategy(offload_parameters=True, stage={self._stage}) has no effect: parameters are whole "
+                "on each device until stage 3."
+            )
+        self._level = logging_level
+        self._exact: dict[int, Tensor] = {}
+        self._zero: ZeroEngine | None = None
+        self._evaluates: Any = None
+        self._said_sizes: dict[str, int] = {}
+        self._has_ended = False
+        self._call = ExitStack()  # what is there for the length of a call
+
+    def _save_by(self, checkpoint_format: str, async_save: bool) -> None:
+        """Choose what writes checkpoints."""
+        self._format = checkpoint_format
+        if checkpoint_format not in FORMATS:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(checkpoint_format={checkpoint_format!r:.100}): choose "
+                f"{', '.join(repr(name) for name in FORMATS)}."
+            )
+        if checkpoint_format == "sharded":
+            self._save_in_parts(async_save)
+        elif async_save:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(async_save=True, checkpoint_format={checkpoint_format!r}): parts alone are written "
+                'in the background: leave checkpoint_format at "sharded".'
+            )
+        elif checkpoint_format == "deepspeed":
+            self.saves_shards = True
+            writer = EngineCheckpointIO()
+            writer.save = self._engine_saves
+            self.checkpoints = CheckpointWriter(writer)
+
+    def _engine_saves(self, folder: os.PathLike[str], rest: dict[str, Any]) -> None:
+        if self._zero is None:
+            raise MisconfigurationException(
+                'DeepSpeedStrategy(checkpoint_format="deepspeed"): there is no engine yet that could save: save in a '
+                'fit, or after one; or choose checkpoint_format="sharded".'
+            )
+        with package.torchs_names_quiet():  # it may be after the call
+            self._zero.save(folder, deepspeed_folder.TAG, rest)
+
+    # -- set up
+
+    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+        """As of any ranks; the engine scales the loss where floats have 16 bits."""
+        if precision.name not in settings.PRECISIONS:
+            raise MisconfigurationException(
+                f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32: '
+                f"choose one of {', '.join(settings.PRECISIONS)}."
+            )
+        settings.of_precision(self._config, precision.name, device.type)
+        if precision.scaler is not None:
+            precision = copy(precision)
+            precision.scaler = None
+        super().connect(world, device, precision)
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and import DeepSpeed."""
+        super().setup_environment()
+        self._call.close()
+        self._call.enter_context(told_local_rank(self.world.local_rank))
+        self._call.enter_context(package.prepared(self.root_device, self._level))
+        settings.check_keys(self._user, package.zero_keys())
+        path = settings.disk(self._config)
+        if path is not None and not package.can_use_disks():
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(nvme_path={path!r}): DeepSpeed uses disks by libaio, which is not there: "
+                'install it with its headers (libaio-dev), or offload to the "cpu".'
+            )
+
+    @does("taking rank 0's weights")
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        """Take rank 0's weights and buffers, in stage 3 each rank its part of them."""
+        self._refuse_parts(module, "deepspeed" if self._stage == 3 else "")
+        self._end_engine()
+        self.module, self._own_backward = module, own_backward
+        self._has_ended = False
+        self.precision.convert_module(module)
+        if self._stage != 3:
+            fill(module, self.root_device)
+        sources = stand_in(module)
+        check_same_module(module)
+        gather = list if self._built is None else self._built.gather
+        buffers = list(module.buffers())
+        gather(buffers)
+        for buffer in buffers:
+            buffer.data = buffer.data.to(self.root_device)
+        bring_states(module, self.root_device)
+        broadcast_buffers(buffers, 0, None)
+        if self._stage == 3:
+            self._exact = partition(module, self._engine_config(), self._dtype, self.root_device, gather, sources)
+            pretrained.forget(module)
+            generate_together(module)
+        else:
+            parameters = list(module.parameters())
+            gather(parameters)
+            for parameter in parameters:
+                parameter.data = parameter.data.to(self.root_device)
+            comm.broadcast_tensors([parameter.data for parameter in parameters], 0, None)
+        self._built = None
+        self._choose_recomputation()
+        self._begin_recomputation()
+        self._watch(module)
+
+    def _choose_recomputation(self) -> None:
+        """Let the config's block hold: for DeepSpeed's own function where the model calls it, else for our blocks."""
+        block = self._config.get("activation_checkpointing", {})
+        on = [key for key in ("partition_activations", "cpu_checkpointing") if block.get(key)]
+        if not on:
+            return
+        if package.uses_checkpointing(self.module):
+            package.configure_checkpointing(block)
+            rank_zero_info(f"DeepSpeed: layers that call deepspeed.checkpointing are recomputed ({', '.join(on)}).")
+        elif not self._recomputation.is_on:
+            self._recompute(True, None, None)
+            rank_zero_info(
+                f"DeepSpeed: {', '.join(on)}: no layer calls deepspeed.checkpointing, so the repeated blocks are "
+                "recomputed as by activation_checkpointing=True."
+            )
+        if "partition_activations" in on:
+            rank_zero_info("DeepSpeed: partition_activations has no effect without model parallelism.")
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        """The type in which the engine keeps parameters; None: float32."""
+        blocks = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return next((dtype for block, dtype in blocks.items() if block in self._config), None)
+
+    def _engine_config(self) -> dict[str, Any]:
+        """The engine's config, as far as it is known before there is an optimizer."""
+        made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
+        made.pop("optimizer", None)
+        self._said_sizes = settings.of_batches(made)
+        made["gradient_accumulation_steps"] = 1
+        made["gradient_clipping"] = 0.0
+        numel = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())
+        if not numel:
+            raise MisconfigurationException(
+                f"{type(self.module).__name__} has no parameters for DeepSpeed to cut. Layers in a plain list or dict "
+                "are not the module's: use nn.ModuleList or nn.ModuleDict."
+            )
+        settings.fill_in(made, self.root_device.type, numel)
+        return made
+
+    @does("starting DeepSpeed's engine")
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """Give the module and its optimizer to DeepSpeed's engine."""
+        from lockstep.extensions.deepspeed.engine import ZeroEngine
+        from lockstep.extensions.deepspeed.gradients import ZeroGradients
+
+        super().setup_optimizers(optimizers, configs)
+        optimizer = self._check_fit(optimizers)
+        made = self._engine_config()
+        trainer = self.module.trainer
+        settings.of_optimizer(dict(self._config), optimizer)
+        settings.of_accumulation({**self._config}, trainer.config.accumulate_grad_batches)
+        clipping = {"gradient_clipping": self._config.get("gradient_clipping", 0.0)}
+        settings.of_clipping(clipping, trainer.config.gradient_clip_val, trainer.config.gradient_clip_algorithm)
+        made.update(clipping)
+        self.copies.synchronize_norms(self.module, self.sync_batchnorm, self._timeout, self.replicas)
+        self._end_evaluation()
+        self._zero = ZeroEngine(self.module, optimizer, made, self._exact)
+        self.gradients = ZeroGradients(self, self._zero)
+        self._exact = {}
+        vars(optimizer)["zero_grad"] = self._zero_grad
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        if self._zero is not None:
+            self._zero.zero_grad()
+
+    def _check_fit(self, optimizers: list[Optimizer]) -> Optimizer:
+        """Refuse what the engine cannot do, by name; gives the one optimizer."""
+        module = self.module
+        kind = type(module).__name__
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{kind}: automatic_optimization=False under DeepSpeed: its engine has to know which backward is the "
+                'last before a step. Let the Trainer step, or use strategy="fsdp".'
+            )
+        if len(optimizers) != 1:
+            raise MisconfigurationException(
+                f"{kind}.configure_optimizers returned {len(optimizers)} optimizers: DeepSpeed's engine steps one. "
+                'Put their parameters into groups of one, or use strategy="fsdp".'
+            )
+        if isinstance(optimizers[0], CombinedOptimizer):
+            raise MisconfigurationException(
+                f"{kind}.configure_optimizers returned a CombinedOptimizer: DeepSpeed's engine lays the parameters of "
+                'one optimizer end to end. Put them into groups of one, or use strategy="fsdp".'
+            )
+        for name, way in (
+            ("configure_gradient_clipping", "use Trainer(gradient_clip_val=...)"),
+            ("optimizer_step", "use the hooks on_before_optimizer_step and on_before_zero_grad"),
+        ):
+            if getattr(type(module), name) is not getattr(LightningModule, name):
+                raise MisconfigurationException(
+                    f"{kind} overrides `{name}`: DeepSpeed's engine clips and steps in one go, on this rank's part of "
+                    f'the gradients: {way}, or strategy="fsdp".'
+                )
+        optimizer = optimizers[0]
+        if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+            raise MisconfigurationException(
+                f"{type(optimizer).__name__}: none of its parameters needs gradients: there is nothing to train."
+            )
+        for parameter_name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise MisconfigurationException(
+                    f"{kind}: parameter {parameter_name!r} is {parameter.dtype}: DeepSpeed keeps weights in float32: "
+                    'convert it by module.float(), or use strategy="fsdp".'
+                )
+        self._check_dtypes(optimizer)
+        self._check_tested(optimizer)
+        self._check_callbacks()
+        return optimizer
+
+    def _check_dtypes(self, optimizer: Optimizer) -> None:
+        """Refuse trained parameters of several types, which the engine would lay end to end in one of them."""
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        of_dtype: dict[torch.dtype, str] = {}
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) in trained:
+                of_dtype.setdefault(parameter.dtype, name)
+        if len(of_dtype) > 1 and self._dtype is None:
+            some = " and ".join(f"{name!r} is {dtype}" for dtype, name in of_dtype.items())
+            raise MisconfigurationException(
+                f"{type(self.module).__name__}: parameter {some}, and DeepSpeed lays those that are trained end to end "
+                "in one type: freeze those of the others (`requires_grad_(False)`), convert them by "
+                'module.float(), or use strategy="fsdp".'
+            )
+
+    def _check_callbacks(self) -> None:
+        """Refuse callbacks that change the module's parameters where those are not what is trained."""
+        callbacks = getattr(self.module.trainer, "callbacks", ())
+        where = way = None
+        if self._stage == 3:
+            where, way = "under stage 3 the module's parameters are empty between forwards", "stage 1 or 2"
+        elif self._dtype is not None:
+            where = f"under precision={self.precision.name!r} the engine trains float32 weights beside the module's"
+            way = 'precision="32-true" or "bf16-mixed"'
+        for callback in callbacks:
+            name = type(callback).__name__
+            if callback.replaces_parameters:
+                raise MisconfigurationException(
+                    f"DeepSpeedStrategy with {name}: it puts other parameters in the place of those that the engine "
+                    'trains: use strategy="ddp".'
+                )
+            if where is not None and callback.averages_weights:
+                raise MisconfigurationException(
+                    f'DeepSpeedStrategy with {name}, which changes parameters: {where}. Use {way}, or strategy="fsdp".'
+                )
+
+    def _check_tested(self, optimizer: Optimizer) -> None:
+        if self._config.get("zero_allow_untested_optimizer", True):
+            return
+        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+        if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+            tested = ", ".join(sorted({kind.__name__ for kind in ZERO_SUPPORTED_OPTIMIZERS}))
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(zero_allow_untested_optimizer=False) with {type(optimizer).__name__}: DeepSpeed "
+                f"names as tested {tested}: use one of them, or leave the argument out."
+            )
+
+    def check_trained(self, replaced: bool = False) -> None:
+        """Look for parameters that were thawed, or given to the optimizer, since the engine was made."""
+        super().check_trained(replaced)
+        name = None if self._zero is None else self._zero.untrained()
+        if name is not None:
+            raise MisconfigurationException(THAWED.format(name=name))
+
+    def teardown(self) -> None:
+        """Take the engine's hooks away; in stage 3 the module stays in partitions."""
+        super().teardown()
+        self._end_evaluation()
+        if self._zero is not None and not self._has_ended:
+            self._zero.end()
+            self._has_ended = True
+        self._call.close()
+
+    def _end_engine(self) -> None:
+        if self._zero is not None and not self._has_ended:
+            self._zero.end()
+        self._zero = None
+
+    def _end_evaluation(self) -> None:
+        if self._evaluates is not None:
+            self._evaluates.end()
+            self._evaluates = None
+
+    # -- one window
+
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        """As on one process, inside the engine's hooks, which gather parameters in stage 3."""
+        if self._said_sizes and torch.is_grad_enabled():
+            self._check_sizes()
+        return super().run(fn, *args)
+
+    def _through(self, fn: Callable[..., Any], *args: object) -> Any:
+        return self._runner()(fn, *args)
+
+    def _runner(self) -> Callable[..., Any]:
+        if self._zero is not None and not self._has_ended and (self._stage == 3 or torch.is_grad_enabled()):
+            return self._zero.run
+        if self._stage != 3:
+            return _called
+        if self._evaluates is None:
+            from lockstep.extensions.deepspeed.engine import evaluation
+
+            self._evaluates = evaluation(self.module, self._engine_config())
+        runner: Callable[..., Any] = self._evaluates
+        return runner
+
+    def _check_sizes(self) -> None:
+        trainer = self.module.trainer
+        size = getattr(trainer.train_dataloader, "batch_size", None)
+        if isinstance(size, int):
+            settings.check_batches(self._said_sizes, size, trainer.accumulate_grad_batches, self.world.size)
+        self._said_sizes = {}
+
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
+        """Backward with gradients averaged over the ranks and cut, by the engine."""
+        assert self._zero is not None
+        self._zero.backward(loss, self.sync_gradients, self.drops_gradients, self._own_backward)
+        self._backward_ends()
+
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Let the engine clip the whole gradient by its 2-norm, in the step that follows."""
+        assert self._zero is not None
+        if algorithm != "norm":
+            settings.of_clipping({}, value, algorithm)
+        self._zero.clip(value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Let the engine update the parameters."""
+        assert self._zero is not None
+        if closure is not None:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy: {type(optimizer).__name__}.step(closure): the engine steps by gradients that are "
+                'there already: use an optimizer without a closure, or strategy="ddp".'
+            )
+        self._zero.step()
+        self.left_out = bool(getattr(self._zero.zero, "overflow", False))
+
+    # -- what it holds
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """This rank's parts, the engine's float32 weights among the optimizer's states, and its buckets."""
+        held = super().held()
+        if self._zero is None or self._has_ended:
+            parts = [getattr(parameter, "ds_tensor", parameter) for parameter in self.module.parameters()]
+            return {**held, "parameters": parts}
+        return {**held, **self._zero.held()}
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Each parameter in float32 and its gradient, gathered one by one."""
+        if self._zero is not None:
+            self._zero.take_changes()
+        for name, parameter in self.named_parameters().items():
+            gradient = None if self._zero is None else self._zero.whole_gradient(parameter)
+            yield name, self._whole(parameter), gradient
+
+    def _whole(self, parameter: Parameter) -> Tensor:
+        return self._made_whole(self._part(parameter))
+
+    def _made_whole(self, value: Tensor) -> Tensor:
+        return value.whole(self.root_device) if isinstance(value, FlatPart) else value
+
+    def _part(self, parameter: Any) -> Tensor:
+        """What this rank has of a parameter: of one that is trained, the float32 elements that it updates."""
+        if self._zero is not None and self._zero.knows(parameter):
+            return self._zero.part(parameter)
+        if is_partitioned(parameter):
+            return FlatPart.of_span(parameter.ds_shape, parameter.dtype, parameter.ds_tensor)
+        value: Tensor = parameter.detach()
+        return value
+
+    def _kept(self, value: Tensor) -> Tensor:
+        """What becomes of a part in a checkpoint: itself, or where rank 0 writes, the whole there."""
+        if self.saves_shards:
+            return value
+        whole = self._made_whole(value)
+        return whole.cpu() if self.world.is_zero else torch.empty_like(whole, device="meta")
+
+    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
+        """Module and optimizer: this rank's parts; with "full" as of one process, on rank 0, without values elsewhere.
+
+        With "deepspeed" the engine writes them, and here are names alone.
+        """
+        self._refuse_alone(alone)
+        zero = self._zero
+        if zero is not None:
+            zero.take_changes()
+        if self._format == "deepspeed":
+            if zero is None or weights_only:
+                return EngineState(self.module.state_dict())
+            groups = {**zero.optimizer.state_dict(), "state": {}}
+            return EngineState(self.module.state_dict(), [groups], {deepspeed_folder.NAMES: zero.names()})
+        module = self._module_state()
+        if weights_only or zero is None:
+            return EngineState(module)
+        return EngineState(module, [zero.optimizer_state(self._kept)], {deepspeed_folder.NAMES: zero.names()})
+
+    def _module_state(self) -> dict[str, Any]:
+        """The module's state dict with the engine's own values of parameters."""
+        made = self.module.state_dict()
+        done: dict[int, Tensor] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name not in made:
+                continue
+            if id(parameter) not in done:
+                done[id(parameter)] = self._kept(self._part(parameter))
+            made[name] = done[id(parameter)]
+        return made
+
+    def _reads_into(self) -> Place:
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        shapes = {whole_shape(parameter) for parameter in parameters.values()}
+
+        def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            if name.startswith("model."):
+                parameter = parameters.get(name.removeprefix("model."))
+                in_parts = parameter is not None and is_partitioned(parameter) and whole_shape(parameter) == shape
+            else:
+                in_parts = name.startswith("optimizer_") and len(shape) > 0 and shape in shapes
+            return FlatPart.of_span(shape, dtype) if in_parts else torch.empty(shape, dtype=dtype)
+
+        return place
+
+    def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """The same, of the engine's own folders, too, with a line where other ranks have written it."""
+        found = super().load_checkpoint(filepath, weights_only)
+        if is_engines(filepath) and deepspeed_folder.written_by(filepath) != self.world.size:
+            rank_zero_info(
+                f"DeepSpeed: {os.fspath(filepath)!r} was written by {deepspeed_folder.written_by(filepath)} ranks, and "
+                f"here are {self.world.size}: it is read parameter by parameter, as DeepSpeed's universal format has "
+                "them."
+            )
+        return found
+
+    def load(self, state: EngineState) -> None:
+        """Take this rank's parts; a tensor without memory, as `save` gives, leaves what there is."""
+        if state.module is not None:
+            kept = {name for name, value in state.module.items() if isinstance(value, Tensor) and value.is_meta}
+            self._load_module(state.module, kept)
+        for saved in state.optimizers or ():
+            if saved is not None and self._zero is not None:
+                self._zero.load_optimizer_state(saved)
+
+    def _load_all_but(self, others: set[str], saved: dict[str, Any]) -> None:
+        """Let the module take what is saved, strictly if it says so; ``others`` come by other ways."""
+        strict = self.module.strict_loading
+        rest = {name: value for name, value in saved.items() if name not in others}
+        found = self.module.load_state_dict(rest, strict=strict and not others)
+        missing = [name for name in found.missing_keys if name not in others]
+        if strict and (missing or found.unexpected_keys):
+            raise RuntimeError(f"missing keys {missing}, unexpected keys {found.unexpected_keys}")
+
+    def _load_module(self, given: dict[str, Any], kept: set[str]) -> None:
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        cut = {name for name, p in parameters.items() if is_partitioned(p) and name in given}
+        saved = {name: value if name in cut else self._made_whole(value) for name, value in given.items()}
+        self._load_all_but(cut | kept, saved)
+        for name in cut - kept:
+            put(parameters[name], _elements(saved[name]))
+        for name in (name for name in saved if name in parameters and name not in kept):
+            if self._zero is not None:
+                self._zero.load_parameter(parameters[name], saved[name])
+            elif self._dtype is not None:
+                self._exact[id(parameters[name])] = self._own_part(parameters[name], saved[name])
+
+    def _own_part(self, parameter: Parameter, value: Tensor) -> Tensor:
+        """What the engine is to have of a parameter that the module rounds: of stage 3 this rank's elements."""
+        flat = _elements(value).flatten()
+        if is_partitioned(parameter) and flat.numel() == value.numel():
+            start, size = span(value.numel(), self.world.rank, self.world.size)
+            flat = flat[start : start + size]
+        return flat.to(self.root_device, torch.float32, copy=True)
+
+
+def _elements(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, FlatPart) else value
+
+
+def _called(fn: Callable[..., Any], *args: object) -> Any:
+    return fn(*args)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------
+
+_OF_CONFIG = frozenset(
+    {
+        *settings.PLACES,
+        *settings.OFFLOAD_OPTIMIZER,
+        *settings.OFFLOAD_PARAMETERS,
+        *("offload_optimizer", "offload_parameters", "offload_params_device", "offload_optimizer_device"),
+    }
+)

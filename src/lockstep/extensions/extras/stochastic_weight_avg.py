@@ -1,0 +1,341 @@
+"""StochasticWeightAveraging: averages the weights of the last epochs, at a learning rate of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import swa_utils
+
+from lockstep.callbacks.base import Callback
+from lockstep.engines.ddp.sync_batchnorm import SyncBatchNorm
+from lockstep.ground.device_numbers import widest
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import refuse_lazy
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.types import LRSchedulerConfig
+
+if TYPE_CHECKING:
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
+
+AverageFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(average, weights of now, number of weights in the average) to the new average."""
+
+
+class StochasticWeightAveraging(Callback):
+    """Averages the weights that the last epochs begin with, and leaves the average in the model at the end.
+
+    From epoch ``swa_epoch_start`` on, the learning rate is annealed to ``swa_lrs`` (an ``SWALR`` takes the place
+    of the scheduler), and the weights at the beginning of each epoch are taken into the average. When the last
+    epoch of ``max_epochs`` is over, the average is written into the model; where it has BatchNorm layers, one
+    more pass over the training batches, without hooks, logs or updates, gives them the statistics that belong
+    to the averaged weights. A fit that ends earlier (EarlyStopping, ``max_steps``) keeps its current weights;
+    one without a limit (``max_epochs=-1``) takes the average whenever it ends.
+
+    Every rank averages its own copy of the same weights, and the statistics of BatchNorm are averaged over the
+    ranks, so that all end with the same model. Validation within the fit sees the current weights; see
+    :class:`~lockstep.extensions.extras.weight_averaging.WeightAveraging` for an average that is shown to it.
+
+    Args:
+        swa_lrs: the learning rate that is annealed to; a list has one for each parameter group.
+        swa_epoch_start: the epoch in which averaging begins: an int of at least 1 is the number of the epoch
+            counted from 1, a float in [0, 1] the part of ``max_epochs`` before it.
+        annealing_epochs: epochs until the learning rate is reached.
+        annealing_strategy: ``"cos"`` or ``"linear"``.
+        avg_fn: a function of (average, weights of now, number of weights in the average), tensors all three,
+            that gives the new average of one parameter; default: the equal mean.
+        device: where the average is kept; None: on the model's device.
+
+    Attributes:
+        n_averaged: number of weights in the average, a tensor; None before the fit has come to averaging.
+
+    Raises:
+        MisconfigurationException: an argument is out of its range; or, when the fit starts, there are several
+            optimizers or schedulers, a fraction of an unlimited ``max_epochs`` is asked for, or a module with
+            BatchNorm optimizes manually.
+
+    Example::
+
+        trainer = Trainer(max_epochs=100, callbacks=StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=0.75))
+
+    Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.
+    """
+
+    averages_weights = True
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: AverageFn | None = None,
+        device: torch.device | str | None = "cpu",
+    ) -> None:
+        _check_rates(swa_lrs)
+        _check_begin(swa_epoch_start)
+        if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
+            raise _refused("annealing_epochs", annealing_epochs, "give an int of at least 0")
+        if annealing_strategy not in ("cos", "linear"):
+            raise _refused("annealing_strategy", annealing_strategy, 'choose "cos" or "linear"')
+        if avg_fn is not None and not callable(avg_fn):
+            raise _refused("avg_fn", avg_fn, "give a function of (average, weights, number), or None")
+        if device is not None and not isinstance(device, (torch.device, str)):
+            raise _refused("device", device, "give a torch.device, its name, or None")
+        self.swa_epoch_start = swa_epoch_start
+        self._swa_lrs = swa_lrs
+        self._annealing_epochs = annealing_epochs
+        self._annealing_strategy = annealing_strategy
+        self._avg_fn: AverageFn = avg_fn or self.avg_fn
+        self._device = device
+        self._first = 0
+        self._max_epochs = -1
+        self._forget()
+
+    def _forget(self) -> None:
+        self.n_averaged: Tensor | None = None
+        self._average: dict[str, Tensor] = {}
+        self._latest_update_epoch = -1
+        self._scheduler: SWALR | None = None
+        self._scheduler_state: dict[str, Any] | None = None
+        self._done = False
+
+    @property
+    def swa_start(self) -> int:
+        """The first epoch of averaging, counted from 0."""
+        return self._first
+
+    @property
+    def swa_end(self) -> int | float:
+        """The last epoch of averaging, counted from 0; infinite without a limit of epochs."""
+        return math.inf if self._max_epochs == -1 else self._max_epochs - 1
+
+    @staticmethod
+    def avg_fn(averaged_model_parameter: Tensor, model_parameter: Tensor, num_averaged: Tensor) -> Tensor:
+        """The equal mean, one more parameter taken in."""
+        return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
+
+    @staticmethod
+    def pl_module_contains_batch_norm(pl_module: LightningModule) -> bool:
+        """Whether the module has BatchNorm layers."""
+        return any(isinstance(part, _BatchNorm) for part in pl_module.modules())
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def without_effect(self, max_epochs: int, max_steps: int) -> Iterable[str]:
+        """Say that a fit ends before the average begins."""
+        first = self.swa_epoch_start
+        if isinstance(first, int) and first > max_epochs != -1:
+            yield (
+                f"StochasticWeightAveraging(swa_epoch_start={first}) with Trainer(max_epochs={max_epochs}): the fit "
+                "ends before its average begins."
+            )
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A new fit begins with a new average."""
+        if stage == "fit":
+            self._forget()
+            if not pl_module.automatic_optimization and self.pl_module_contains_batch_norm(pl_module):
+                raise MisconfigurationException(
+                    "StochasticWeightAveraging runs `training_step` without updates to refresh BatchNorm, which "
+                    "manual optimization does not allow: use WeightAveraging, which averages the statistics."
+                )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out when to begin; a run that was averaging already goes on with its learning rate."""
+        if len(trainer.optimizers) != 1:
+            raise MisconfigurationException(
+                f"StochasticWeightAveraging works with one optimizer, and `configure_optimizers` returned "
+                f"{len(trainer.optimizers)}: use WeightAveraging."
+            )
+        if len(trainer.lr_scheduler_configs) > 1:
+            raise MisconfigurationException(
+                "StochasticWeightAveraging takes the place of one lr scheduler, and `configure_optimizers` returned "
+                f"{len(trainer.lr_scheduler_configs)}: return one or none."
+            )
+        self._max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
+        first = self.swa_epoch_start
+        if isinstance(first, float):
+            if self._max_epochs == -1:
+                raise MisconfigurationException(
+                    f"StochasticWeightAveraging(swa_epoch_start={first}) is a part of max_epochs, which has no limit "
+                    "here: give an int, or Trainer(max_epochs=...)."
+                )
+            first = int(self._max_epochs * first)
+        self._first = max(first - 1, 0)
+        if self._scheduler_state is not None:
+            self._install(trainer)  # ahead of the state of the checkpoint's scheduler, which is this one's
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin, and take the weights of this moment into the average."""
+        epoch = trainer.current_epoch
+        if not self.swa_start <= epoch <= self.swa_end:
+            return
+        if self._scheduler is None:
+            if epoch != self.swa_start:
+                rank_zero_warn(
+                    f"StochasticWeightAveraging begins in epoch {epoch}, after its first epoch {self.swa_start}: what "
+                    "the fit goes on from was not averaging."
+                )
+            replaced = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
+            self._install(trainer)
+            trainer.fit_loop.step.update.schedulers.use(trainer.lr_scheduler_configs)
+            if replaced:
+                rank_zero_info(
+                    f"StochasticWeightAveraging: from epoch {epoch} on, SWALR sets the learning rate in the place of "
+                    f"{replaced[0]}."
+                )
+        if epoch > self._latest_update_epoch:
+            self._update(pl_module)
+            self._latest_update_epoch = epoch
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the average in the model, if the last epoch is over."""
+        self._finish(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same for a run that was cut off after its last epoch, and so has nothing left to train."""
+        self._finish(trainer, pl_module)
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average and how it came about, with the keys of Lightning."""
+        return {
+            "n_averaged": 0 if self.n_averaged is None else int(self.n_averaged),
+            "latest_update_epoch": self._latest_update_epoch,
+            "scheduler_state": None if self._scheduler is None else self._scheduler.state_dict(),
+            "average_model_state": dict(self._average) or None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._latest_update_epoch = state_dict["latest_update_epoch"]
+        self._scheduler_state = state_dict["scheduler_state"]
+        if state_dict["n_averaged"]:
+            self.n_averaged = torch.tensor(state_dict["n_averaged"], dtype=torch.long)
+            self._average = dict(state_dict["average_model_state"])
+
+    # -- the average ---------------------------------------------------------------------------------------
+
+    def _install(self, trainer: Trainer) -> None:
+        """Put the annealing of the learning rate in the place of the scheduler, if there is one."""
+        optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
+        rates = self._swa_lrs if isinstance(self._swa_lrs, list) else [self._swa_lrs] * len(optimizer.param_groups)
+        if len(rates) != len(optimizer.param_groups):
+            raise _refused("swa_lrs", rates, f"the optimizer has {len(optimizer.param_groups)} parameter groups")
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate
+        self._scheduler = SWALR(
+            optimizer,
+            rates,  # type: ignore[arg-type]
+            anneal_epochs=self._annealing_epochs,
+            anneal_strategy=self._annealing_strategy,
+        )
+        if self._scheduler_state is not None:
+            self._scheduler.load_state_dict(self._scheduler_state)
+        for config in configs:
+            rank_zero_info(
+                f"StochasticWeightAveraging: SWALR takes the place of {type(config.scheduler).__name__} from here on."
+            )
+        configs[:] = [LRSchedulerConfig(cast(Any, self._scheduler))]
+
+    @torch.no_grad()
+    def _update(self, module: nn.Module) -> None:
+        refuse_lazy(module, type(self).__name__)
+        if self.n_averaged is None:
+            self.n_averaged = torch.tensor(0, dtype=torch.long)
+        count = int(self.n_averaged)
+        for name, parameter in module.named_parameters():
+            device = parameter.device if self._device is None else torch.device(self._device)
+            now = parameter.detach().to(device)
+            if count == 0:
+                self._average[name] = now.clone()
+            elif name not in self._average:
+                raise MisconfigurationException(
+                    f"StochasticWeightAveraging: {name!r} is a parameter that came after the average had begun "
+                    "(ModelPruning makes such): keep one of the two callbacks."
+                )
+            else:
+                before = self._average[name].to(device)
+                self._average[name] = self._avg_fn(before, now, self.n_averaged.to(device)).detach()
+        self.n_averaged = self.n_averaged + 1
+
+    def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        over = trainer.current_epoch > self.swa_end or self._max_epochs == -1
+        if self._done or not self._average or not over:
+            return
+        self._done = True
+        module = pl_module
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if name in self._average:
+                    parameter.copy_(self._average[name])
+        layers = [
+            layer
+            for layer in module.modules()
+            if isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
+        ]
+        if not layers:
+            return
+        if self._max_epochs == -1 and trainer.num_training_batches == math.inf:
+            rank_zero_warn(
+                "StochasticWeightAveraging: the training data may have no end, so BatchNorm keeps the statistics that "
+                "belong to the weights before averaging; give Trainer(max_epochs=...) or limit_train_batches=..."
+            )
+            return
+        self._refresh(trainer, layers)
+
+    @torch.no_grad()
+    def _refresh(self, trainer: Trainer, layers: list[_BatchNorm]) -> None:
+        """The mean of the batches' statistics, over all batches of all ranks."""
+        momenta = [layer.momentum for layer in layers]
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None  # the mean over all batches so far
+        batches = trainer.fit_loop.forwards()
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+        if trainer.world_size == 1:
+            return
+        for layer in layers:
+            if isinstance(layer, SyncBatchNorm):
+                continue  # it has seen the samples of all ranks
+            for statistic in (layer.running_mean, layer.running_var):
+                assert statistic is not None
+                wide = statistic.to(widest(statistic.device))
+                packed = torch.cat([wide * batches, wide.new_tensor([batches])])
+                total = trainer.strategy.reduce(packed, reduce_op="sum")
+                statistic.copy_(total[:-1] / total[-1])
+            if layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.copy_(trainer.strategy.reduce(layer.num_batches_tracked, reduce_op="sum"))
+
+
+class SWALR(swa_utils.SWALR):
+    """torch's, for groups too that come later, by a callback that thaws layers say: they take the last one's rate."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        rate = None
+        for group in self.optimizer.param_groups:
+            rate = group.setdefault("swa_lr", rate)
+        return super().get_lr()
+
+
+def _check_rates(rates: object) -> None:
+    each = rates if isinstance(rates, list) else [rates]
+    if not each or not all(isinstance(rate, float) and rate > 0 for rate in each):
+        raise _refused("swa_lrs", rates, "give a float above 0, or a list of such, one for each parameter group")
+
+
+def _check_begin(begin: object) -> None:
+    whole = isinstance(begin, int) and not isinstance(begin, bool) and begin >= 1
+    if not whole and not (isinstance(begin, float) and 0 <= begin <= 1):
+        raise _refused("swa_epoch_start", begin, "give an int of at least 1, or a float between 0 and 1")
+
+
+def _refused(argument: str, value: object, way_out: str) -> MisconfigurationException:
+    return MisconfigurationException(f"StochasticWeightAveraging({argument}={value!r}): {way_out}.")

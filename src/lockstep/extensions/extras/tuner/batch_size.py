@@ -1,0 +1,291 @@
+"""The search for a batch size: the largest that some steps run with before memory is used up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.callbacks.base import Callback
+from lockstep.data.combined import LENGTHS, unpack
+from lockstep.data.source import length_of
+from lockstep.extensions.extras.tuner.lr_finder import limited
+from lockstep.extensions.extras.tuner.trial import (
+    TrialSnapshot,
+    alone,
+    configure_again,
+    evaluate,
+    has_begun,
+    places_of,
+    set_everywhere,
+    train,
+    trial,
+    values_of,
+)
+from lockstep.ground.device_memory import garbage_collection_cuda, is_oom_error
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.types import STEP_OUTPUT, TrainerFn
+from lockstep.module import LightningModule
+from lockstep.trainer import Trainer
+
+MODES = ("power", "binsearch")
+STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+"""The loaders whose batch size is sought, by method."""
+
+
+@dataclass(frozen=True)
+class BatchSizeSearch:
+    """The settings of a search.
+
+    Raises:
+        ValueError: for one that cannot work, with its name and value.
+    """
+
+    mode: str  # "power": double until one does not fit; "binsearch": then halve the distance between the largest
+    # that fits and the smallest that does not
+    steps_per_trial: int = 3  # optimizer steps, or batches of an evaluation
+    init_val: int = 2  # the first size
+    max_trials: int = 25  # sizes that may fit before the search ends
+    batch_arg_name: str = "batch_size"
+    margin: float = 0.0  # of "binsearch": the part of what was found that is taken off
+    max_val: int = 8192  # the largest size to try
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"scale_batch_size(mode={self.mode!r}): choose one of {', '.join(map(repr, MODES))}.")
+        for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"scale_batch_size({name}={value!r}): give a whole number of at least 1.")
+        if not 0.0 <= self.margin < 1.0:
+            raise ValueError(
+                f"scale_batch_size(margin={self.margin!r}): give a part of the batch size, at least 0 and below 1."
+            )
+
+
+def search(fits: Callable[[int], bool], covers: Callable[[int], bool], settings: BatchSizeSearch) -> int:
+    """The largest batch size that fits, or 0 where not even 1 does; every size that it may give was tried.
+
+    Args:
+        fits: tries a size.
+        covers: whether a size that was tried takes in the whole data set, so that larger ones mean nothing.
+        settings: how to go on, and when to end.
+    """
+    mode, max_val = settings.mode, settings.max_val
+    size, low, high, successes = min(settings.init_val, max_val), 0, 0, 0
+    while True:
+        if fits(size):
+            low, successes = size, successes + 1
+            if successes >= settings.max_trials or size >= max_val or covers(size):
+                break
+            above = high or None
+        else:
+            high = above = size
+        if above is None:
+            size = min(2 * size, max_val)
+        elif mode == "power":
+            if low or size == 1:
+                break
+            size //= 2
+        else:
+            if high - low <= 1:
+                break
+            size = (low + high) // 2
+    return max(1, int(low * (1 - settings.margin))) if low and mode == "binsearch" else low
+
+
+class _Counter(Callback):
+    """Ends a trial of manual optimization after so many batches: only the user knows where a step ends."""
+
+    def __init__(self, batches: int) -> None:
+        self._left = batches
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
+    ) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            trainer.should_stop = True
+
+
+def check_data(trainer: Trainer, name: str) -> None:
+    """Refuse a call whose loaders do not follow the attribute.
+
+    Raises:
+        MisconfigurationException: loaders given as objects, several processes, or no such attribute.
+    """
+    alone(trainer, "The batch size finder")
+    method = str(trainer.state.fn)
+    stage = STAGES[method]
+    if trainer.loaders.given.get(stage) is not None:
+        raise MisconfigurationException(
+            f"The batch size finder cannot change the batch size of a loader that is given to trainer.{method}(): make "
+            f"it in `{stage}_dataloader` of the module or of a data module, with `batch_size=self.{name}`."
+        )
+    places = places_of(trainer, name)
+    if not places:
+        raise MisconfigurationException(
+            f"The batch size finder found no `{name}` in the model, the data module, or their hparams: set it there "
+            "and make the loaders with it, or name yours by batch_arg_name=..."
+        )
+    if {"model", "model.hparams"} <= set(places):
+        rank_zero_warn(f"Both model.{name} and model.hparams.{name} are there: the batch size finder sets both.")
+
+
+def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
+    """Search inside a call of the Trainer, and leave the attribute at what was found; None in a ``fast_dev_run``.
+
+    Raises:
+        MisconfigurationException: see :func:`check_data`; or several loaders in an evaluation.
+        RuntimeError: not even a batch of one sample fits into memory.
+    """
+    if trainer.fast_dev_run:
+        rank_zero_warn("The batch size finder does nothing in a `fast_dev_run`.")
+        return None
+    batch_arg_name = settings.batch_arg_name
+    check_data(trainer, batch_arg_name)
+    before, snapshot, samples = values_of(trainer, batch_arg_name), TrialSnapshot(trainer), [0]
+
+    def fits(size: int) -> bool:
+        set_everywhere(trainer, batch_arg_name, size)
+        try:
+            samples[0] = _try(trainer, snapshot, settings.steps_per_trial)
+        except (RuntimeError, MemoryError) as error:
+            if not is_oom_error(error):
+                raise
+            fit = False
+        else:
+            fit = True
+        if not fit or trainer.strategy.root_device.type != "cpu":
+            garbage_collection_cuda()  # out here, since the exception's frames held the batch
+        if trainer.interruption is not None:
+            raise KeyboardInterrupt
+        rank_zero_info(f"Batch size {size} {'fits' if fit else 'does not fit into memory'}.")
+        return fit
+
+    try:
+        found = search(fits, lambda size: 0 < samples[0] <= size, settings)
+        if not found:
+            raise RuntimeError(
+                f"The batch size finder: not even {batch_arg_name}=1 fits into memory; make the model or its input "
+                "smaller."
+            )
+    except BaseException:
+        set_everywhere(trainer, batch_arg_name, before)
+        raise
+    set_everywhere(trainer, batch_arg_name, found)
+    _make_loaders_again(trainer)
+    rank_zero_info(f"`{batch_arg_name}` is now {found} ({', '.join(places_of(trainer, batch_arg_name))}).")
+    return found
+
+
+def _try(trainer: Trainer, snapshot: TrialSnapshot, steps: int) -> int:
+    """One trial; gives the number of samples that there are, 0 where it is not known."""
+    if trainer.state.fn is not TrainerFn.FITTING:
+        flags: dict[str, Any] = {f"limit_{STAGES[str(trainer.state.fn)]}_batches": steps}
+        with trial(trainer, snapshot, [], **flags):
+            return _samples(evaluate(trainer).given)
+    most, counters = -1, [_Counter(steps)]
+    if trainer.lightning_module.automatic_optimization:
+        most, counters = trainer.fit_loop.progress.global_step + steps, []
+    flags = {"max_steps": most, "limit_train_batches": 1.0}
+    flags["limit_val_batches"] = limited(trainer.config.limit_val_batches, steps)
+    with trial(trainer, snapshot, [*counters], **flags):
+        train(trainer)
+        return _samples(trainer.fit_loop.given)
+
+
+def _samples(loaders: object) -> int:
+    parts, _, mode = unpack(loaders, "max_size_cycle")
+    lengths = [length_of(getattr(loader, "dataset", None)) for loader in parts]
+    known = [length for length in lengths if length is not None]
+    return int(LENGTHS[mode](known)) if known else 0
+
+
+def _make_loaders_again(trainer: Trainer) -> None:
+    """Let the call that goes on ask for its loaders with the new batch size."""
+    if trainer.state.fn is not TrainerFn.FITTING:
+        loop = getattr(trainer, f"{trainer.state.fn}_loop")
+        if loop.feed is not None:
+            loop.release()
+            loop.feed = None
+            loop.setup_data()
+        return
+    loop = trainer.fit_loop
+    asked_before = loop.feed is not None
+    loop.release()
+    trainer.session.fit.feed = loop.validation.feed = None
+    if has_begun(trainer):
+        loop.setup_data()
+    elif asked_before:  # by `estimated_stepping_batches` in `configure_optimizers`
+        configure_again(trainer)
+
+
+# -- as a callback ------------------------------------------------------------------------------------------
+
+
+class BatchSizeFinder(Callback):
+    """Finds the largest batch size that fits into memory when a call begins, and goes on with it.
+
+    The loaders must come from hooks of the module or of a data module that read the attribute.
+
+    Args:
+        mode: "power": double until memory is used up, and take the size before; "binsearch": then look between the
+            two for the largest that fits.
+        steps_per_trial: optimizer steps (batches, in an evaluation) that a size is tried for.
+        init_val: the first size.
+        max_trials: sizes that may fit before the search ends.
+        batch_arg_name: the attribute of the module, the data module, or their hparams.
+        margin: of "binsearch": the part of the size found that is taken off.
+        max_val: the largest size to try.
+
+    Attributes:
+        optimal_batch_size: what was found; ``init_val`` before.
+
+    Raises:
+        ValueError: for a setting that cannot work.
+
+    Example::
+
+        trainer = Trainer(callbacks=BatchSizeFinder(mode="binsearch"))
+        trainer.fit(model, datamodule=data)     # data.batch_size is set, and used
+    """
+
+    SUPPORTED_MODES = MODES
+    _searches = True
+
+    def __init__(
+        self,
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> None:
+        self._settings = BatchSizeSearch(
+            mode.lower(), steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val
+        )
+        self.optimal_batch_size: int | None = init_val
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        check_data(trainer, self._settings.batch_arg_name)
+
+    def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search now; everything but the batch size is afterwards what it was."""
+        self.optimal_batch_size = scale_batch_size(trainer, self._settings)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.scale_batch_size(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn is TrainerFn.VALIDATING:  # not the validation of a fit
+            self.scale_batch_size(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.scale_batch_size(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.scale_batch_size(trainer, pl_module)

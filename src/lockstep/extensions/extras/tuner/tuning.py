@@ -1,0 +1,236 @@
+"""Tuner: searches for a learning rate and for a batch size, before a fit or an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from lockstep.callbacks.base import Callback
+from lockstep.callbacks.model_checkpoint import Checkpoint
+from lockstep.callbacks.model_summary import ModelSummary
+from lockstep.callbacks.progress.base import ProgressBar
+from lockstep.datamodule import LightningDataModule
+from lockstep.extensions.extras.tuner import batch_size, lr_finder
+from lockstep.extensions.extras.tuner.batch_size import BatchSizeFinder
+from lockstep.extensions.extras.tuner.lr_finder import LearningRateFinder, LRFinder
+from lockstep.extensions.extras.tuner.trial import SilentLogger, alone, in_session, undoable
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.seed import isolate_rng
+from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS, RunningStage, TrainerFn
+from lockstep.loop.call import Asked, call
+from lockstep.loop.hooks import by_position
+from lockstep.loop.session import FitState
+from lockstep.module import LightningModule
+from lockstep.supervise.status import watch_uncaught
+from lockstep.trainer import Trainer
+
+Method = Literal["fit", "validate", "test", "predict"]
+
+
+class Tuner:
+    """Finds a learning rate or a batch size for a Trainer's next call.
+
+    A search sets the module up as that call would (``prepare_data``, ``setup``, ``configure_optimizers``, at the end
+    ``teardown``) and plays steps of it. What it finds goes into the attribute that your code reads; module,
+    optimizers, counters, callbacks, loggers and random states are afterwards what they were, bit for bit.
+
+    Args:
+        trainer: whose devices, precision and flags the trials use.
+
+    Example::
+
+        tuner = Tuner(trainer)
+        tuner.scale_batch_size(model, datamodule=data, mode="binsearch")    # sets data.batch_size
+        finder = tuner.lr_find(model, datamodule=data)                      # sets model.lr
+        finder.plot(suggest=True).savefig("lr.png")
+        trainer.fit(model, datamodule=data)
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def lr_find(
+        self,
+        model: LightningModule,
+        train_dataloaders: TRAIN_DATALOADERS = None,
+        val_dataloaders: EVAL_DATALOADERS = None,
+        dataloaders: EVAL_DATALOADERS = None,
+        datamodule: LightningDataModule | None = None,
+        method: Method = "fit",
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> LRFinder | None:
+        """Train with a learning rate that rises from step to step, and suggest the one where the loss falls fastest.
+
+        Args:
+            model: what to train.
+            train_dataloaders: as for ``trainer.fit``; the test goes through them as often as it takes.
+            val_dataloaders: as for ``trainer.fit``.
+            dataloaders: of other methods than "fit", and so of none.
+            datamodule: in place of loaders.
+            method: "fit".
+            min_lr: the first rate.
+            max_lr: the rate that the test rises to.
+            num_training: number of rates, one a step.
+            mode: "exponential" or "linear".
+            early_stop_threshold: stop once the smoothed loss is above this many times the best one; None: never.
+            update_attr: set the attribute to the suggestion.
+            attr_name: the attribute of the module, the data module, or their hparams; default: `lr` or
+                `learning_rate`.
+
+        Returns:
+            rates and losses, with ``suggestion()`` and ``plot()``; None in a ``fast_dev_run``.
+
+        Raises:
+            MisconfigurationException: another method than "fit", a strategy whose steps cannot be undone, several
+                optimizers, manual optimization.
+            ValueError: for a setting that cannot work, or where the Trainer has a LearningRateFinder.
+            AttributeError: ``update_attr`` and no such attribute.
+        """
+        if method != "fit":
+            raise MisconfigurationException(f"lr_find(method={method!r}): a learning rate is found in 'fit' only.")
+        _check_loaders("lr_find", method, train_dataloaders, val_dataloaders, dataloaders)
+        _check_callbacks(self._trainer, LearningRateFinder)
+        settings = lr_finder.RangeTest(
+            min_lr, max_lr, num_training, mode.lower(), early_stop_threshold, update_attr, attr_name
+        )
+        show = self._trainer.progress_bar_callback is not None
+        given = {"train": train_dataloaders, "val": val_dataloaders}
+        undoable(self._trainer, "The learning rate finder")
+
+        def find() -> LRFinder | None:
+            with _prepared(self._trainer, TrainerFn.FITTING, model, given, datamodule):
+                return lr_finder.lr_find(self._trainer, settings, show_progress=show)
+
+        found: LRFinder | None = self._trainer._launch(find)
+        return found
+
+    def scale_batch_size(
+        self,
+        model: LightningModule,
+        train_dataloaders: TRAIN_DATALOADERS = None,
+        val_dataloaders: EVAL_DATALOADERS = None,
+        dataloaders: EVAL_DATALOADERS = None,
+        datamodule: LightningDataModule | None = None,
+        method: Method = "fit",
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> int | None:
+        """Find the largest batch size that fits into memory, and set the attribute to it.
+
+        Args:
+            model: what to run.
+            train_dataloaders: a data module; loaders cannot be given, since their batch size is fixed.
+            val_dataloaders: of "fit"; validation runs only where a trial reaches the end of an epoch.
+            dataloaders: of the other methods, likewise a data module.
+            datamodule: whose loader hooks read the attribute; default: those of the model.
+            method: "fit", "validate", "test" or "predict".
+            mode: "power": double until memory is used up, and take the size before; "binsearch": then look between
+                the two for the largest that fits.
+            steps_per_trial: optimizer steps (batches, but for "fit") that a size is tried for.
+            init_val: the first size.
+            max_trials: sizes that may fit before the search ends.
+            batch_arg_name: the attribute of the module, the data module, or their hparams.
+            margin: of "binsearch": the part of the size found that is taken off.
+            max_val: the largest size to try.
+
+        Returns:
+            the size; None in a ``fast_dev_run``. The search also ends at a size that takes in the whole data set.
+
+        Raises:
+            MisconfigurationException: loaders given as objects, several processes, no such attribute.
+            ValueError: for a setting that cannot work, or where the Trainer has a BatchSizeFinder.
+            RuntimeError: not even one sample fits into memory.
+        """
+        if method not in batch_size.STAGES:
+            raise ValueError(f"scale_batch_size(method={method!r}): choose one of {', '.join(batch_size.STAGES)}.")
+        _check_loaders("scale_batch_size", method, train_dataloaders, val_dataloaders, dataloaders)
+        _check_callbacks(self._trainer, BatchSizeFinder)
+        settings = batch_size.BatchSizeSearch(
+            mode.lower(), steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val
+        )
+        given = {batch_size.STAGES[method]: dataloaders}
+        if method == "fit":
+            given = {"train": train_dataloaders, "val": val_dataloaders}
+        alone(self._trainer, "The batch size finder")
+        with _prepared(self._trainer, TrainerFn(method), model, given, datamodule):
+            return batch_size.scale_batch_size(self._trainer, settings)
+
+
+def _check_loaders(search: str, method: str, train: object, val: object, others: object) -> None:
+    if method == "fit" and others is not None:
+        raise MisconfigurationException(
+            f"{search}(method='fit', dataloaders=...): give train_dataloaders= and val_dataloaders=, or datamodule=."
+        )
+    if method != "fit" and (train is not None or val is not None):
+        raise MisconfigurationException(
+            f"{search}(method={method!r}, train_dataloaders= or val_dataloaders=...): give dataloaders= or datamodule=."
+        )
+
+
+def _check_callbacks(trainer: Trainer, kind: type) -> None:
+    if any(isinstance(callback, kind) for callback in trainer.base_callbacks):
+        raise ValueError(
+            f"Trainer(callbacks=[{kind.__name__}(...)]) searches by itself when a call begins: take it out to use the "
+            "Tuner."
+        )
+
+
+class _OnlySetUp(Callback):
+    """The user's callback as far as it prepares the module; it sees nothing of a search."""
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        by_position(self._callback, "setup")(trainer, pl_module, stage)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        by_position(self._callback, "teardown")(trainer, pl_module, stage)
+
+
+@contextmanager
+def _prepared(
+    trainer: Trainer,
+    fn: TrainerFn,
+    model: LightningModule,
+    given: dict[str, Any],
+    datamodule: LightningDataModule | None,
+) -> Iterator[None]:
+    """A call of the Trainer up to where its loop would begin; the Trainer is afterwards as before.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, when all is put back.
+    """
+    watching = (Checkpoint, ProgressBar, ModelSummary, LearningRateFinder, BatchSizeFinder)
+    trainer._attach(fn, model, given, datamodule)
+    session = trainer.session
+    only_set_up = [_OnlySetUp(callback) for callback in session.base_callbacks if not isinstance(callback, watching)]
+    inside = session.branch(
+        base_callbacks=only_set_up,
+        loggers=[SilentLogger(logger) for logger in session.loggers],
+        fit=FitState(),
+        should_stop=False,
+    )
+    with in_session(trainer, inside):
+        try:
+            with isolate_rng(), call(inside, Asked(fn, None, None, trainer.fit_loop.release)):
+                if fn is not TrainerFn.FITTING:
+                    inside.state.stage = RunningStage(str(fn))
+                yield
+        except BaseException:
+            watch_uncaught()
+            raise
+        if inside.interruption is not None:
+            raise KeyboardInterrupt

@@ -1,0 +1,389 @@
+"""WeightAveraging: a running average of the weights, shown to validation and left in the model at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
+
+from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import refuse_lazy
+from lockstep.ground.parts import is_freed
+from lockstep.ground.rank import rank_zero_warn
+
+if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
+
+CHUNK = 64
+"""Tensors that are averaged by one call of torch."""
+
+
+class WeightAveraging(Callback):
+    """Keeps an average of the weights beside the model, by default their equal mean over all steps (SWA).
+
+    Validation sees the averaged weights, and the model keeps them when training ends. Until the first update
+    there is no average, and both see the current weights. An update at the end of an epoch comes before the validation
+    that ends it.
+
+    A checkpoint holds the average under ``"state_dict"``, ready for use, the current weights under
+    ``"current_model_state"`` and the number of updates under ``"averaging_state"``, as Lightning's do. A
+    resumed fit takes back all three, bitwise. Every rank averages its own copy of the same weights, so
+    nothing is communicated in a step; buffers, which may differ between ranks, are taken from rank 0 when the
+    average is shown. The ranks of a pipeline are refused.
+
+    Override :meth:`should_update` to choose when to average::
+
+        class LateAveraging(WeightAveraging):
+            def should_update(self, step_idx=None, epoch_idx=None):
+                return epoch_idx is not None and epoch_idx >= 75
+
+    Args:
+        device: where the average is kept; the model's own device if None. ``"cpu"`` spares GPU memory.
+        use_buffers: average the buffers too (running statistics of BatchNorm); otherwise they are copied.
+        **kwargs: for ``torch.optim.swa_utils.AveragedModel``: ``avg_fn`` or ``multi_avg_fn``.
+
+    Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.
+    """
+
+    averages_weights = True
+    _other_weights = "current_model_state"
+
+    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
+        self._device = device
+        self._use_buffers = use_buffers
+        self._kwargs = kwargs
+        self._average: AveragedModel | None = None
+        self._shown = False
+        self._loaded: dict[str, Any] | None = None
+        self._latest_step: int | None = None
+        self._latest_epoch = -1
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether to take the weights of this moment into the average.
+
+        Called after each optimizer step with ``step_idx`` and after each epoch with ``epoch_idx``, both
+        counted from 0. The answer must be the same on all ranks.
+        """
+        return step_idx is not None
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A new fit begins with a new average."""
+        if stage == "fit":
+            self._average, self._shown, self._loaded = None, False, None
+            self._latest_step, self._latest_epoch = None, -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Copy the weights, which by now have their final device and type, or those of the checkpoint.
+
+        Raises:
+            MisconfigurationException: each rank of a pipeline has the weights of its own blocks alone.
+        """
+        if is_freed(pl_module):
+            raise MisconfigurationException(
+                f"{type(self).__name__}: each rank of a pipeline has the weights of its own blocks alone, so that none "
+                "has a whole average to show or to save: give BalancedStrategy(one_process=True), another strategy, or "
+                "StochasticWeightAveraging in the place of this callback."
+            )
+        refuse_lazy(pl_module, type(self).__name__)
+        tensors = nn.Module()
+        for i, parameter in enumerate(pl_module.parameters()):
+            tensors.register_parameter(str(i), parameter)
+        for i, buffer in enumerate(pl_module.buffers()):
+            tensors.register_buffer(f"buffer_{i}", buffer)
+        # AveragedModel copies what it is given: bare tensors, since a module may refer to half the program.
+        # Its counter stays on the CPU, where asking for it does not wait for the device.
+        self._average = AveragedModel(tensors, use_buffers=self._use_buffers, **_for_parts(tensors, self._kwargs))
+        self._average.module.to(self._device if self._device is not None else trainer.strategy.root_device)
+        if self._latest_step is None:
+            self._latest_step = trainer.global_step
+        if self._loaded is not None:
+            pairs = self._by_name(pl_module)
+            with torch.no_grad():
+                for name, value in self._loaded["average"].items():
+                    if name in pairs:
+                        pairs[name].copy_(value)
+                self._average.n_averaged.copy_(self._loaded["n_averaged"])
+            self._loaded = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
+    ) -> None:
+        """Update after an optimizer step; most micro-batches of a window bring none."""
+        step = trainer.global_step
+        assert self._latest_step is not None, "a batch before on_train_start"
+        if step > self._latest_step:
+            self._latest_step = step
+            if self.should_update(step_idx=step - 1):
+                self._update(pl_module)
+
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
+        WeightAveraging.on_train_batch_end(self, trainer, pl_module, None, None, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Update after an epoch, if asked to."""
+        self._end_epoch(trainer, pl_module)
+
+    def _end_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        epoch = trainer.current_epoch
+        if epoch > self._latest_epoch:
+            self._latest_epoch = epoch
+            if self.should_update(epoch_idx=epoch):
+                self._update(pl_module)
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the average to the validation of a fit.
+
+        After the last batch of an epoch, the average is that of the epoch's end, so that the metrics of a checkpoint of
+        this epoch belong to the weights in it.
+        """
+        if trainer.state.fn == "fit":
+            if trainer.is_last_batch and not trainer.sanity_checking:
+                self._end_epoch(trainer, pl_module)
+            self._show(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with the current weights."""
+        if trainer.state.fn == "fit":
+            self._hide(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the average in the model; the current weights stay here, for later checkpoints."""
+        self._show(trainer, pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """A run that ends in the middle of its validation leaves the current weights in the model."""
+        if trainer.state.fn == "fit":
+            self._hide(pl_module)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last step and epoch that were considered."""
+        return {"latest_update_step": self._latest_step or 0, "latest_update_epoch": self._latest_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them back; Lightning keeps the step alone."""
+        self._latest_step = state_dict["latest_update_step"]
+        self._latest_epoch = state_dict.get("latest_update_epoch", -1)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put the average in ``"state_dict"`` and the current weights beside it.
+
+        A resumed fit that has nothing left to train hands on what it has loaded.
+        """
+        if self._average is None:
+            if self._loaded is not None:
+                checkpoint["current_model_state"] = checkpoint["state_dict"]
+                checkpoint["state_dict"] = dict(self._loaded["average"])
+                checkpoint["averaging_state"] = {"n_averaged": self._loaded["n_averaged"]}
+            return
+        in_model, average = checkpoint["state_dict"], self._by_name(pl_module)
+        here = {name: average[name].detach() if name in average else value for name, value in in_model.items()}
+        if not self._has_average():
+            here = in_model
+        average, current = (in_model, here) if self._shown else (here, in_model)
+        checkpoint["state_dict"] = average
+        checkpoint["current_model_state"] = current
+        checkpoint["averaging_state"] = {"n_averaged": self._average.n_averaged.clone()}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """On resume, give the model its current weights and keep the average for the start of training.
+
+        Outside a fit the average in ``"state_dict"`` is what shall be used, and what is left of an earlier
+        fit no longer belongs to the model.
+        """
+        if trainer.state.fn != "fit":
+            self._average, self._shown, self._loaded = None, False, None
+            return
+        if "current_model_state" not in checkpoint:
+            rank_zero_warn(
+                "WeightAveraging: this checkpoint was written without the callback; averaging begins anew "
+                "from its weights."
+            )
+            return
+        # Copied, since a sharded engine reads a checkpoint straight into the model, whose memory these are.
+        average = {name: _copied(value) for name, value in checkpoint["state_dict"].items()}
+        self._loaded = {"average": average, "n_averaged": checkpoint["averaging_state"]["n_averaged"]}
+        # In place and in the dict, so that it does not matter whether the model was loaded before this hook.
+        checkpoint["state_dict"] = checkpoint["current_model_state"]
+        strict = getattr(pl_module, "strict_loading", True)
+        pl_module.load_state_dict(checkpoint["current_model_state"], strict=strict)
+
+    # -- the average ---------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = super().__getstate__()
+        average = self._average
+        if average is not None and any(_kind(tensor) != (None, None) for tensor in _tensors(average.module)):
+            kept.update(_average=None, _shown=False)  # this rank's parts are nothing where its ranks are not
+        return kept
+
+    def _check(self, pl_module: LightningModule) -> None:
+        assert self._average is not None
+        shapes = [[tensor.shape for tensor in _tensors(module)] for module in (self._average.module, pl_module)]
+        if shapes[0] != shapes[1]:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: the module's parameters or buffers have changed since training began "
+                "(ModelPruning does that), so that there is nothing to average them with: leave one of the two out."
+            )
+
+    def _update(self, pl_module: LightningModule) -> None:
+        assert self._average is not None, "an update before on_train_start"
+        self._check(pl_module)
+        # The update asks for the counter on the device: a copy would wait until all that is queued there is done.
+        counter: Any = self._average.n_averaged
+        counter.to = lambda device: torch.full_like(counter, int(counter), device=device)
+        try:
+            self._average.update_parameters(pl_module)
+        finally:
+            del counter.to
+
+    def _has_average(self) -> bool:
+        return self._average is not None and int(self._average.n_averaged) > 0
+
+    def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._has_average() and not self._shown:
+            if trainer.world_size > 1:
+                self._take_buffers_of_rank_zero(trainer)
+            self._swap(pl_module)
+            self._shown = True
+
+    def _hide(self, pl_module: LightningModule) -> None:
+        if self._shown:
+            self._swap(pl_module)
+            self._shown = False
+
+    @torch.no_grad()
+    def _swap(self, pl_module: LightningModule) -> None:
+        """Exchange the values, not the tensors: optimizers and gradient buckets hold on to those."""
+        assert self._average is not None
+        for averaged, shown in zip(_tensors(self._average.module), _tensors(pl_module), strict=True):
+            before = shown.detach().clone()
+            shown.copy_(averaged)
+            averaged.copy_(before)
+
+    @torch.no_grad()
+    def _take_buffers_of_rank_zero(self, trainer: Trainer) -> None:
+        assert self._average is not None
+        buffers = list(self._average.module.buffers())
+        if buffers:
+            for own, first in zip(buffers, trainer.strategy.broadcast([b.cpu() for b in buffers]), strict=True):
+                own.copy_(first)
+
+    def _by_name(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
+        """What is kept here, under all names (tied weights have several) that it has in the model."""
+        assert self._average is not None
+        self._check(pl_module)
+        module = pl_module
+        average = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(module), strict=True)}
+        named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        return {name: average[id(tensor)] for name, tensor in named}
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Keeps an exponential moving average: ``average = decay * average + (1 - decay) * weights``.
+
+    Args:
+        device: where the average is kept; the model's own device if None.
+        use_buffers: average the buffers too; otherwise they are copied.
+        decay: the share of the old average, between 0 and 1.
+        update_every_n_steps: update after the first and then every n-th optimizer step; 0: not by steps.
+        update_starting_at_step: no update before this step (counted from 0).
+        update_starting_at_epoch: update at the end of each epoch from this one on, too.
+        **kwargs: for ``torch.optim.swa_utils.AveragedModel``.
+
+    Raises:
+        MisconfigurationException: ``decay`` is not between 0 and 1, or ``update_every_n_steps`` is negative.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not 0 <= decay <= 1:
+            raise MisconfigurationException(f"EMAWeightAveraging(decay={decay!r}): it must be between 0 and 1.")
+        if update_every_n_steps < 0:
+            raise MisconfigurationException(
+                f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps!r}): it must be at least 0."
+            )
+        super().__init__(device, use_buffers, **{"multi_avg_fn": _exponential(decay), **kwargs})
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Every n-th step from the first allowed one on; the ends of epochs if they were asked for."""
+        if step_idx is not None and self.update_every_n_steps:
+            return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
+        return (
+            epoch_idx is not None
+            and self.update_starting_at_epoch is not None
+            and epoch_idx >= self.update_starting_at_epoch
+        )
+
+
+def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object], None]:
+    """``average * decay + weights * (1 - decay)``, each product rounded, as Lightning has it (torch's lerp is not)."""
+
+    @torch.no_grad()
+    def update(averages: list[Tensor], weights: list[Tensor], count: object) -> None:
+        if not averages[0].is_floating_point():
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(average * decay + weight * (1 - decay))
+            return
+        for first in range(0, len(averages), CHUNK):  # so that few products are there at a time
+            part = averages[first : first + CHUNK]
+            torch._foreach_mul_(part, decay)
+            torch._foreach_add_(part, torch._foreach_mul(weights[first : first + CHUNK], 1 - decay))
+
+    return update
+
+
+def _for_parts(tensors: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """``AveragedModel``'s arguments where some tensors are whole and others in shards, or in shards of several kinds.
+
+    torch's ``_foreach`` functions, by which many are averaged at once, take one kind alone.
+    """
+    if len({_kind(tensor) for tensor in _tensors(tensors)}) < 2:
+        return given
+    at_once = given.get("multi_avg_fn")
+    if at_once is None:
+        return {"avg_fn": get_swa_avg_fn(), **given}
+
+    def kind_by_kind(averages: list[Tensor], weights: list[Tensor], count: object) -> None:
+        groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+        for average, weight in zip(averages, weights, strict=True):
+            group = groups.setdefault(_kind(average), ([], []))
+            group[0].append(average)
+            group[1].append(weight)
+        for group in groups.values():
+            at_once(*group, count)
+
+    return {**given, "multi_avg_fn": kind_by_kind}
+
+
+def _kind(tensor: Tensor) -> tuple[object, object]:
+    return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+
+
+def _copied(value: object) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _tensors(module: nn.Module) -> chain[Tensor]:
+    return chain(module.parameters(), module.buffers())

@@ -1,0 +1,636 @@
+"""LightningCLI: a command line for fit, validate, test and predict, made from the signatures of your classes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from importlib import import_module
+from os.path import isfile
+from types import MethodType
+from typing import Any, Union
+
+from torch.optim import Optimizer
+
+from lockstep.callbacks.base import Callback
+from lockstep.checkpoint.sharded import load as load_checkpoint
+from lockstep.checkpoint.storage import exists, inside, make_folder
+from lockstep.config.objects import several
+from lockstep.datamodule import LightningDataModule
+from lockstep.extensions.lightning.parser import (
+    ArgsType,
+    LightningArgumentParser,
+    LRSchedulerTypeTuple,
+    LRSchedulerTypeUnion,
+    ReduceLROnPlateau,
+    first_line,
+    jsonargparse,
+    yaml,
+)
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.hyperparameters import given_hyperparameters
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.seed import current_seed, seed_everything
+from lockstep.launch.topology import directly
+from lockstep.loop.hooks import is_overridden
+from lockstep.module import LightningModule
+from lockstep.names.class_paths import known_here
+from lockstep.trainer import Trainer
+
+# -- objects made from what was parsed -----------------------------------------------------------------------
+
+
+INSTANTIATOR = "lockstep.cli.instantiate_module"
+"""What hyperparameters of the command line have under ``_instantiator``: who makes a module from them."""
+
+
+def instantiate_class(args: object, init: dict[str, Any]) -> Any:
+    """Make an object from ``{"class_path": ..., "init_args": ...}``.
+
+    Args:
+        args: the first positional argument, or a tuple of several.
+        init: the class and its keyword arguments.
+    """
+    module, _, name = init["class_path"].rpartition(".")
+    positional = args if isinstance(args, tuple) else (args,)
+    return getattr(import_module(module), name)(*positional, **init.get("init_args", {}))
+
+
+def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
+    """Make a module or data module from hyperparameters that the command line has saved, nested classes too.
+
+    Args:
+        class_type: the class, or a base of the one that ``_class_path`` names.
+        config: what ``hparams`` of a checkpoint holds.
+
+    ``MyModel.load_from_checkpoint`` does so by itself, and refuses classes that are not imported; this imports them.
+    """
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    values = {key: value for key, value in config.items() if key not in ("_class_path", "_instantiator")}
+    if "_class_path" in config:
+        parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
+        values = {"class_path": config["_class_path"], "dict_kwargs": values}
+    else:
+        parser.add_class_arguments(class_type, "module", fail_untyped=False)
+    return parser.instantiate(parser.parse_object({"module": values})).module
+
+
+def class_of(builder: Callable[..., Any]) -> Any:
+    """A class, or what a function is annotated to return."""
+    if isinstance(builder, type):
+        return builder
+    return inspect.signature(builder, eval_str=True).return_annotation
+
+
+def hyperparameters(dumped: dict[str, Any], links: dict[str, Any], key: str) -> dict[str, Any]:
+    """What ``save_hyperparameters`` is to keep of one class of the config.
+
+    Args:
+        dumped: the config as plain values.
+        links: values that links gave when classes were made, by dotted key.
+        key: "model" or "data".
+    """
+    found = dict(dumped.get(key) or {})
+    if "class_path" in found:
+        whole = {**(found.get("init_args") or {}), **(found.get("dict_kwargs") or {})}
+        found = {"_class_path": found["class_path"], **whole}
+    for name, value in links.items():
+        if name.startswith(f"{key}."):
+            *parents, last = name.removeprefix(f"{key}.").removeprefix("init_args.").split(".")
+            inner = found
+            for parent in parents:
+                inner = inner[parent]
+            inner[last] = value
+    return {**found, "_instantiator": INSTANTIATOR}
+
+
+class RecordsHyperparameters:
+    """Makes the objects of one class of the config for jsonargparse, their hyperparameters being what was parsed.
+
+    Args:
+        cli: the LightningCLI, whose config is dumped when the first object is made.
+        key: "model" or "data".
+    """
+
+    def __init__(self, cli: LightningCLI, key: str) -> None:
+        self.cli = cli
+        self.key = key
+
+    def __call__(
+        self, class_type: type, *args: object, applied_instantiation_links: dict[str, Any], **kwargs: object
+    ) -> Any:
+        recorded = hyperparameters(self.cli.config_dump, applied_instantiation_links, self.key)
+        token = given_hyperparameters.set(recorded)
+        try:
+            return class_type(*args, **kwargs)
+        finally:
+            given_hyperparameters.reset(token)
+
+
+# -- the config beside the logs ------------------------------------------------------------------------------
+
+
+class SaveConfigCallback(Callback):
+    """Writes the config into the folder of the logs when a run is set up.
+
+    Args:
+        parser: what parsed it.
+        config: what was parsed.
+        config_filename: the file's name.
+        overwrite: replace a file that is there.
+        multifile: several files, as it was given in several.
+        save_to_log_dir: False where a subclass saves it elsewhere, by ``save_config``.
+
+    Raises:
+        ValueError: nothing would be saved.
+        RuntimeError: (in a run) there is such a file already.
+    """
+
+    def __init__(
+        self,
+        parser: LightningArgumentParser,
+        config: jsonargparse.Namespace,
+        config_filename: str = "config.yaml",
+        overwrite: bool = False,
+        multifile: bool = False,
+        save_to_log_dir: bool = True,
+    ) -> None:
+        self.parser = parser
+        self.config = config
+        self.config_filename = config_filename
+        self.overwrite = overwrite
+        self.multifile = multifile
+        self.save_to_log_dir = save_to_log_dir
+        self.already_saved = False
+        if not save_to_log_dir and not is_overridden("save_config", self, SaveConfigCallback):
+            raise ValueError(
+                "SaveConfigCallback(save_to_log_dir=False) saves nothing: define `save_config` in a subclass, or give "
+                "LightningCLI(save_config_callback=None)."
+            )
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.already_saved:
+            return
+        folder = trainer.log_dir or trainer.default_root_dir if self.save_to_log_dir else None
+        problem: BaseException | None = None
+        if trainer.is_global_zero:
+            try:
+                if folder is not None:
+                    self._write(folder)
+                self.save_config(trainer, pl_module, stage)
+            except Exception as error:  # the other ranks wait to hear of it
+                problem = error
+        said = trainer.strategy.broadcast(None if problem is None else f"rank 0: {type(problem).__name__}: {problem}")
+        if problem is not None:
+            raise problem
+        if said is not None:
+            raise RuntimeError(said)
+        self.already_saved = True
+
+    def _write(self, folder: str) -> None:
+        path = inside(folder, self.config_filename)
+        if not self.overwrite and exists(path):
+            raise RuntimeError(
+                f"{type(self).__name__}: {path} is there already, of an earlier run. Move it away, or give "
+                'LightningCLI(save_config_kwargs={"overwrite": True}) to replace it, or '
+                "LightningCLI(save_config_callback=None) to save none."
+            )
+        make_folder(folder)
+        self.parser.save(self.config, path, skip_unset=False, overwrite=self.overwrite, multifile=self.multifile)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Override it to save the config elsewhere too; called on rank 0 only, so no collectives in it.
+
+        Example::
+
+            def save_config(self, trainer, pl_module, stage):
+                trainer.logger.log_hyperparams({"config": self.parser.dump(self.config, skip_unset=False)})
+        """
+
+
+# -- arguments from a checkpoint -----------------------------------------------------------------------------
+
+
+def merge_given(saved: dict[str, Any], given: jsonargparse.Namespace) -> dict[str, Any]:
+    """Return saved arguments with those given by hand in their place, one by one within nested classes.
+
+    Example:
+        >>> merge_given({"lr": 0.1, "width": 4}, jsonargparse.Namespace(lr=0.5))
+        {'lr': 0.5, 'width': 4}
+    """
+    plain: dict[str, Any] = given.as_dict()
+    if given.get("class_path", saved.get("class_path")) != saved.get("class_path"):
+        return plain
+    merged = {**copy.deepcopy(saved), **plain}
+    for name, value in vars(given).items():
+        if isinstance(value, jsonargparse.Namespace) and isinstance(saved.get(name), dict):
+            merged[name] = merge_given(saved[name], value)
+    return merged
+
+
+def flat_arguments(model: jsonargparse.Namespace) -> dict[str, Any]:
+    """Return a model's parsed arguments by dotted name."""
+    flat = vars(model.as_flat())
+    return {re.sub(r"\b(init_args|dict_kwargs)\.", "", name): value for name, value in flat.items()}
+
+
+def arguments_report(before: dict[str, Any], saved: dict[str, Any], chosen: dict[str, Any]) -> str:
+    """Describe which arguments come from a checkpoint, and which were given by hand instead.
+
+    Args:
+        before: the arguments without the checkpoint.
+        saved: with all of its hyperparameters.
+        chosen: with those that were not given by hand.
+    """
+    taken = [f"model.{key}={value!r:.60}" for key, value in chosen.items() if key not in before or before[key] != value]
+    by_hand = [
+        f"model.{key}={value!r:.60} (saved: {saved.get(key)!r:.60})"
+        for key, value in chosen.items()
+        if key not in saved or saved[key] != value
+    ]
+    parts = (("from the checkpoint", taken), ("as given by hand", by_hand))
+    return "; ".join(f"{', '.join(arguments)} {source}" for source, arguments in parts if arguments)
+
+
+# -- the command line ----------------------------------------------------------------------------------------
+
+
+class LightningCLI:
+    """Parses the command line, makes model, data module and Trainer, and calls what was asked for.
+
+    ``python train.py fit --model.lr 0.1 --trainer.max_epochs 3``; ``--config file.yaml`` (several: the later ones
+    win), ``--print_config``, ``fit --help``. Environment variables are read with
+    ``parser_kwargs={"default_env": True}``: ``PL_FIT__TRAINER__MAX_EPOCHS`` is one, ``PL_CONFIG`` a config.
+
+    Subclass it to add arguments (:meth:`add_arguments_to_parser`), to make the Trainer, or to run code between the
+    steps: :meth:`before_instantiate_classes`, :meth:`after_instantiate_classes`, and ``before_fit``, ``fit``,
+    ``after_fit`` and the like of other subcommands.
+
+    Args:
+        model_class: a LightningModule class, or a function that returns one; None: any, by ``--model NAME``.
+        datamodule_class: likewise; None: any, by ``--data NAME``, or none.
+        save_config_callback: writes the config beside the logs; None: nothing does.
+        save_config_kwargs: for the callback above.
+        trainer_class: Trainer, a subclass, or a function that returns one.
+        trainer_defaults: other defaults of the Trainer's arguments; its ``callbacks`` are always there.
+        seed_everything_default: the seed where none is given; True: the one set before, else 0; False: seed nothing.
+        parser_kwargs: for the parser; or for those of subcommands, by their names.
+        parser_class: a subclass of LightningArgumentParser.
+        subclass_mode_model: take any subclass of ``model_class``, by ``class_path`` and ``init_args``.
+        subclass_mode_data: the same for ``datamodule_class``.
+        args: words of a command line, or a config, in place of ``sys.argv``.
+        run: False: no subcommands, make the objects only.
+        auto_configure_optimizers: take ``--optimizer`` and ``--lr_scheduler``.
+        load_from_checkpoint_support: ``save_hyperparameters`` keeps what was parsed, so that nested classes can be
+            made again.
+
+    Attributes:
+        parser: the parser.
+        config: what was parsed; with ``run``, under the name of the subcommand.
+        config_init: the same with objects made of it.
+        trainer: the Trainer.
+        model: the module.
+        datamodule: the data module, or None.
+        subcommand: "fit" for one; None without ``run``.
+
+    Example::
+
+        if __name__ == "__main__":
+            LightningCLI(MyModel, MyDataModule)
+    """
+
+    def __init__(
+        self,
+        model_class: type[LightningModule] | Callable[..., LightningModule] | None = None,
+        datamodule_class: type[LightningDataModule] | Callable[..., LightningDataModule] | None = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: dict[str, Any] | None = None,
+        trainer_class: type[Trainer] | Callable[..., Trainer] = Trainer,
+        trainer_defaults: dict[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: dict[str, Any] | None = None,
+        parser_class: type[LightningArgumentParser] = LightningArgumentParser,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: ArgsType = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+        load_from_checkpoint_support: bool = True,
+    ) -> None:
+        self.save_config_callback = save_config_callback
+        self.save_config_kwargs = save_config_kwargs or {}
+        self.trainer_class = trainer_class
+        self.trainer_defaults = trainer_defaults or {}
+        self.seed_everything_default = seed_everything_default
+        self.parser_kwargs = parser_kwargs or {}
+        self.parser_class = parser_class
+        self.auto_configure_optimizers = auto_configure_optimizers
+        self.model_class = model_class
+        self.datamodule_class = datamodule_class
+        self.subclass_mode_model = model_class is None or subclass_mode_model
+        self.subclass_mode_data = datamodule_class is None or subclass_mode_data
+        self._model_class = model_class or LightningModule
+        self._datamodule_class = datamodule_class or LightningDataModule
+        self._subcommand_parsers: dict[str, LightningArgumentParser] = {}
+        self._subcommand_method_arguments: dict[str, list[str]] = {}
+        self._instantiators: list[tuple[Any, type, bool]] = []
+        self._dumped: dict[str, Any] | None = None
+
+        main, sub = self._setup_parser_kwargs(self.parser_kwargs)
+        self.setup_parser(run, main, sub)
+        self.parse_arguments(self.parser, args)
+        self._take_from_checkpoint(args)
+        self.subcommand: str | None = self.config["subcommand"] if run else None
+        self._set_seed()
+        if load_from_checkpoint_support:
+            self._record_hyperparameters()
+        self.before_instantiate_classes()
+        directly(self.instantiate_classes)  # what it raises has a traceback through the parser, which is folded
+        self.after_instantiate_classes()
+        if self.subcommand is not None:
+            self._run_subcommand(self.subcommand)
+
+    # -- the parser ----------------------------------------------------------------------------------------
+
+    def _setup_parser_kwargs(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        names = self.subcommands()
+        sub = {key: value for key, value in given.items() if key in names}
+        return {key: value for key, value in given.items() if key not in names}, sub
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The Trainer's methods that are subcommands, and their arguments that are none of the command line's."""
+        evaluation = {"model", "dataloaders", "datamodule"}
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "validate": set(evaluation),
+            "test": set(evaluation),
+            "predict": set(evaluation),
+        }
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make a parser; one for the whole, and one for each subcommand."""
+        kwargs.setdefault("dump_header", [f"lockstep=={sys.modules['lockstep'].__version__}"])
+        parser = self.parser_class(**kwargs)
+        parser.add_argument(
+            "-c", "--config", action=jsonargparse.ActionConfigFile, help="A configuration file (yaml or json)."
+        )
+        return parser
+
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Make :attr:`parser` with all arguments, in subcommands or without."""
+        self.parser = self.init_parser(**main_kwargs)
+        if add_subcommands:
+            self._add_subcommands(self.parser, **subparser_kwargs)
+        else:
+            self._add_arguments(self.parser)
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        group = parser.add_subcommands()
+        builder = self.trainer_class
+        trainer_class = builder if isinstance(builder, type) else jsonargparse.class_from_function(builder)
+        for name in self.subcommands():
+            description = first_line(getattr(trainer_class, name))
+            own = {"description": description, **kwargs.get(name, {})}
+            self._subcommand_parsers[name] = self._prepare_subcommand_parser(trainer_class, name, **own)
+            group.add_subcommand(name, self._subcommand_parsers[name], help=description)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = self.init_parser(**kwargs)
+        self._add_arguments(parser)
+        added = parser.add_method_arguments(klass, subcommand, skip=set(self.subcommands()[subcommand]))
+        self._subcommand_method_arguments[subcommand] = added
+        return parser
+
+    def _add_arguments(self, parser: LightningArgumentParser) -> None:
+        self.add_default_arguments_to_parser(parser)
+        self.add_core_arguments_to_parser(parser)
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            if not parser._optimizers:
+                parser.add_optimizer_args((Optimizer,))
+            if not parser._lr_schedulers:
+                parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+        self.link_optimizers_and_lr_schedulers(parser)
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add ``--seed_everything``."""
+        parser.add_argument(
+            "--seed_everything",
+            type=Union[bool, int],  # noqa: UP007
+            default=self.seed_everything_default,
+            help="The seed of everything random; true: the one set before, else 0; false: seed nothing.",
+        )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add ``--trainer``, ``--model`` and ``--data``."""
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.set_defaults({f"trainer.{k}": v for k, v in self.trainer_defaults.items() if k != "callbacks"})
+        parser.add_lightning_class_args(self._model_class, "model", subclass_mode=self.subclass_mode_model)
+        parser.add_lightning_class_args(
+            self._datamodule_class,
+            "data",
+            subclass_mode=self.subclass_mode_data,
+            required=self.datamodule_class is not None,  # the model may have the loaders
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Override it to add arguments or links.
+
+        Example::
+
+            def add_arguments_to_parser(self, parser):
+                parser.link_arguments("data.batch_size", "model.batch_size")
+                parser.add_lightning_class_args(EarlyStopping, "stopping")
+                parser.set_defaults({"stopping.monitor": "val_loss"})
+        """
+
+    @staticmethod
+    def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
+        """Link the optimizers and schedulers that were added with ``link_to``."""
+        parser.link_registered()
+
+    # -- the config ----------------------------------------------------------------------------------------
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse into :attr:`config`."""
+        if args is not None and len(sys.argv) > 1:
+            rank_zero_warn(
+                f"LightningCLI(args={args!r:.100}) was given, so that the command line {sys.argv[1:]} is ignored."
+            )
+        self.config = self._parsed(parser, args)
+
+    @staticmethod
+    def _parsed(parser: LightningArgumentParser, args: ArgsType, **options: bool) -> jsonargparse.Namespace:
+        if not isinstance(args, (dict, jsonargparse.Namespace)):
+            return parser.parse_args(args, **options)
+        given = args if isinstance(args, dict) else args.as_dict()
+        try:
+            given = known_here(given)
+        except TypeError as error:
+            parser.error(str(error), error)
+        return parser.parse_object(given, **options)
+
+    def _take_from_checkpoint(self, args: ArgsType) -> None:
+        """Take the model's arguments from the hyperparameters in ``ckpt_path``, except those given by hand."""
+        subcommand = self.config.get("subcommand")
+        path = self.config[subcommand].get("ckpt_path") if subcommand else None
+        if not path or not isfile(path):
+            return
+        saved = dict(load_checkpoint(path, map_location="cpu").get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {})
+        saved.pop("_instantiator", None)
+        if not saved:
+            return
+        given = self._parsed(self.parser, args, defaults=False)[subcommand].get("model") or jsonargparse.Namespace()
+        if "_class_path" in saved:
+            saved = {"class_path": saved.pop("_class_path"), "dict_kwargs": saved}
+            own = [given.pop(key, None) or jsonargparse.Namespace() for key in ("init_args", "dict_kwargs")]
+            given["dict_kwargs"] = jsonargparse.Namespace({**vars(own[0]), **dict(vars(own[1]))})
+        before, merged = self.config, merge_given(saved, given)
+        try:
+            all_saved = self.parser.parse_object({subcommand: {"model": saved}}, before)
+            self.config = self.parser.parse_object({subcommand: {"model": merged}}, before)
+        except SystemExit:
+            sys.stderr.write(f"--ckpt_path {path}: its hyperparameters are no arguments of the model (see above).\n")
+            raise
+        sources = (flat_arguments(config[subcommand]["model"]) for config in (before, all_saved, self.config))
+        report = arguments_report(*sources)
+        if report:
+            rank_zero_info(f"LightningCLI, --ckpt_path {path}: {report}")
+
+    def _set_seed(self) -> None:
+        seed = self._get(self.config, "seed_everything")
+        if seed is False:
+            return
+        chosen = seed_everything((current_seed() or 0) if seed is True else seed, workers=True)
+        (self.config[self.subcommand] if self.subcommand else self.config)["seed_everything"] = chosen
+
+    @property
+    def config_dump(self) -> dict[str, Any]:
+        """The config of the subcommand as plain values; as it was when the first class was made."""
+        if self._dumped is None:
+            text = self.parser.dump(self.config, skip_link_targets=False, skip_unset=False, format="yaml")
+            dumped = yaml.safe_load(text)
+            self._dumped = dumped[self.subcommand] if self.subcommand else dumped
+        return self._dumped or {}
+
+    def _get(self, config: jsonargparse.Namespace, key: str, default: object = None) -> Any:
+        """A value of the config, which may be inside a subcommand."""
+        return config.get(str(self.subcommand), config).get(key, default)
+
+    def _parser(self, subcommand: str | None) -> LightningArgumentParser:
+        return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
+
+    # -- the objects ---------------------------------------------------------------------------------------
+
+    def _record_hyperparameters(self) -> None:
+        for key, builder, subclasses in (
+            ("model", self._model_class, self.subclass_mode_model),
+            ("data", self._datamodule_class, self.subclass_mode_data),
+        ):
+            self._instantiators.append((RecordsHyperparameters(self, key), class_of(builder), subclasses))
+
+    def before_instantiate_classes(self) -> None:
+        """Override it to run code before the objects are made."""
+
+    def instantiate_classes(self) -> None:
+        """Make data module, model and Trainer."""
+        self.config_init = self.parser.instantiate(self.config, instantiators=self._instantiators)
+        self.datamodule = self._get(self.config_init, "data")
+        self.model = self._get(self.config_init, "model")
+        self._add_configure_optimizers_method_to_model(self.subcommand)
+        self.trainer = self.instantiate_trainer()
+
+    def after_instantiate_classes(self) -> None:
+        """Override it to run code when the objects are made."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the Trainer; ``kwargs`` go before what was parsed."""
+        callbacks = [self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys]
+        return self._instantiate_trainer({**self._get(self.config_init, "trainer", default={}), **kwargs}, callbacks)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Trainer:
+        if "callbacks" not in config:
+            rank_zero_warn(
+                f"{self.trainer_class.__qualname__} has no argument `callbacks`: those of the command line, that which "
+                "saves the config among them, are left out."
+            )
+            return self.trainer_class(**config)
+        own = [*several(config["callbacks"]), *callbacks, *several(self.trainer_defaults.get("callbacks"))]
+        if self.save_config_callback and not config.get("fast_dev_run", False):
+            parsed = self.config.get(str(self.subcommand), self.config)
+            own.append(self.save_config_callback(self._parser(self.subcommand), parsed, **self.save_config_kwargs))
+        return self.trainer_class(**{**config, "callbacks": own})
+
+    # -- optimizers ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def configure_optimizers(
+        lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
+    ) -> Any:
+        """What the model's ``configure_optimizers`` returns where the command line gives the optimizer.
+
+        Args:
+            lightning_module: the model.
+            optimizer: made of its parameters.
+            lr_scheduler: made of the optimizer, or None.
+        """
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            plateau = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": plateau}
+        return [optimizer], [lr_scheduler]
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        """Let ``configure_optimizers`` of the model return the optimizer that the command line gives."""
+        parser = self._parser(subcommand)
+        optimizers, schedulers = parser.automatic()
+        if not self.auto_configure_optimizers or not optimizers:
+            return
+        if len(optimizers) > 1 or len(schedulers) > 1:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: {optimizers + schedulers} are all to go into `configure_optimizers`, which "
+                "takes one optimizer and one scheduler: link them to arguments of the model by `link_to=`, and make "
+                "them in its `configure_optimizers`."
+            )
+        given = parser.class_and_arguments(optimizers[0], self._get(self.config_init, optimizers[0]))
+        if not given:
+            return
+        if is_overridden("configure_optimizers", self.model, LightningModule):
+            rank_zero_warn(
+                f"`{type(self.model).__name__}.configure_optimizers` is replaced by "
+                f"`{type(self).__name__}.configure_optimizers`, since the command line gives the optimizer."
+            )
+        optimizer, scheduler = instantiate_class(self.model.parameters(), given), None
+        if schedulers:
+            asked = parser.class_and_arguments(schedulers[0], self._get(self.config_init, schedulers[0]))
+            scheduler = instantiate_class(optimizer, asked) if asked else None
+        factory = partial(self.configure_optimizers, optimizer=optimizer, lr_scheduler=scheduler)
+        update_wrapper(factory, self.configure_optimizers)
+        self.model.configure_optimizers = MethodType(factory, self.model)
+
+    # -- the call ------------------------------------------------------------------------------------------
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """``before_fit``, ``fit`` (a method of this class, else the Trainer's), ``after_fit``."""
+        before, after = (getattr(self, f"{when}_{subcommand}", None) for when in ("before", "after"))
+        if callable(before):
+            before()
+        run = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
+        run(**self._prepare_subcommand_kwargs(subcommand))
+        if callable(after):
+            after()
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        names = self._subcommand_method_arguments[subcommand]
+        given = {key: value for key, value in self.config_init[subcommand].items() if key in names}
+        given["model"] = self.model
+        if self.datamodule is not None:
+            given["datamodule"] = self.datamodule
+        return given

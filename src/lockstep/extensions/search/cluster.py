@@ -1,0 +1,418 @@
+"""SlurmCluster: a script that submits itself to SLURM, once for each trial of a search."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep.extensions.search import queue, sbatch, snapshot
+from lockstep.extensions.search.parser import Hyperparameters, described
+from lockstep.extensions.search.sbatch import Batch, Option, ScriptTrials
+from lockstep.extensions.search.search import SCRIPT, SEARCH, SEARCHED, Search, submit_trials
+from lockstep.extensions.search.trial_process import OwnSaving, has_saved, of_hparams, run_trial
+from lockstep.extensions.search.trials import STDERR, STDOUT, TrialFolder, folders
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_info
+from lockstep.launch.attempts import trial_here
+from lockstep.launch.environment import cores, python_path, started_in, visible_devices
+from lockstep.launch.script import command_line
+
+WRITERS = 8
+"""Threads that write the folders of trials: each waits for the disk."""
+CODE = "code"
+"""The folder of a search with the copy of its code."""
+
+_calls = itertools.count()
+"""Numbers the searches of this process: a trial's process comes to the same ones, and plays its own."""
+
+
+@dataclass(eq=False, repr=False)
+class SlurmCluster:
+    """Submits the script that it is used in to SLURM, once for each trial of a search.
+
+    The first process of the script draws the trials, writes a folder and a batch script for each, and submits them.
+    In each task of such a job the script runs again, with the same arguments; there
+    :meth:`optimize_parallel_cluster_gpu` reads the trial's values from its folder and calls the function with them.
+
+    A trial that nears its time limit, is preempted, or loses its node is saved where that can be (in a fit of the
+    Trainer at the next boundary, else by :meth:`set_checkpoint_save_function`), goes back into the queue, and goes on
+    from there. ``lockstep trials LOG_PATH`` shows how the trials stand.
+
+    Args:
+        hyperparam_optimizer: what ``HyperOptArgumentParser.parse_args()`` has given; None for one trial without values.
+        log_path: a folder that all nodes see. The search lies in a folder of it, named by ``test_tube_exp_name``, or
+            else by the job.
+        python_cmd: what starts Python in a job, in words; None for the Python of this process. No shell reads it.
+        test_tube_exp_name: the name of the search.
+        enable_log_err, enable_log_out: whether what trials print is kept, in the files ``stderr`` and ``stdout``.
+        per_experiment_nb_nodes, per_experiment_nb_gpus, per_experiment_nb_cpus: of a trial: nodes; GPUs of a node, and
+            as many tasks; CPUs of a task.
+        memory_mb_per_node: in MiB; None for the cluster's default.
+        job_time: the time limit of a trial, as sbatch takes it: ``"2:00:00"``, ``"1-12"``, minutes.
+        minutes_to_checkpoint_before_walltime: how long before that limit the trial is saved and requeued; 0: never.
+        gpu_type: as the cluster names it.
+        array: submit one array job in place of a job for each trial.
+        at_most: how many trials of the array run at a time.
+        snapshot: copy the files that git tracks, and let the trials run the copy.
+        dry_run: write everything, and submit nothing.
+        local: play the trials on this machine where there is no SLURM.
+        max_preemptions, max_failures: how often a trial may be started again, after each of the two.
+
+    Raises:
+        MisconfigurationException: an argument that cannot be.
+
+    Example::
+
+        hyperparams = parser.parse_args()
+        cluster = SlurmCluster(hyperparam_optimizer=hyperparams, log_path="/shared/searches")
+        cluster.per_experiment_nb_gpus = 8
+        cluster.optimize_parallel_cluster_gpu(main, nb_trials=9, job_name="digits")
+    """
+
+    hyperparam_optimizer: Hyperparameters | None = None
+    log_path: str | Path | None = None
+    python_cmd: str | None = None
+    test_tube_exp_name: str | None = None
+    enable_log_err: bool = True
+    enable_log_out: bool = True
+    _: KW_ONLY
+    per_experiment_nb_nodes: int = 1
+    per_experiment_nb_gpus: int = 1
+    per_experiment_nb_cpus: int | None = None
+    memory_mb_per_node: int | None = None
+    job_time: str | int | None = None
+    minutes_to_checkpoint_before_walltime: int = 5
+    gpu_type: str | None = None
+    array: bool = False
+    at_most: int | None = None
+    snapshot: bool = False
+    dry_run: bool = False
+    local: bool = False
+    max_preemptions: int = 100
+    max_failures: int = 3
+
+    def __post_init__(self) -> None:
+        self.is_from_slurm_object = trial_here() is not None
+        self._options: list[Option] = []
+        self._commands: list[str] = []
+        self._email: tuple[str, bool, bool] | None = None
+        self._saving = OwnSaving()
+
+    # -- what the batch script has ---------------------------------------------------------------------------
+
+    def add_slurm_cmd(self, cmd: str, value: object = None, comment: str = "") -> None:
+        """Add an option of sbatch.
+
+        Args:
+            cmd: its name.
+            value: None for an option without a value.
+            comment: stands above it in the script.
+        """
+        self._options.append(sbatch.option(cmd, value, comment))
+
+    def add_command(self, cmd: str) -> None:
+        """Add a line of shell that runs in the job before Python does, as it is."""
+        self._commands.append(cmd)
+
+    def load_modules(self, modules: Iterable[str]) -> None:
+        """Load environment modules in the job, which fails with a module's name where that cannot be loaded."""
+        if isinstance(modules, str):
+            modules = [modules]
+        self._commands += map(sbatch.module_command, modules)
+
+    def notify_job_status(self, email: str, on_done: bool = True, on_fail: bool = True) -> None:
+        """Have SLURM write to somebody when a trial has ended, or failed."""
+        self._email = (email, on_done, on_fail)
+
+    # -- saving outside of the Trainer -----------------------------------------------------------------------
+
+    def set_checkpoint_save_function(
+        self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
+    ) -> None:
+        """Have ``fn(**kwargs)`` called on each rank when a trial that does not fit has to make room."""
+        self._saving.save = partial(fn, **(kwargs or {}))
+
+    def set_checkpoint_load_function(
+        self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
+    ) -> None:
+        """Have ``fn(**kwargs)`` called when a trial begins that an earlier start has saved by the other function.
+
+        That is before ``main`` is called, or at once where ``main`` itself sets it.
+        """
+        self._saving.load = partial(fn, **(kwargs or {}))
+        here = trial_here()
+        if here is not None and has_saved(here):
+            self._saving.call_load()
+
+    # -- the search ------------------------------------------------------------------------------------------
+
+    def optimize_parallel_cluster_gpu(
+        self,
+        train_function: Callable[..., object],
+        nb_trials: int | None = None,
+        job_name: str = "trial",
+        job_display_name: str | None = None,
+    ) -> None:
+        """Run ``train_function(hparams)``, or ``train_function(hparams, cluster)``, in a job for each trial, on GPUs.
+
+        In the process of a trial this calls the function and comes back when it has ended.
+
+        Args:
+            train_function: of the script; what it returns, a number or a dict of numbers, is the trial's result.
+            nb_trials: how many; None for the whole grid.
+            job_name: of the jobs, and of the search.
+            job_display_name: what squeue shows in its place.
+
+        Raises:
+            MisconfigurationException: a setting that cannot be, or no SLURM here.
+            SlurmRefused: sbatch has refused, with its own words and the trials that went in.
+        """
+        self._optimize(train_function, nb_trials, job_name, job_display_name, self.per_experiment_nb_gpus)
+
+    def optimize_parallel_cluster_cpu(
+        self,
+        train_function: Callable[..., object],
+        nb_trials: int | None = None,
+        job_name: str = "trial",
+        job_display_name: str | None = None,
+    ) -> None:
+        """The same without GPUs: a task on each node, or as many as ``add_slurm_cmd("ntasks-per-node", n)`` says."""
+        self._optimize(train_function, nb_trials, job_name, job_display_name, 0)
+
+    def _optimize(
+        self,
+        main: Callable[..., object],
+        nb_trials: int | None,
+        job_name: str,
+        display_name: str | None,
+        gpus: int,
+    ) -> None:
+        call, here, main = next(_calls), trial_here(), of_hparams(main, lambda: self)
+        if here is not None:
+            if Search(Path(here.folder).parent).settings().get("call", 0) == call:
+                run_trial(main, self.hyperparam_optimizer, self._saving, here)
+            return
+        search = self._search(job_name)
+        self._check(nb_trials, gpus)
+        if not self.dry_run and not queue.is_there():
+            if not self.local:
+                raise MisconfigurationException(
+                    "this machine has no SLURM (sbatch is not on PATH): SlurmCluster(local=True) plays the trials "
+                    "here, SlurmCluster(dry_run=True) writes the scripts and submits nothing"
+                )
+            self._play_here(search, main, nb_trials, gpus)
+            return
+        if any(trial.events() for trial in search.trials()):
+            raise MisconfigurationException(
+                f"{str(search.path)!r} holds a search that was submitted: give another job_name or test_tube_exp_name, "
+                f"or remove that folder; `lockstep trials {search.path}` shows it, and --resubmit starts its trials "
+                "again"
+            )
+        trials = self._write(search, call, nb_trials, display_name or job_name, gpus)
+        if self.dry_run:
+            where = search.path / SCRIPT if self.array else search.path / "trial_*" / SCRIPT
+            rank_zero_info(f"dry_run=True: {len(trials)} trial(s) are written and not submitted: {where}")
+            return
+        submit_trials(
+            search, trials, lambda text: rank_zero_info(f"lockstep: {text}; see: lockstep trials {search.path}")
+        )
+
+    def _search(self, job_name: str) -> Search:
+        """The folder of the search.
+
+        Raises:
+            MisconfigurationException: a name or a path that cannot be one of a folder.
+        """
+        name = self.test_tube_exp_name or job_name
+        flag = "test_tube_exp_name" if self.test_tube_exp_name else "job_name"
+        if not re.fullmatch(r"(?!\.{1,2}\Z)[^/\\]+", name) or not name.isprintable():
+            raise MisconfigurationException(
+                f"{flag}={name!r:.100} names the folder of the search: give a name without slashes, backslashes and "
+                "control characters"
+            )
+        if self.log_path is None:
+            raise MisconfigurationException(
+                "log_path=None: give a folder that all nodes see, SlurmCluster(log_path=...)"
+            )
+        path = Path(self.log_path).expanduser().absolute()
+        if not str(path).isprintable() or "\\" in str(path):
+            raise MisconfigurationException(
+                f"log_path={str(path)!r}: SLURM takes no path with a backslash or control characters for a job's output"
+            )
+        return Search(path / name)
+
+    def _check(self, nb_trials: int | None, gpus: int) -> None:
+        """Refuse numbers that cannot be."""
+        least = {
+            "nb_trials": (nb_trials, 1),
+            "per_experiment_nb_nodes": (self.per_experiment_nb_nodes, 1),
+            "per_experiment_nb_cpus": (self.per_experiment_nb_cpus, 1),
+            "per_experiment_nb_gpus": (self.per_experiment_nb_gpus, 1 if gpus else 0),
+            "memory_mb_per_node": (self.memory_mb_per_node, 0),
+            "minutes_to_checkpoint_before_walltime": (self.minutes_to_checkpoint_before_walltime, 0),
+            "at_most": (self.at_most, 1),
+            "max_preemptions": (self.max_preemptions, 0),
+            "max_failures": (self.max_failures, 0),
+        }
+        for name, (value, smallest) in least.items():
+            if value is not None and (not isinstance(value, int) or value < smallest):
+                raise MisconfigurationException(f"{name}={value!r}: give a whole number from {smallest}")
+        if self.at_most is not None and not self.array:
+            raise MisconfigurationException(f"at_most={self.at_most} limits the trials of an array job: set array=True")
+        if nb_trials is None and self.hyperparam_optimizer is not None and self.hyperparam_optimizer.drawn_late:
+            raise MisconfigurationException(
+                "nb_trials=None: a strategy that draws its trials late has no end: give one"
+            )
+
+    def _play_here(self, search: Search, main: Callable[[Any], object], nb_trials: int | None, gpus: int) -> None:
+        """Play the trials on this machine, as many at a time as it has devices for.
+
+        Raises:
+            MisconfigurationException: it has fewer GPUs than a trial asks for.
+            RuntimeError: all trials have failed.
+        """
+        rank_zero_info(f"lockstep: no SLURM here: the trials run on this machine; see: lockstep trials {search.path}")
+        options = self.hyperparam_optimizer
+        if options is None:
+            main(None)
+        elif gpus:
+            there = visible_devices()
+            if len(there) < gpus:
+                raise MisconfigurationException(
+                    f"per_experiment_nb_gpus={gpus}, and this machine has {len(there)}: set a lower number, or call "
+                    "optimize_parallel_cluster_cpu"
+                )
+            groups = [",".join(there[at : at + gpus]) for at in range(0, len(there) - gpus + 1, gpus)]
+            options.optimize_parallel_gpu(main, gpu_ids=groups, nb_trials=nb_trials, log_path=search.path)
+        else:
+            workers = max(1, cores() // ((self.per_experiment_nb_cpus or 1) * self._tasks()))
+            options.optimize_parallel_cpu(main, nb_trials, workers, log_path=search.path)
+
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def _write(self, search: Search, call: int, nb_trials: int | None, name: str, gpus: int) -> list[TrialFolder]:
+        """Write the folders of all trials, and the scripts.
+
+        Raises:
+            MisconfigurationException: a value or an option that cannot be, or a folder that cannot be written.
+        """
+        batch = self._batch(search, name, gpus, ScriptTrials(str(search.path)))
+        sbatch.text(batch)  # options first
+        try:
+            _clear(search)
+            words, folder, variables = self._command(search)
+            with ThreadPoolExecutor(WRITERS) as pool:
+                trials = list(pool.map(_written, self._drawn(search, nb_trials)))
+            search.write(
+                {
+                    "name": name,
+                    "call": call,
+                    "array": self.array,
+                    "at_most": self.at_most,
+                    "max_preemptions": self.max_preemptions,
+                    "max_failures": self.max_failures,
+                    "command": words,
+                    SEARCHED: None if self.hyperparam_optimizer is None else described(self.hyperparam_optimizer),
+                }
+            )
+            if self.array:
+                scripts = [(search.path, ScriptTrials(str(search.path), None, len(trials), self.at_most))]
+            else:
+                scripts = [(trial.path, ScriptTrials(str(search.path), trial.number)) for trial in trials]
+            for path, which in scripts:
+                batch = self._batch(search, name, gpus, which)
+                text = sbatch.text(replace(batch, command=words, folder=folder, variables=variables))
+                (path / SCRIPT).write_bytes(text.encode(errors="surrogateescape"))
+        except OSError as error:
+            raise MisconfigurationException(
+                f"log_path={str(self.log_path)!r}: {error}: give a folder that can be written, and that all nodes see"
+            ) from error
+        return trials
+
+    def _drawn(self, search: Search, nb_trials: int | None) -> Iterator[tuple[TrialFolder, dict[str, Any] | None]]:
+        """The trials' folders, with their values where these are known by now."""
+        options = self.hyperparam_optimizer
+        if options is None:
+            yield from ((TrialFolder.of(search.path, number), {}) for number in range(nb_trials or 1))
+        elif options.drawn_late:
+            yield from ((TrialFolder.of(search.path, number), None) for number in range(nb_trials or 0))
+        else:
+            for number, drawn in enumerate(options.trials(nb_trials)):
+                yield TrialFolder.of(search.path, number), drawn.values()
+
+    def _command(self, search: Search) -> tuple[list[str], str, dict[str, str]]:
+        """The command of a trial, where it is started, and variables for it."""
+        import __main__
+
+        words = command_line(__main__, sys.argv, sys.orig_argv)
+        if words is None:
+            raise MisconfigurationException(
+                "SlurmCluster submits the script that it is used in, and there is none: save the code as a file"
+            )
+        python = words[:1] if self.python_cmd is None else shlex.split(self.python_cmd)
+        folder = started_in or "/"
+        if not self.snapshot:
+            return [*python, *words[1:]], folder, {}
+        copied = snapshot.copy(search.path / CODE, words, folder, python_path())
+        variables = {} if copied.python_path is None else {"PYTHONPATH": copied.python_path}
+        return [*python, *copied.words[1:]], copied.folder, variables
+
+    def _batch(self, search: Search, name: str, gpus: int, trials: ScriptTrials) -> Batch:
+        """What the script of these trials asks for, but for its command."""
+        which = "trial_%4a" if trials.number is None else f"trial_{trials.number:04}"
+        logs = f"{str(search.path).replace('%', '%%')}/{which}"
+        email, on_done, on_fail = self._email or (None, False, False)
+        return Batch(
+            name=name,
+            command=["python"],
+            folder="/",
+            output=f"{logs}/{STDOUT}" if self.enable_log_out else "/dev/null",
+            error=f"{logs}/{STDERR}" if self.enable_log_err else "/dev/null",
+            nodes=self.per_experiment_nb_nodes,
+            tasks_per_node=gpus or self._tasks(),
+            gpus_per_node=gpus,
+            gpu_type=self.gpu_type,
+            cpus_per_task=self.per_experiment_nb_cpus,
+            memory_mb=self.memory_mb_per_node,
+            time=None if self.job_time is None else str(self.job_time),
+            signal_minutes=self.minutes_to_checkpoint_before_walltime,
+            email=email,
+            on_done=on_done,
+            on_fail=on_fail,
+            options=self._options,
+            commands=self._commands,
+            trials=trials,
+        )
+
+    def _tasks(self) -> int:
+        """Tasks on a node without GPUs."""
+        given = {option.name: option.value for option in self._options}.get("ntasks-per-node", "1")
+        if not re.fullmatch("0*[1-9][0-9]*", str(given)):
+            raise MisconfigurationException(f"add_slurm_cmd('ntasks-per-node', {given!r}): give a number from 1")
+        return int(str(given))
+
+
+def _written(drawn: tuple[TrialFolder, Mapping[str, Any] | None]) -> TrialFolder:
+    trial, values = drawn
+    trial.path.mkdir(parents=True, exist_ok=True)  # SLURM before 23.02 fails without a word where it is missing
+    if values is not None:
+        trial.write_values(values)
+    return trial
+
+
+def _clear(search: Search) -> None:
+    """Remove what an earlier dry run has left."""
+    for trial in folders(search.path):
+        shutil.rmtree(trial.path)
+    for name in (SEARCH, SCRIPT):
+        (search.path / name).unlink(missing_ok=True)
+    search.path.mkdir(parents=True, exist_ok=True)

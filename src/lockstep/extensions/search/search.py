@@ -1,0 +1,325 @@
+"""The folder of a search: its trials, how each of them stands, and their submission to SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import storage
+from lockstep.extensions.search import queue
+from lockstep.extensions.search.queue import QueuedJob, SlurmRefused
+from lockstep.extensions.search.trials import TrialFolder, TrialHistory, folders, read_events
+from lockstep.ground.errors import MisconfigurationException
+
+SEARCH = "search.json"
+SCRIPT = "job.sh"
+SEARCHED = "searched"
+"""Among the settings: what is searched, and how."""
+
+UNSUBMITTED, PENDING, RUNNING = "unsubmitted", "pending", "running"
+PREEMPTED, COMPLETED, PRUNED, FAILED = "preempted", "completed", "pruned", "failed"
+CANCELLED, UNKNOWN = "cancelled", "unknown"
+FINAL = (COMPLETED, PRUNED, FAILED, CANCELLED, PREEMPTED, UNSUBMITTED)
+"""States that nothing changes by itself."""
+
+_WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+_LOST = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")
+_OF_JOBS = {
+    **dict.fromkeys(_WAITS, (PENDING, "")),
+    **dict.fromkeys(_RUNS, (RUNNING, "")),
+    **{state: (PREEMPTED, state.lower()) for state in _LOST},
+    "CANCELLED": (CANCELLED, ""),
+    "TIMEOUT": (FAILED, "its time was up before it was saved"),
+    "DEADLINE": (FAILED, "its time was up before it was saved"),
+    "OUT_OF_MEMORY": (FAILED, "out of memory, says SLURM"),
+    "COMPLETED": (FAILED, "its process ended without a last word of the trial's"),
+}
+"""By the state of a job in SLURM: that of its trial, which has said no last word, and why."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How often a trial may be started again, counted apart: after preemptions, and after failures."""
+
+    preemptions: int = 100
+    failures: int = 3
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a trial stands.
+
+    Attributes:
+        error: why it failed, or waits.
+        node: where it ran last.
+    """
+
+    trial: TrialFolder
+    state: str
+    error: str
+    node: str
+    history: TrialHistory
+    values: Mapping[str, Any]
+    result: Mapping[str, Any]
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The newest values that it has logged."""
+        found: Mapping[str, Any] = self.result.get("metrics", {})
+        return found
+
+
+class Search:
+    """The folder of a search.
+
+    Args:
+        path: ``log_path`` and the search's name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def write(self, settings: Mapping[str, Any]) -> None:
+        """Keep what the search was begun with."""
+        with storage.replacing(self.path / SEARCH) as file:
+            file.write(json.dumps(dict(settings), indent=1).encode() + b"\n")
+
+    def claim(self, searched: Mapping[str, Any]) -> None:
+        """Keep what is searched; where the folder has a search already, see that it is this one.
+
+        Args:
+            searched: what makes it this search, by name, as JSON holds it.
+
+        Raises:
+            MisconfigurationException: it is another one.
+        """
+        settings = self.settings()
+        kept = settings.get(SEARCHED)
+        if kept is None:
+            self.write({**settings, SEARCHED: dict(searched)})
+            return
+        different = [
+            f"{name} is {_shown(kept, name)} there, and {_shown(searched, name)} here"
+            for name in {**kept, **searched}
+            if _shown(kept, name) != _shown(searched, name)
+        ]
+        if different:
+            raise MisconfigurationException(
+                f"{str(self.path)!r} holds another search: {'; '.join(different)}: give another log_path, what it was "
+                "begun with, or remove that folder"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """What it was begun with; empty where that is not known."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / SEARCH).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    @property
+    def limits(self) -> Limits:
+        """How often its trials may be started again."""
+        settings, standard = self.settings(), Limits()
+        most = settings.get("max_preemptions", standard.preemptions)
+        return Limits(most, settings.get("max_failures", standard.failures))
+
+    def trials(self) -> list[TrialFolder]:
+        """Its trials, by number."""
+        return folders(self.path)
+
+
+def _shown(searched: Mapping[str, Any], name: str) -> str:
+    return json.dumps(searched[name]) if name in searched else "unknown"
+
+
+def found_at(path: str | os.PathLike[str]) -> list[Search]:
+    """The searches at a path: the folder of one, or a ``log_path`` with several in it."""
+    if folders(path):
+        return [Search(path)]
+    return [Search(inner) for inner in sorted(Path(path).glob("*")) if folders(inner)]
+
+
+# -- how trials stand ----------------------------------------------------------------------------------------
+
+
+def look(search: Search) -> tuple[list[Status], str]:
+    """How the trials of a search stand; and what kept SLURM from being asked, if something did."""
+    trials = search.trials()
+    histories = [read_events(trial.events()) for trial in trials]
+    jobs: dict[str, QueuedJob] = {}
+    trouble = ""
+    try:
+        jobs = queue.look(history.job for history in histories if history.job and not _is_over(history))
+    except SlurmRefused as refused:
+        trouble = str(refused)
+    pairs = zip(trials, histories, strict=True)
+    return [_status(trial, history, jobs.get(history.job), not trouble) for trial, history in pairs], trouble
+
+
+def _is_over(history: TrialHistory) -> bool:
+    """Whether SLURM has nothing to add."""
+    return history.current is not None and history.current.end == "completed"
+
+
+def _status(trial: TrialFolder, history: TrialHistory, job: QueuedJob | None, asked: bool) -> Status:
+    state, error = state_of(history, job, asked)
+    node = "" if history.current is None else history.current.host
+    if not node and job is not None:
+        node = job.nodes
+    if state == FAILED and not error:
+        error = trial.last_line()
+        if not error and history.last is None:
+            error = f"it never began: see whether {node or 'its node'} sees {trial.path}"
+    return Status(trial, state, error, node, history, trial.values() or {}, trial.result())
+
+
+def state_of(history: TrialHistory, job: QueuedJob | None, asked: bool = True) -> tuple[str, str]:
+    """The state of a trial, and why it failed or waits.
+
+    Only its own last word makes it "completed". A failure that SLURM answers by another start, or that comes from a
+    node that was lost, is a preemption.
+
+    Args:
+        history: what its events say.
+        job: what SLURM says of its newest job; None: it does not know it.
+        asked: whether SLURM could be asked.
+    """
+    last = history.current
+    if last is not None and last.end == "completed":
+        return (PRUNED if last.pruned else COMPLETED), ""
+    state, why = _by_job(job, began=last is not None)
+    if state in (PENDING, PREEMPTED):
+        return state, why
+    if last is not None and last.end == "failed":
+        return FAILED, last.error
+    if state in (RUNNING, CANCELLED):
+        return state, why
+    if history.cancelled:
+        return CANCELLED, ""
+    if last is not None and last.job is None:  # a process on this machine
+        return RUNNING, ""
+    if not history.job:
+        return UNSUBMITTED, ""
+    return (state, why) if asked else (UNKNOWN, "")
+
+
+def _by_job(job: QueuedJob | None, began: bool) -> tuple[str, str]:
+    """The state of a trial that has said no last word, by that of its job."""
+    if job is None:
+        return FAILED, "SLURM no longer knows its job, and it has said no last word"
+    state, why = _OF_JOBS.get(job.state, (FAILED, ""))
+    if state == PENDING:
+        return PENDING, job.reason
+    if not why and state == FAILED and began:
+        return FAILED, f"its job ended as {job.state}, without a last word of the trial's"
+    return state, why
+
+
+# -- submission ----------------------------------------------------------------------------------------------
+
+
+def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Callable[[str], None]) -> None:
+    """Submit trials whose folders and scripts are there: each as a job, or all as one array job.
+
+    Args:
+        search: theirs.
+        trials: in this order.
+        submitted: told what has been submitted, in words, when it is over.
+
+    Raises:
+        SlurmRefused: in sbatch's own words, with the trials that went in and those that did not.
+    """
+    gone: dict[int, str] = {}
+    try:
+        for trial, job in _going_in(search, trials):
+            trial.note("submitted", job=job)
+            gone[trial.number] = job
+    except SlurmRefused as refused:
+        raise SlurmRefused(f"{refused}\n{_half(search, trials, gone)}") from None
+    except BaseException:  # Ctrl-C
+        submitted(_half(search, trials, gone))
+        raise
+    submitted(_told(gone))
+
+
+def _going_in(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tuple[TrialFolder, str]]:
+    """Submits; gives each trial with its job as soon as it is in the queue."""
+    settings = search.settings()
+    if settings.get("array"):
+        limit = settings.get("at_most")
+        numbers = ranges([trial.number for trial in trials]).replace(" ", "")
+        array = f"--array={numbers}{f'%{limit}' if limit else ''}"
+        # one number for all of them: what counts is that it is above those of all earlier starts
+        starts = max(map(_starts, trials), default=0)
+        job = queue.submit(array, search.path / SCRIPT, str(starts))
+        yield from ((trial, f"{job}_{trial.number}") for trial in trials)
+    else:
+        for trial in trials:
+            yield trial, queue.submit(trial.path / SCRIPT, str(_starts(trial)))
+
+
+def _starts(trial: TrialFolder) -> int:
+    """A number above those of all starts that the trial has had."""
+    return max((attempt.number + 1 for attempt in read_events(trial.events()).attempts), default=0)
+
+
+def _told(gone: Mapping[int, str]) -> str:
+    if not gone:
+        return "submitted no trial"
+    jobs = list(gone.values())
+    told = f"job {jobs[0]}" if len(jobs) == 1 else f"jobs {jobs[0]} to {jobs[-1]}"
+    return f"submitted trial(s) {ranges([*gone])} as {told}"
+
+
+def _half(search: Search, trials: Sequence[TrialFolder], gone: Mapping[int, str]) -> str:
+    rest = ranges([trial.number for trial in trials if trial.number not in gone])
+    return (
+        f"{_told(gone)}; not submitted: trial(s) {rest or 'none'}. Later: "
+        f"lockstep trials {search.path} --resubmit unsubmitted"
+    )
+
+
+def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
+    """Cancel the jobs of trials that wait or run; gives those trials.
+
+    Raises:
+        SlurmRefused: in scancel's own words.
+    """
+    chosen = [status for status in trials if status.state in (PENDING, RUNNING, UNKNOWN) and status.history.job]
+    queue.cancel(status.history.job for status in chosen)
+    for status in chosen:
+        status.trial.note("cancelled")
+    return [status.trial for status in chosen]
+
+
+def exhausted(status: Status, limits: Limits) -> str:
+    """Why a trial is not to be started again; empty if it may be."""
+    history = status.history
+    lost = history.preemptions + (status.state == PREEMPTED)
+    if status.state == FAILED and history.failures >= limits.failures:
+        return f"trial {status.trial.number} has failed {history.failures} time(s), max_failures is {limits.failures}"
+    if lost > limits.preemptions:
+        return f"trial {status.trial.number} was preempted {lost} time(s), max_preemptions is {limits.preemptions}"
+    return ""
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers in few words.
+
+    Example:
+        >>> ranges([0, 1, 2, 5, 7, 8])
+        '0-2, 5, 7-8'
+    """
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)

@@ -1,0 +1,445 @@
+"""A study of Optuna's over a journal file that all nodes see: trials drawn by number, and told how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.data.order import make_key
+from lockstep.extensions.search.grid import Dimension, Options, SearchSettings
+from lockstep.extensions.search.journal import StudyJournal
+from lockstep.extensions.search.lock import FileLock, held
+from lockstep.extensions.search.trials import JOURNAL, End, TrialFolder
+from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.rank import log, rank_zero_only
+
+try:
+    import optuna
+    from optuna.study import StudyDirection
+    from optuna.trial import FrozenTrial, TrialState
+except ModuleNotFoundError:
+    raise missing_extra("optuna", "optuna", "strategy='optuna'") from None
+
+NUMBER, PRUNED_AT, LOST = "lockstep_trial", "lockstep_pruned_at", "lockstep_lost"
+"""What is kept of a trial in the study: its number, the check at which it was pruned, why it was taken for dead."""
+BEAT = "heartbeat"
+"""The file in a trial's folder that is touched as long as the trial lives."""
+DRAWS = ".draw.lock"
+"""The lock of who begins or ends a trial: behind the journal's name."""
+PERIOD = 10.0
+"""Seconds from one heartbeat to the next."""
+DEAD = 120.0
+"""Seconds without a heartbeat after which a trial is taken for dead."""
+LONGEST_DRAW = 120.0
+"""Seconds after which another host may draw, though this one has not said that it is done."""
+PATIENCE = 600.0
+"""Seconds that a rank waits for what rank 0 draws."""
+
+_ENDS: dict[TrialState, End] = {
+    TrialState.COMPLETE: "completed",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
+_DIRECTIONS = {"min": StudyDirection.MINIMIZE, "max": StudyDirection.MAXIMIZE}
+_STATES = {end: state for state, end in _ENDS.items()}
+
+
+class StudyTrial:
+    """A trial of a study, by its number in the search. It can be pickled.
+
+    Each start of a trial that has reported is an entry of its own, with the trial's number and values; the one before
+    it has failed. A fit that goes on from a checkpoint takes over the reports before it (:meth:`resume`). A trial that
+    was taken for dead, and is not, gets another entry with its values and reports.
+
+    Args:
+        settings: of the search.
+        number: of the trial.
+        folder: of the search, which all nodes see.
+    """
+
+    def __init__(self, settings: SearchSettings, number: int, folder: Path) -> None:
+        self.settings, self.number, self.folder = settings, number, folder.absolute()
+        self._opened: optuna.Study | None = None
+        self._heart: _Heart | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a process that reads it opens the journal itself, and this one's heart beats here
+        return {**vars(self), "_opened": None, "_heart": None}
+
+    # -- its values ------------------------------------------------------------------------------------------
+
+    def draw(self) -> dict[str, Any]:
+        """The trial's values; drawn, unless it has some. From now on it lives.
+
+        Raises:
+            MisconfigurationException: the study was begun with other options, or in another mode.
+        """
+        with self._drawing():
+            _beat(self._beat)
+            _fail_dead(self._study, self.folder)
+            params = self._sample(self._begun())
+        self._heart = _Heart(self._beat)
+        return self._values(params)
+
+    def wait(self) -> dict[str, Any]:
+        """The values that rank 0 draws.
+
+        Raises:
+            TimeoutError: it has not drawn them.
+        """
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            if (self.folder / JOURNAL).exists():
+                with contextlib.suppress(KeyError):  # nobody has made the study yet
+                    found = self._entry()
+                    if found is not None and found.params.keys() >= self.settings.space.dimensions.keys():
+                        return self._values(found.params)
+            time.sleep(0.1)
+        raise TimeoutError(
+            f"trial {self.number}: rank 0 has drawn no values within {PATIENCE:.0f} s: do all nodes see {self.folder}?"
+        )
+
+    def _begun(self) -> FrozenTrial:
+        """The trial's entry in the study, running or ended."""
+        if self._entry() is None:
+            asked = [trial for trial in self._all(TrialState.WAITING) if NUMBER not in trial.user_attrs]
+            if asked:  # values that somebody has enqueued in the study
+                self._storage.set_trial_user_attr(asked[0]._trial_id, NUMBER, self.number)
+            else:
+                self._study.enqueue_trial({}, user_attrs={NUMBER: self.number})
+        found = self._known_entry()
+        if found.state == TrialState.WAITING:
+            self._storage.set_trial_state_values(found._trial_id, TrialState.RUNNING)
+        has_run = found.state == TrialState.RUNNING and found.intermediate_values
+        return self._anew(found, keeps=False) if has_run or found.state == TrialState.FAIL else found
+
+    def _sample(self, entry: FrozenTrial) -> dict[str, Any]:
+        """What Optuna has for each hyperparameter; a trial that died while it drew goes on where it was."""
+        space = self.settings.space.dimensions
+        if entry.params.keys() >= space.keys():
+            return entry.params
+        trial = optuna.Trial(self._study, entry._trial_id)
+        try:
+            return {name: _suggest(trial, name, dimension) for name, dimension in space.items()}
+        except ValueError as error:
+            raise MisconfigurationException(
+                f"{self.folder}: its study was begun with other options ({error}): give the search another name, or "
+                "the options that it had"
+            ) from error
+
+    def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: _given(dimension, params[name]) for name, dimension in self.settings.space.dimensions.items()}
+
+    # -- on its way ------------------------------------------------------------------------------------------
+
+    def resume(self, checks: int) -> None:
+        """Tell the study that a fit begins: of earlier reports, those before its first check are its own.
+
+        Args:
+            checks: reports that the fit's checkpoint knows of; 0 without one.
+        """
+        with self._drawing():
+            entry = self._alive()
+            goes_on = entry.last_step is not None and entry.last_step + 1 == checks
+            if entry.state != TrialState.RUNNING or goes_on:
+                return
+            earlier = [each for each in self._entries() if checks - 1 in each.intermediate_values]
+            if entry.intermediate_values:  # of a fit before, in this process
+                entry = self._anew(entry, keeps=False)
+            if earlier:
+                self._take_over(entry, earlier[-1], checks)
+
+    def _take_over(self, entry: FrozenTrial, earlier: FrozenTrial, checks: int) -> None:
+        """Have an entry begin with the first reports of an earlier one."""
+        for step, value in earlier.intermediate_values.items():
+            if step < checks:
+                self._storage.set_trial_intermediate_value(entry._trial_id, step, value)
+        if earlier.user_attrs.get(PRUNED_AT, checks) < checks:
+            self._storage.set_trial_user_attr(entry._trial_id, PRUNED_AT, earlier.user_attrs[PRUNED_AT])
+
+    def report(self, step: int, value: float) -> bool:
+        """Tell the study a value of the trial, and ask whether the trial is to be stopped.
+
+        Args:
+            step: number of the check; a value that this fit has told for it before stays.
+            value: that the search minimizes or maximizes.
+        """
+        with self._drawing():
+            entry = self._alive()
+            if entry.state != TrialState.RUNNING:  # it has ended already, and stays as it is
+                return entry.state == TrialState.PRUNED
+            if step not in entry.intermediate_values:
+                self._storage.set_trial_intermediate_value(entry._trial_id, step, value)
+                entry = self._known_entry()
+            prunes = self._study.pruner.prune(self._study, entry)
+            if prunes:
+                self._storage.set_trial_user_attr(entry._trial_id, PRUNED_AT, step)
+        return prunes
+
+    def finish(self, number: int, state: End, value: float | None) -> End:
+        """Tell the study how the trial ended; a trial that has ended already stays as it is.
+
+        Args:
+            number: of the trial.
+            state: how it ended.
+            value: of a completed one; None: the last that was reported.
+
+        Returns:
+            how the study keeps it.
+        """
+        if number != self.number:
+            raise ValueError(f"trial {number} was not begun in this process; trial {self.number} was")
+        self.rest()
+        with self._drawing():
+            entry = self._entry()
+            if entry is None:
+                raise ValueError(f"trial {number} is not in the study in {self.folder}")
+            if entry.state in _ENDS and (LOST not in entry.user_attrs or state == "failed"):
+                return _ENDS[entry.state]
+            if state == "completed" and PRUNED_AT in entry.user_attrs:
+                state = "pruned"
+            if state == "completed":
+                value = _last(entry) if value is None else float(value)
+                if value is None or math.isnan(value):
+                    log.warning(
+                        "trial %d has ended with the value %s, and counts as failed: return a number from the function,"
+                        " or give the Trainer PruneTrial(monitor=...), which reports one",
+                        number, value,
+                    )  # fmt: skip
+                    state = "failed"
+            told = value if state == "completed" else None
+            self._study.tell(self._alive().number, told, state=_STATES[state])
+            _fail_dead(self._study, self.folder)
+        return state
+
+    def _alive(self) -> FrozenTrial:
+        """The trial's entry; where that was taken for dead, another one with its values and reports, which runs."""
+        entry = self._known_entry()
+        return self._anew(entry, keeps=True) if entry.state == TrialState.FAIL else entry
+
+    def _anew(self, entry: FrozenTrial, keeps: bool) -> FrozenTrial:
+        """Another entry of the trial in the place of this one, which runs: with its values, and maybe its reports."""
+        if entry.state == TrialState.RUNNING:
+            self._study.tell(entry.number, state=TrialState.FAIL)
+        dropped = (LOST,) if keeps else (LOST, PRUNED_AT)
+        self._study.add_trial(
+            optuna.create_trial(
+                state=TrialState.RUNNING,
+                params=entry.params,
+                distributions=entry.distributions,
+                user_attrs={name: value for name, value in entry.user_attrs.items() if name not in dropped},
+                intermediate_values=entry.intermediate_values if keeps else {},
+            )
+        )
+        return self._known_entry()
+
+    def lose(self) -> None:
+        """Tell the study that the trial's process has ended without a word; a trial that has ended stays as it is."""
+        with self._drawing():
+            entry = self._entry()
+            if entry is not None and entry.state == TrialState.RUNNING:
+                self._study.tell(entry.number, state=TrialState.FAIL)
+
+    def rest(self) -> None:
+        """Give no more signs of life."""
+        if self._heart is not None:
+            self._heart.stop()
+            self._heart = None
+
+    # -- the study -------------------------------------------------------------------------------------------
+
+    @property
+    def _beat(self) -> Path:
+        return TrialFolder.of(self.folder, self.number).path / BEAT
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Nobody else begins or ends a trial meanwhile."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        journal = self.folder / JOURNAL
+        journal.touch()
+        with held(FileLock(str(journal), DRAWS, LONGEST_DRAW)):
+            if self._opened is None:
+                self._opened = self._open(makes=True)
+            yield
+
+    @property
+    def _study(self) -> optuna.Study:
+        if self._opened is None:
+            self._opened = self._open(makes=False)
+        return self._opened
+
+    @property
+    def _storage(self) -> optuna.storages.BaseStorage:
+        return self._study._storage
+
+    def _open(self, makes: bool) -> optuna.Study:
+        """The study in the journal.
+
+        Raises:
+            KeyError: there is none.
+            MisconfigurationException: it looks for other values.
+        """
+        settings, name = self.settings, self.folder.name
+        direction = _DIRECTIONS[settings.mode]
+        seed = make_key("study", settings.seed, self.number) % (1 << 32)
+        sampler = (settings.sampler or optuna.samplers.TPESampler)(seed=seed)
+        if isinstance(sampler, optuna.samplers.GridSampler):
+            raise MisconfigurationException(
+                "sampler=GridSampler: it cannot be asked for one trial: use strategy='grid_search'"
+            )
+        pruner: Any = settings.pruner or optuna.pruners.MedianPruner()
+        storage = optuna.storages.JournalStorage(StudyJournal(str(self.folder / JOURNAL)))
+        try:
+            study = optuna.load_study(study_name=name, storage=storage, sampler=sampler, pruner=pruner)
+        except KeyError:
+            if not makes:
+                raise
+            study = optuna.create_study(
+                study_name=name, storage=storage, sampler=sampler, pruner=pruner, direction=direction
+            )
+        if study.direction != direction:
+            raise MisconfigurationException(
+                f"mode={settings.mode!r}, and the study in {self.folder} is to {study.direction.name.lower()} its "
+                "value: give the search another name, or the mode that it had"
+            )
+        return study
+
+    def _all(self, *states: TrialState) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False, states=states or None)
+
+    def _entries(self) -> list[FrozenTrial]:
+        """The entries of the trial, the newest last."""
+        return [trial for trial in self._all() if trial.user_attrs.get(NUMBER) == self.number]
+
+    def _entry(self) -> FrozenTrial | None:
+        """The newest entry of the trial."""
+        mine = self._entries()
+        return mine[-1] if mine else None
+
+    def _known_entry(self) -> FrozenTrial:
+        found = self._entry()
+        assert found is not None
+        return found
+
+
+def start(settings: SearchSettings, number: int, folder: Path) -> tuple[StudyTrial, dict[str, Any]]:
+    """Begin a trial in this process, or go on with it; gives it with its values.
+
+    Args:
+        settings: of the search.
+        number: of the trial.
+        folder: of the search, which all nodes see.
+    """
+    trial = StudyTrial(settings, number, folder)
+    return trial, trial.draw() if rank_zero_only.rank == 0 else trial.wait()
+
+
+def fail_dead(folder: Path) -> list[int]:
+    """Tell the study of a search of the trials whose node has died; gives their numbers.
+
+    Trials do so when they begin and end. This is for when none does any more.
+
+    Args:
+        folder: of the search. Without a study in it there is nothing to tell.
+    """
+    journal = folder / JOURNAL
+    if not journal.exists():
+        return []
+    with held(FileLock(str(journal), DRAWS, LONGEST_DRAW)):
+        try:
+            storage = optuna.storages.JournalStorage(StudyJournal(str(journal)))
+            study = optuna.load_study(study_name=folder.absolute().name, storage=storage)
+        except KeyError:
+            return []
+        return _fail_dead(study, folder)
+
+
+def _fail_dead(study: optuna.Study, folder: Path) -> list[int]:
+    """The same, for who has the lock."""
+    clock = folder / BEAT
+    clock.touch()
+    now = clock.stat().st_mtime  # the file system's clock, which all heartbeats have
+    dead = []
+    for entry in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        number = entry.user_attrs.get(NUMBER)
+        if not isinstance(number, int):  # somebody else's own trial
+            continue
+        trial = TrialFolder.of(folder, number)
+        try:
+            silent = now - (trial.path / BEAT).stat().st_mtime
+        except FileNotFoundError:
+            silent = math.inf
+        if silent > DEAD:
+            why = f"no sign of life for {silent:.0f} s"
+            study._storage.set_trial_user_attr(entry._trial_id, LOST, why)
+            study.tell(entry.number, state=TrialState.FAIL)
+            log.warning("trial %d: %s: it counts as failed until it is started again", number, why)
+            dead.append(number)
+    return dead
+
+
+def _last(entry: FrozenTrial) -> float | None:
+    """The value that was reported last."""
+    step = entry.last_step
+    return None if step is None else entry.intermediate_values[step]
+
+
+# -- hyperparameters as Optuna has them -----------------------------------------------------------------------
+
+
+def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
+    """What Optuna draws for a hyperparameter."""
+    if isinstance(dimension, Options):
+        return trial.suggest_categorical(name, _labels(dimension))
+    if dimension.whole:
+        return trial.suggest_int(name, int(dimension.low), int(dimension.high), log=dimension.log)
+    return trial.suggest_float(name, dimension.low, dimension.high, log=dimension.log)
+
+
+def _labels(options: Options) -> list[Any]:
+    """The values as Optuna can hold and tell apart: themselves, or else their numbers and texts."""
+    values = list(options.values)
+    scalars = all(value is None or type(value) in (bool, int, float, str) for value in values)
+    if scalars and all(values.index(value) == at for at, value in enumerate(values)):
+        return values
+    return [f"{at}: {value}" for at, value in enumerate(values)]
+
+
+def _given(dimension: Dimension, param: Any) -> Any:
+    """The trial's value for what Optuna has drawn."""
+    if isinstance(dimension, Options):
+        return dimension[_labels(dimension).index(param)]
+    return dimension.given(param)
+
+
+# -- the heartbeat --------------------------------------------------------------------------------------------
+
+
+def _beat(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+class _Heart:
+    """A thread that touches a file, until it is stopped or the process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._ends = path, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The trial has ended."""
+        self._ends.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ends.wait(PERIOD):
+            with contextlib.suppress(OSError):  # the next one may succeed
+                _beat(self._path)

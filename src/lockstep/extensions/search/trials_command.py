@@ -1,0 +1,213 @@
+"""``lockstep trials``: the trials of a search as a table that follows the queue; submitted anew, cancelled."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lockstep.cli.run import CommandParser
+from lockstep.extensions.search import search as searches
+from lockstep.extensions.search import table
+from lockstep.extensions.search.queue import SlurmRefused
+from lockstep.extensions.search.search import Search, Status
+from lockstep.extensions.search.trials import JOURNAL
+from lockstep.ground.errors import MisconfigurationException
+
+ABOUT = """\
+Show the trials of a search: state, hyperparameters, last metrics, node, restarts, seconds; the best one is named.
+"""
+EXAMPLES = """\
+examples:
+  lockstep trials searches/digits                                     the table
+  lockstep trials searches/digits --sort val_accuracy --csv           for a notebook
+  lockstep trials searches/digits --resubmit failed                   trials that failed, from their last checkpoints
+  lockstep trials searches/digits --watch --resubmit preempted        where the cluster cancels what it preempts
+"""
+KINDS = (searches.FAILED, searches.PREEMPTED, searches.UNSUBMITTED, searches.CANCELLED)
+"""States whose trials can be submitted anew."""
+CLEAR = "\033[H\033[2J"
+
+
+def trials(words: Sequence[str]) -> int:
+    """The command; gives its exit code.
+
+    Args:
+        words: behind ``lockstep trials``.
+
+    Raises:
+        MisconfigurationException: for what cannot be done, with the way out.
+    """
+    given = _parser().parse_args(words)
+    found = searches.found_at(given.path)
+    if not found:
+        raise MisconfigurationException(
+            f"{given.path}: there are no trials (folders trial_0000 ...): give the log_path of a SlurmCluster, or the "
+            "folder of a search in it"
+        )
+    if (given.resubmit or given.cancel) and len(found) > 1:
+        names = ", ".join(str(search.path) for search in found)
+        raise MisconfigurationException(f"{given.path}: several searches are there; name one: {names}")
+    try:
+        if given.cancel:
+            _cancel(found[0], given.cancel)
+        if given.watch is not None:
+            return _watch(found, given)
+        if given.resubmit:
+            _resubmit(found[0], given, said=set())
+        elif not given.cancel:
+            _show(found, given)
+        return 0
+    except SlurmRefused as refused:
+        print(f"lockstep trials: {refused}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("lockstep trials", None, ABOUT, EXAMPLES)
+    add = parser.add_argument
+    add("path", metavar="LOG_PATH", help="the log_path of a SlurmCluster, or the folder of a search in it")
+    add("--sort", metavar="METRIC", help="the best trials first, by this metric")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--max", dest="largest", action="store_const", const=True, help="the largest is the best")
+    group.add_argument("--min", dest="largest", action="store_const", const=False, help="the smallest is the best "
+                       "(default: as the metric's name tells)")  # fmt: skip
+    add("--all", action="store_true", help="all metrics, and hyperparameters that are the same in all trials")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--csv", action="store_true", help="print CSV")
+    group.add_argument("--json", action="store_true", help="print JSON")
+    add("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help="show it again, every 5 seconds by "
+        "default, until nothing changes any more")  # fmt: skip
+    add("--resubmit", metavar="|".join((*KINDS[:3], "TRIAL")), help="submit trials anew, which go on from their "
+        "newest checkpoints: all of a state, or by number (3 or 3,5)")  # fmt: skip
+    add("--cancel", nargs="?", const="all", metavar="TRIAL", help="cancel all trials that wait or run, or some (3,5)")
+    add("--max-preemptions", type=int, metavar="N", help="resubmit no trial that was preempted more often (default: as "
+        "the search says)")  # fmt: skip
+    add("--max-failures", type=int, metavar="N", help="resubmit no trial that has failed so often (default: as the "
+        "search says)")  # fmt: skip
+    return parser
+
+
+def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
+    """Show the table until all trials are at their end, and submit anew what was asked for, meanwhile."""
+    said: set[str] = set()
+    while True:
+        again = given.resubmit and _resubmit(found[0], given, said)
+        if sys.stdout.isatty():
+            print(CLEAR, end="")
+        statuses = _show(found, given)
+        if not again and all(status.state in searches.FINAL for status in statuses):
+            return 0
+        time.sleep(max(given.watch, 0.1))
+
+
+def _look(search: Search) -> tuple[list[Status], str]:
+    """How the trials stand. A study is told of those whose node has died: no other trial may come that would do it."""
+    if (search.path / JOURNAL).exists() and importlib.util.find_spec("optuna") is not None:
+        from lockstep.extensions.search.study import fail_dead
+
+        with contextlib.suppress(PermissionError):  # who may only read sees the table all the same
+            fail_dead(search.path)
+    return searches.look(search)
+
+
+def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
+    """Print the tables; gives all trials."""
+    shown: list[Status] = []
+    rows = []
+    for search in found:
+        statuses, trouble = _look(search)
+        shown += statuses
+        order = table.order_by(statuses, given.sort, given.largest)
+        if given.sort is not None and order is not None:
+            statuses = sorted(statuses, key=order.key)
+        if given.csv or given.json:
+            rows += [table.as_dict(search.path.name, status) for status in statuses]
+        else:
+            print(table.text(search.path.name, statuses, order, given.all))
+        if trouble:
+            print(f"lockstep trials: SLURM could not be asked: {trouble}", file=sys.stderr)
+    if given.json:
+        print(json.dumps(rows, indent=2))
+    elif given.csv:
+        print(table.as_csv(rows), end="")
+    sys.stdout.flush()
+    return shown
+
+
+# -- anew, and away ------------------------------------------------------------------------------------------
+
+
+def _resubmit(search: Search, given: argparse.Namespace, said: set[str]) -> int:
+    """Submit trials anew; gives how many.
+
+    Args:
+        search: theirs.
+        given: what was typed.
+        said: what has been said in earlier rounds, and is not said again.
+
+    Raises:
+        SlurmRefused: SLURM could not be asked how they stand, and a trial may still run; or sbatch has refused.
+    """
+    statuses, trouble = _look(search)
+    if trouble:
+        raise SlurmRefused(f"SLURM could not be asked how the trials stand, so none is submitted anew: {trouble}")
+    chosen = _chosen(statuses, given.resubmit)
+    typed = {"preemptions": given.max_preemptions, "failures": given.max_failures}
+    limits = replace(search.limits, **{name: most for name, most in typed.items() if most is not None})
+    again = []
+    for status in chosen:
+        why = searches.exhausted(status, limits) if given.resubmit in KINDS else ""
+        if why and why not in said:
+            print(f"lockstep trials: not submitted anew: {why}", file=sys.stderr)
+            said.add(why)
+        elif not why:
+            again.append(status.trial)
+    if again:
+        searches.submit_trials(search, again, lambda text: print(f"lockstep trials: {text}", file=sys.stderr))
+    elif given.watch is None:
+        print(f"lockstep trials: nothing to submit: no trial for --resubmit {given.resubmit}", file=sys.stderr)
+    return len(again)
+
+
+def _chosen(statuses: Sequence[Status], what: str) -> list[Status]:
+    """The trials that are to be submitted anew.
+
+    Raises:
+        MisconfigurationException: no such state or trial, or one that waits, runs, or is completed.
+    """
+    if what in KINDS:
+        return [status for status in statuses if status.state == what]
+    chosen = _numbered(statuses, what, f"--resubmit {what}", f"{', '.join(KINDS)}, or numbers of trials, as 3 or 3,5")
+    for status in chosen:
+        if status.state not in KINDS:
+            raise MisconfigurationException(
+                f"--resubmit {what}: trial {status.trial.number} is {status.state}: only trials that are "
+                f"{', '.join(KINDS)} can be submitted anew"
+            )
+    return chosen
+
+
+def _cancel(search: Search, what: str) -> None:
+    statuses, _ = _look(search)
+    chosen = statuses if what == "all" else _numbered(statuses, what, f"--cancel {what}", "all, or numbers of trials")
+    gone = searches.cancel_trials(chosen)
+    numbers = searches.ranges([trial.number for trial in gone])
+    print(f"lockstep trials: cancelled: {f'trial(s) {numbers}' if gone else 'none waits or runs'}", file=sys.stderr)
+
+
+def _numbered(statuses: Sequence[Status], what: str, flag: str, way: str) -> list[Status]:
+    by_number = {str(status.trial.number): status for status in statuses}
+    unknown = [word for word in what.split(",") if word.strip() not in by_number]
+    if unknown:
+        raise MisconfigurationException(
+            f"{flag}: there is no trial {unknown[0]!r}, the search has {len(statuses)}: give {way}"
+        )
+    return [by_number[word.strip()] for word in what.split(",")]

@@ -1,0 +1,67 @@
+"""Verifies what a Trainer would train: the module and its data become a script, and that is verified."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import cloudpickle
+
+from lockstep.extensions.verify.certificate import Certificate
+from lockstep.extensions.verify.runs import Request
+from lockstep.extensions.verify.verification import verify
+from lockstep.ground.errors import MisconfigurationException
+
+_SCRIPT = """\
+import sys
+
+sys.path[:] = {path!r}
+import cloudpickle
+
+with open({parts!r}, "rb") as file:
+    flags, model, data, datamodule = cloudpickle.load(file)
+import torch
+from lockstep import Trainer
+
+if torch.get_default_dtype() == torch.float64:
+    model.double()  # it was made in the types of another process
+
+Trainer(**flags).fit(model, data, datamodule=datamodule)
+"""
+
+_QUIET: dict[str, object] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "max_epochs": -1,
+    "max_time": None,
+}
+
+
+def verify_fit(
+    flags: Mapping[str, object], model: object, data: object, datamodule: object, devices: int, steps: int
+) -> Certificate:
+    """The certificate for a fit by a Trainer with these flags.
+
+    Raises:
+        MisconfigurationException: a flag, the module or its data cannot travel to another process.
+    """
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+        script, parts = Path(folder) / "fit.py", Path(folder) / "parts.pkl"
+        given = {**flags, **_QUIET, "max_steps": 2 * steps}
+        try:
+            parts.write_bytes(cloudpickle.dumps((given, model, data, datamodule)))
+        except Exception as error:  # whatever an object raises that cannot be pickled
+            raise MisconfigurationException(
+                f"trainer.verify: the module, its data or a flag of the Trainer cannot be pickled ({error}), and the "
+                "ranks are processes of their own: verify the script by `lockstep verify script.py`"
+            ) from error
+        path = [each for each in sys.path if isinstance(each, str)]  # Python takes no notice of others
+        script.write_text(_SCRIPT.format(path=path, parts=str(parts)))
+        certificate = verify(Request((str(script),), devices, steps))
+    return replace(certificate, script=type(model).__name__)

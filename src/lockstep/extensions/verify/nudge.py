@@ -1,0 +1,84 @@
+"""Moves one sample a little, and notes what that changes for the others: does a loss compare samples?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lockstep.extensions.verify.recordings import Event
+from lockstep.extensions.verify.watch import Watch
+
+STILL, NUDGED = "rows still", "rows nudged"
+"""The overrides that have the gradients of all samples but the first noted: as it is, and with the first one moved."""
+
+_STEP = 1e-3
+"""By how much the first sample is moved, as part of its mean size."""
+_SAME = 1e-12
+
+
+def moved(value: Tensor) -> Tensor:
+    """Values with the first row moved; whole numbers (labels, masks, counts) stay."""
+    step = torch.zeros_like(value)
+    own = value.detach()[0]
+    if not torch.equal(own, own.round()):
+        step[0] = _STEP * own.abs().mean()
+    return value + step
+
+
+def moved_batch(batch: Any) -> Any:
+    """A batch with its first sample moved."""
+    return tree_map(lambda leaf: moved(leaf) if _has_rows(leaf) else leaf, batch)
+
+
+class Nudge:
+    """Moves the first row of what modules give, and watches what comes back to the others in the first backward.
+
+    That stays the same where each sample has a loss of its own, whatever it is divided by.
+
+    Args:
+        watch: of this process.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._moves = NUDGED in watch.settings.overrides
+        self._sees = self._moves or STILL in watch.settings.overrides
+        self._number = 0
+
+    def after(self, module: nn.Module, output: object) -> Tensor | None:
+        """The output that an innermost module is to have in place of its own; None where it stays."""
+        if not self._sees or self.watch.updates or self.watch.backwards or not _has_rows(output):
+            return None
+        if next(module.children(), None) is not None:
+            return None
+        assert isinstance(output, Tensor)
+        given = moved(output) if self._moves else output
+        if given.requires_grad:
+            given.register_hook(functools.partial(self._note, self._number))
+            self._number += 1
+        return given
+
+    def _note(self, number: int, gradient: Tensor) -> None:
+        rows = gradient.detach()[1:].double().flatten(1)
+        self.watch.journal.note("rows", number=number, sums=rows.sum(1).tolist(), sizes=rows.abs().sum(1).tolist())
+
+
+def _has_rows(output: object) -> bool:
+    return isinstance(output, Tensor) and output.is_floating_point() and output.dim() > 1 and len(output) > 1
+
+
+def compares_samples(still: Sequence[Event], nudged: Sequence[Event]) -> bool | None:
+    """Whether the other samples' gradients follow the first sample; None where they were not seen."""
+    if not still or len(still) != len(nudged):
+        return None
+    for own, other in zip(still, nudged, strict=True):
+        for kind in ("sums", "sizes"):
+            for a, b, size in zip(own[kind], other[kind], own["sizes"], strict=True):
+                if abs(a - b) > _SAME * size:
+                    return True
+    return False

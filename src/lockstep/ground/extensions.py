@@ -1,0 +1,288 @@
+"""The table of extensions: what the core reaches by name, and which extension has it.
+
+An extension is a package below `lockstep.extensions`. The core imports none: it asks here for a strategy, a command, a
+service or a public name, and the extension is imported then. A deleted extension is missing by name alone, and
+everything else works.
+
+Other distributions bring strategies and commands by entry points of the groups ``lockstep.strategies`` and
+``lockstep.commands``. They cannot take a name that lockstep has.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from lockstep.ground.errors import MisconfigurationException
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+ROOT = "lockstep.extensions"
+FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "extensions")
+
+Group = Literal["strategies", "commands", "services"]
+KIND = {"strategies": "strategy", "commands": "command", "services": "service"}
+
+
+class Extension(NamedTuple):
+    """What one extension brings. A place is ``"module"`` or ``"module:name"``, seen from the extension's folder."""
+
+    strategies: Mapping[str, tuple[str, Mapping[str, Any]]] = {}
+    """By the name in ``Trainer(strategy=...)``: the place of the class, and its arguments."""
+    commands: Mapping[str, tuple[str, str]] = {}
+    """By the word behind ``lockstep``: the place of a function from words to an exit code, and a line of help."""
+    services: Mapping[str, str] = {}
+    """By the name that the core asks for: the place."""
+    names: Mapping[str, str] = {}
+    """By a public name, as ``"callbacks.Timer"``: the module that has it."""
+    paths: Mapping[str, str] = {}
+    """By a path below lockstep: the module that answers to it, and to all paths below it; "" for the folder."""
+
+
+_OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
+_NVME = {"offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
+_DEEPSPEED: dict[str, dict[str, Any]] = {
+    "deepspeed": {},
+    "deepspeed_stage_1": {"stage": 1},
+    "deepspeed_stage_2": {"stage": 2},
+    "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
+    "deepspeed_stage_3": {"stage": 3},
+    "deepspeed_stage_3_offload": {"stage": 3} | _OFFLOAD,
+    "deepspeed_stage_3_offload_nvme": {"stage": 3} | _OFFLOAD | _NVME,
+}
+
+EXTENSIONS: dict[str, Extension] = {
+    "deepspeed": Extension(
+        strategies={name: ("strategy:DeepSpeedStrategy", arguments) for name, arguments in _DEEPSPEED.items()},
+        services={"folders of DeepSpeed's engine": "folder"},
+        names={"strategies.DeepSpeedStrategy": "strategy"},
+        paths={"engines.deepspeed": ""},
+    ),
+    "extras": Extension(
+        names={
+            "callbacks.BatchSizeFinder": "tuner.batch_size",
+            "callbacks.EMAWeightAveraging": "weight_averaging",
+            "callbacks.LearningRateFinder": "tuner.lr_finder",
+            "callbacks.ModelPruning": "pruning",
+            "callbacks.SpikeDetection": "spike",
+            "callbacks.StochasticWeightAveraging": "stochastic_weight_avg",
+            "callbacks.ThroughputMonitor": "throughput_monitor",
+            "callbacks.TrainingSpikeException": "spike",
+            "callbacks.WeightAveraging": "weight_averaging",
+            "tuner.Tuner": "tuner.tuning",
+        },
+        paths={
+            "callbacks.pruning": "pruning",
+            "callbacks.spike": "spike",
+            "callbacks.stochastic_weight_avg": "stochastic_weight_avg",
+            "callbacks.throughput_monitor": "throughput_monitor",
+            "callbacks.weight_averaging": "weight_averaging",
+            "tuner.batch_size": "tuner.batch_size",
+            "tuner.lr_finder": "tuner.lr_finder",
+            "tuner.trial": "tuner.trial",
+            "tuner.tuning": "tuner.tuning",
+        },
+    ),
+    "lightning": Extension(
+        commands={
+            "migrate": (
+                "migrate:migrate",
+                "show what a script for Lightning needs: imports and flags as a diff, the rest by line",
+            ),
+        },
+        services={"Lightning's names": "unchanged"},
+        names={
+            "cli.ArgsType": "parser",
+            "cli.LRSchedulerCallable": "parser",
+            "cli.LRSchedulerType": "parser",
+            "cli.LRSchedulerTypeTuple": "parser",
+            "cli.LRSchedulerTypeUnion": "parser",
+            "cli.LightningArgumentParser": "parser",
+            "cli.LightningCLI": "command_line",
+            "cli.OptimizerCallable": "parser",
+            "cli.ReduceLROnPlateau": "parser",
+            "cli.SaveConfigCallback": "command_line",
+            "cli.instantiate_class": "command_line",
+            "cli.instantiate_module": "command_line",
+        },
+        paths={
+            "cli.lightning": "command_line",
+            "cli.migrate": "migrate",
+            "cli.parser": "parser",
+            "lightning": "unchanged",
+        },
+    ),
+    "search": Extension(
+        commands={
+            "submit": ("submit_command:submit", "submit a script to SLURM"),
+            "trials": (
+                "trials_command:trials",
+                "show the trials of a search on SLURM, submit them anew, cancel them",
+            ),
+        },
+        services={"trial": "trials:TrialFolder"},
+        names={
+            "HyperOptArgumentParser": "parser",
+            "SlurmCluster": "cluster",
+            "callbacks.PruneTrial": "prune_trial",
+        },
+        paths={
+            "callbacks.prune_trial": "prune_trial",
+            "cli.submit": "submit_command",
+            "cli.trials": "trials_command",
+            "hpc": "",
+        },
+    ),
+    "verify": Extension(
+        commands={
+            "verify": ("command:verify", "say whether a script trains on N ranks what it trains as one process"),
+        },
+        services={"trainer.verify": "fitted:verify_fit"},
+        paths={"cli.verify": "command", "verify": ""},
+    ),
+}
+"""The extensions of lockstep, by the name of their folder."""
+
+
+class MissingExtension(MisconfigurationException, ImportError):
+    """What was asked for is of an extension that is not there, or that cannot be imported."""
+
+
+# -- what is there -------------------------------------------------------------------------------------------
+
+
+def is_there(extension: str) -> bool:
+    """Return True if the folder of an extension exists."""
+    return os.path.isfile(os.path.join(FOLDER, extension, "__init__.py"))
+
+
+def available() -> dict[str, Extension]:
+    """The rows of the extensions that exist."""
+    return {name: rows for name, rows in EXTENSIONS.items() if is_there(name)}
+
+
+def names_of(face: str) -> dict[str, str]:
+    """The public names that extensions add to a face, with the full path of the module that has each.
+
+    Args:
+        face: its path below lockstep, as ``"callbacks"``; "" for lockstep itself.
+    """
+    found = {}
+    for extension, rows in available().items():
+        for name, module in rows.names.items():
+            where, _, last = name.rpartition(".")
+            if where == face:
+                found[last] = f"{ROOT}.{extension}.{module}"
+    return found
+
+
+def home_of(path: str) -> str | None:
+    """The full path of the module that answers to a path below lockstep, where an extension has it.
+
+    Example:
+        >>> home_of("verify.certificate")
+        'lockstep.extensions.verify.certificate'
+    """
+    before, below = path, ""
+    while before:
+        for extension, rows in EXTENSIONS.items():
+            if before in rows.paths:
+                parts = (ROOT, extension, rows.paths[before], below)
+                return ".".join(part for part in parts if part)
+        before, _, last = before.rpartition(".")
+        below = f"{last}.{below}".rstrip(".")
+    return None
+
+
+def absent(name: str) -> str | None:
+    """Why a public name or a path below lockstep is missing, in a sentence; None if no absent extension has it."""
+    for extension, rows in EXTENSIONS.items():
+        under = any(name == path or name.startswith(f"{path}.") for path in rows.paths)
+        if (name in rows.names or under) and not is_there(extension):
+            return _absent(f"lockstep.{name}", extension)
+    return None
+
+
+def _absent(what: str, extension: str) -> str:
+    return (
+        f"{what} is of the extension {extension!r}, and {ROOT}.{extension} is not installed: install torch-lockstep "
+        "again, or do without it."
+    )
+
+
+# -- imported when asked for ---------------------------------------------------------------------------------
+
+
+def strategies() -> dict[str, Mapping[str, Any]]:
+    """The strategies of lockstep's extensions, by name, with their arguments."""
+    return {name: row[1] for rows in EXTENSIONS.values() for name, row in rows.strategies.items()}
+
+
+def commands() -> dict[str, str]:
+    """The commands of the extensions that exist, and of other distributions, with a line of help each."""
+    found = {name: row[1] for rows in available().values() for name, row in rows.commands.items()}
+    for name, points in _others("commands").items():
+        found.setdefault(name, f"a command of {' and of '.join(map(_origin, points))}")
+    return found
+
+
+def load(group: Group, name: str) -> Any:
+    """Import what an extension, or another distribution, has under a name.
+
+    Args:
+        group: the kind of it.
+        name: as in the table, or of an entry point.
+
+    Raises:
+        MissingExtension: its extension does not exist or cannot be imported, or two distributions claim the name.
+        KeyError: nobody has this name.
+    """
+    what = f"the {KIND[group]} {name!r}"
+    for extension, rows in EXTENSIONS.items():
+        row = getattr(rows, group).get(name)
+        if row is not None:
+            if not is_there(extension):
+                raise MissingExtension(_absent(what, extension))
+            return _at(extension, row if isinstance(row, str) else row[0])
+    points = _others(group)[name]
+    if len(points) > 1:
+        raise MissingExtension(f"{what} is claimed by {' and by '.join(map(_origin, points))}: uninstall one of them.")
+    try:
+        return points[0].load()
+    except Exception as error:
+        raise MissingExtension(
+            f"{what} of {_origin(points[0])} cannot be imported from {points[0].value!r}: {type(error).__name__}: "
+            f"{error}. Mend or uninstall that package."
+        ) from error
+
+
+def is_known(group: Group, name: str) -> bool:
+    """Return True if lockstep's table or another distribution has a name."""
+    return any(name in getattr(rows, group) for rows in EXTENSIONS.values()) or name in _others(group)
+
+
+def _at(extension: str, place: str) -> Any:
+    module, _, name = place.partition(":")
+    found = import_module(f"{ROOT}.{extension}.{module}")
+    return getattr(found, name) if name else found
+
+
+@functools.cache
+def _others(group: Group) -> dict[str, list[EntryPoint]]:
+    """The entry points of other distributions, by name."""
+    from importlib.metadata import entry_points  # 10 ms, which only a name that lockstep does not have is worth
+
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=f"lockstep.{group}"):
+        same = found.setdefault(point.name, [])
+        if all((point.value, _origin(point)) != (other.value, _origin(other)) for other in same):
+            same.append(point)
+    return found
+
+
+def _origin(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
