@@ -79,7 +79,7 @@ LONG = (
     "tests/launch/test_spawn.py",
     "tests/launch/test_script.py",
     "tests/launch/test_fork.py",
-    "tests/hpc/test_local.py",
+    "tests/extensions/search/test_local.py",
     "tests/ground/test_installed.py",
     "tests/planner/test_memory.py",
     "tests/gpu/test_parts.py",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-from lockstep.extensions.deepspeed import package
+from lockstep.ground.extensions import is_there
 
 NAMES = (
-    "lockstep.extensions.deepspeed.strategy",
     "lockstep.engines.sharded.model_parallel",
     "lockstep.testing.equivalence",
     "lockstep.tuner",
@@ -31,7 +30,10 @@ NAMES = (
 )
 
 for name in NAMES:
-    if find_spec(name.partition(".")[0]):
+    if find_spec(name.partition(".")[0]) and (name != "lockstep.tuner" or is_there("extras")):
         import_module(name)
-if package.is_installed():
-    package.bring_in()
+if is_there("deepspeed"):
+    package = import_module("lockstep.extensions.deepspeed.package")
+    import_module("lockstep.extensions.deepspeed.strategy")
+    if package.is_installed():
+        package.bring_in()

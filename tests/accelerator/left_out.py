@@ -26,7 +26,7 @@ LACKS = "its layer calls an operation that the device lacks"
 THEIRS = "has tensors or a metric of its own on the CPU, as a script for a device may not"
 
 LEFT_OUT = {
-    "tests/engines/deepspeed/test_deepspeed*": DEEPSPEED,
+    "tests/extensions/deepspeed/test_deepspeed*": DEEPSPEED,
     "*eepspeed*": DEEPSPEED,
     "*DeepSpeed*": DEEPSPEED,
     "tests/checkpoint/test_frozen.py::test_a_resume_goes_on_to_the_same_bits[full]": DEEPSPEED,

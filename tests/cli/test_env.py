@@ -13,8 +13,9 @@ import torch
 
 import lockstep
 from lockstep.cli import env as shown
-from lockstep.cli.run import COMMANDS, HELP, main
+from lockstep.cli.run import COMMANDS, main
 from lockstep.cluster.detect import explained
+from lockstep.ground.extensions import commands
 from lockstep.launch.environment import FAMILIES, HIDDEN, NAMES, in_force
 from tests.project.test_bare import EXTRAS, OF_MODELS
 from tests.project.test_packaging import names, project
@@ -44,9 +45,9 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_help_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert capsys.readouterr().out == HELP
-    assert re.findall(r"^  (\w+) ", HELP, re.MULTILINE) == list(COMMANDS)
-    for command in COMMANDS:
+    found = re.findall(r"^  (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert found == [*COMMANDS, *commands()]
+    for command in found:
         with pytest.raises(SystemExit) as ended:  # as argparse does it
             main([command, "--help"])
         assert ended.value.code == 0

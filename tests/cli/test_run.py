@@ -115,8 +115,8 @@ def test_the_command_prints_the_sentence_alone(script: Path, capsys: pytest.Capt
     told = capsys.readouterr().err.splitlines()
     assert told[0].startswith("lockstep run: other.txt is not there")
     assert told[1:] == [
-        f"lockstep: {word} is no command of lockstep; there is: lockstep run, lockstep verify, lockstep submit, "
-        "lockstep trials, lockstep migrate, lockstep checkpoint, lockstep plan, lockstep env"
+        f"lockstep: {word} is no command of lockstep; there is: "
+        + ", ".join(f"lockstep {name}" for name in [*COMMANDS, *commands()])
         for word in ("'rum'", "nothing")
     ]
 

@@ -21,13 +21,15 @@ SEAM = {
 
 MOST_METHODS, MOST_FLAGS = 25, 7
 OFFERED_BY = (*SEAM, "ModelCopies", "Collectives")
-PARTS = ("engines", "extensions")
+ENGINES = ("lockstep.engines.", "lockstep.extensions.deepspeed.")
 BASE = ("engine", "strategy", "gradients")
 """Files of engines/ that know of no engine."""
 
 
 def classes(sources: Sources) -> dict[str, ast.ClassDef]:
-    return {one.name: one for source in sources.values() if source.part in PARTS for one in numbers(source).classes}
+    """Those of engines, in the core and in extensions that bring one."""
+    engines = (source for source in sources.values() if source.module.startswith(ENGINES))
+    return {one.name: one for source in engines for one in numbers(source).classes}
 
 
 def bases(name: str, known: dict[str, ast.ClassDef]) -> Iterator[str]:

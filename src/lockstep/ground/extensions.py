@@ -250,7 +250,9 @@ def load(group: Group, name: str) -> Any:
             return _at(extension, row if isinstance(row, str) else row[0])
     points = _others(group)[name]
     if len(points) > 1:
-        raise MissingExtension(f"{what} is claimed by {' and by '.join(map(_origin, points))}: uninstall one of them.")
+        raise MissingExtension(
+            f"{what} is claimed by {' and by '.join(sorted(map(_origin, points)))}: uninstall one of them."
+        )
     try:
         return points[0].load()
     except Exception as error:

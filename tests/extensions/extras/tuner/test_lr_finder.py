@@ -19,8 +19,8 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers import CSVLogger
 from lockstep.tuner import Tuner
 from lockstep.utilities.combined_loader import CombinedLoader
+from tests.extensions.extras.tuner.pieces import Compare, Data, Net, differences, samples
 from tests.loop.pieces import QUIET, Recorder, Slope, numbers, quiet
-from tests.tuner.pieces import Compare, Data, Net, differences, samples
 
 FREE: dict[str, Any] = {"early_stop_threshold": None}
 

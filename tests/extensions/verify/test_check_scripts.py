@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.verify.references import REFERENCES, Parameters
+from tests.extensions.verify.references import REFERENCES, Parameters
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"

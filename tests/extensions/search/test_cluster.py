@@ -25,9 +25,9 @@ from lockstep.extensions.search.trials import TrialFolder, read_events
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.testing.models import BoringModel
-from tests.hpc.fake_slurm import FakeSlurm
+from tests.extensions.search.fake_slurm import FakeSlurm
 
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[3]
 GOLDEN = PROJECT / "tests" / "golden" / "sbatch" / "page_of_2019.sh"
 """The script of the page's first trial; the others differ by the trial's folder alone."""
 PAGE = """

@@ -14,7 +14,7 @@ from lockstep.cli.run import main
 from lockstep.extensions.search.search import Search, look
 from lockstep.extensions.search.table import order_by, text
 from lockstep.extensions.search.trials import EVENTS, RESULT, STDERR, VALUES, TrialFolder
-from tests.hpc.fake_slurm import FakeSlurm
+from tests.extensions.search.fake_slurm import FakeSlurm
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.run import COMMANDS, main, planned
-from tests.hpc.fake_slurm import FakeSlurm
+from tests.extensions.search.fake_slurm import FakeSlurm
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from lockstep.extensions.search.sbatch import (
 )
 from lockstep.ground.errors import MisconfigurationException
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "sbatch"
+GOLDEN = Path(__file__).parents[2] / "golden" / "sbatch"
 
 PLAIN = Batch(name="plain", command=["/opt/python", "train.py"], folder="/home/me/project")
 PAGE = Batch(

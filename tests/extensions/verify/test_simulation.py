@@ -15,7 +15,7 @@ from lockstep.extensions.verify.recordings import RankRecording, Recording
 from lockstep.extensions.verify.runs import Request, Runs
 from lockstep.extensions.verify.simulation import Simulation
 from lockstep.extensions.verify.verification import verify
-from tests.verify.small_script import LOCKSTEP, LOSS, MODEL, STEP, changed
+from tests.extensions.verify.small_script import LOCKSTEP, LOSS, MODEL, STEP, changed
 
 Events = list[dict[str, object]]
 GROUP: dict[str, object] = {"kind": "group", "where": "train.py:1"}

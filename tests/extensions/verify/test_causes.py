@@ -12,7 +12,7 @@ from lockstep.extensions.verify.compare import NOT_FINITE
 from lockstep.extensions.verify.processes import Patience, Server
 from lockstep.extensions.verify.runs import Request
 from lockstep.extensions.verify.verification import verify
-from tests.verify.small_script import (
+from tests.extensions.verify.small_script import (
     LOCKSTEP,
     LOOP,
     LOSS,

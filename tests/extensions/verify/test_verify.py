@@ -21,10 +21,10 @@ from lockstep.extensions.verify.runs import Request
 from lockstep.extensions.verify.verification import verify
 from lockstep.extensions.verify.working_copy import working_copy
 from lockstep.ground.errors import MisconfigurationException
-from tests.verify.small_script import LOOP, changed
+from tests.extensions.verify.small_script import LOOP, changed
 
 SCRIPTS = Path(__file__).parent / "scripts"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PATIENCE = Patience(silence=60.0, whole=300.0)
 
 

@@ -11,7 +11,7 @@ from lockstep.extensions.search import queue
 from lockstep.extensions.search.queue import QueuedJob, SlurmRefused
 from lockstep.extensions.search.search import Limits, Search, exhausted, found_at, look, ranges, state_of
 from lockstep.extensions.search.trials import STDERR, TrialFolder, read_events
-from tests.hpc.fake_slurm import FakeSlurm
+from tests.extensions.search.fake_slurm import FakeSlurm
 
 
 @pytest.fixture

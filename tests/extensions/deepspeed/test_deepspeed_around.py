@@ -18,8 +18,8 @@ from lockstep.callbacks.base import Callback
 from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import EquivalenceReport, RankFailure, RankPool, check_equivalence
-from tests.engines.deepspeed.test_deepspeed import Deep
 from tests.equivalence.models import Normed, Plain, rows
+from tests.extensions.deepspeed.test_deepspeed import Deep
 from tests.loop.pieces import quiet
 from tests.tools.fresh import ended, python
 

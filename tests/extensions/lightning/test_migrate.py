@@ -514,7 +514,7 @@ def test_what_fails_comes_first_and_what_differs_takes_one_line(
 
 
 def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
-    command = [sys.executable, "-m", "lockstep", "migrate", str(Path(__file__).parents[2] / "tests" / "unchanged")]
+    command = [sys.executable, "-m", "lockstep", "migrate", str(Path(__file__).parent / "unchanged")]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert started.stdout is not None
     assert started.stderr is not None

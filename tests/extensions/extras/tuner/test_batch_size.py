@@ -14,8 +14,8 @@ from lockstep.extensions.extras.tuner.batch_size import BatchSizeSearch, search
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.tuner import Tuner
 from lockstep.utilities.combined_loader import CombinedLoader
+from tests.extensions.extras.tuner.pieces import Compare, Data, Net, differences
 from tests.loop.pieces import Recorder, Slope, numbers, quiet
-from tests.tuner.pieces import Compare, Data, Net, differences
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,180 @@
+"""Extensions are found by the table: what is there, what was deleted, and what other distributions bring."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.ground import extensions
+from lockstep.ground.extensions import EXTENSIONS, ROOT, home_of, is_there
+from tests.tools.fresh import python
+
+FOLDER = Path(lockstep.__file__).parent
+THERE = [name for name in EXTENSIONS if is_there(name)]
+
+
+def former_paths(extension: str) -> list[tuple[str, str]]:
+    """Each path below lockstep that a module of an extension had, and its path of today."""
+    found = []
+    for path, module in EXTENSIONS[extension].paths.items():
+        home = ".".join(part for part in (ROOT, extension, module) if part)
+        place = FOLDER.joinpath("extensions", extension, *filter(None, module.split(".")))
+        found.append((f"lockstep.{path}", home))
+        for file in place.glob("*.py") if place.is_dir() else ():
+            if file.stem != "__init__":
+                found.append((f"lockstep.{path}.{file.stem}", f"{home}.{file.stem}"))
+    return found
+
+
+@pytest.mark.parametrize("extension", THERE)
+def test_a_module_is_one_by_either_path(extension: str) -> None:
+    optional = ("deepspeed", "jsonargparse", "optuna")
+    for former, today in former_paths(extension):
+        try:
+            assert importlib.import_module(former) is importlib.import_module(today), former
+        except ModuleNotFoundError as error:
+            assert error.name in optional, former  # noqa: PT017
+        assert extensions.home_of(former.removeprefix("lockstep.")) == today
+
+
+def test_a_module_runs_by_its_former_path() -> None:
+    if not is_there("lightning"):
+        pytest.skip("the extension is not there")
+    run = subprocess.run([sys.executable, "-m", "lockstep.lightning", "--help"], capture_output=True, text=True)
+    assert (run.returncode, run.stdout[:35]) == (0, "usage: python -m lockstep.lightning")
+
+
+def test_a_path_of_no_extension_has_no_home() -> None:
+    assert home_of("loop.fit") is None
+    assert home_of("verification") is None
+
+
+# -- deleted -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with lockstep without its extensions."""
+    folder = tmp_path_factory.mktemp("core")
+    shutil.copytree(FOLDER, folder / "lockstep", ignore=shutil.ignore_patterns("__pycache__", "extensions"))
+    return folder
+
+
+DELETED = """
+import sys
+sys.path.insert(0, {path!r})
+import lockstep
+assert lockstep.__file__.startswith({path!r}), lockstep.__file__
+
+def said(do):
+    try:
+        do()
+    except Exception as error:
+        print(type(error).__name__ + ": " + str(error))
+    else:
+        print("nothing")
+
+from lockstep import *
+from lockstep.callbacks import *
+print("SpikeDetection" in dir(lockstep.callbacks), "ModelCheckpoint" in dir(lockstep.callbacks))
+said(lambda: Trainer(strategy="deepspeed_stage_2", accelerator="cpu", devices=2))
+def face():
+    from lockstep.callbacks import SpikeDetection
+said(face)
+def old():
+    import lockstep.verify.certificate
+said(old)
+from lockstep.cli.run import main
+print(main(["verify", "train.py"]))
+said(lambda: Trainer(accelerator="cpu", logger=False).verify(LightningModule()))
+import pydoc
+assert "verify" in pydoc.render_doc(Trainer)
+"""
+
+
+def test_what_is_of_a_deleted_extension_is_missing_by_name(without: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", DELETED.format(path=str(without))], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    absent = "is not installed: install torch-lockstep again, or do without it."
+    strategy, face, old, code, call = run.stdout.splitlines()[1:]
+    assert run.stdout.startswith("False True\n")
+    assert strategy.startswith("MissingExtension: the strategy 'deepspeed_stage_2' is of the extension 'deepspeed'")
+    assert face.startswith("ImportError: cannot import name 'SpikeDetection'") or "extension 'extras'" in face
+    assert old.startswith("ModuleNotFoundError: lockstep.verify")
+    assert old.endswith(absent)
+    assert code == "2"
+    assert run.stderr.count("the command 'verify' is of the extension 'verify'") == 1
+    assert call.startswith("MissingExtension: the service 'trainer.verify' is of the extension 'verify'")
+
+
+# -- of others -----------------------------------------------------------------------------------------------
+
+MODULE = """
+from lockstep.strategies import SingleDeviceStrategy
+
+class Quiet(SingleDeviceStrategy):
+    pass
+
+def hello(words):
+    print("hello", *words)
+    return 0
+"""
+
+
+def distribution(folder: Path, name: str, points: str, module: str = MODULE) -> None:
+    """Put a distribution with entry points into a folder, as pip would."""
+    (folder / f"{name}.py").write_text(module)
+    about = folder / f"{name}-1.5.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    (about / "entry_points.txt").write_text(points)
+
+
+USE = """
+import sys
+sys.path.insert(0, {path!r})
+from lockstep import Trainer
+from lockstep.cli.run import main
+print(type(Trainer(strategy="quiet", accelerator="cpu", logger=False).strategy).__name__)
+code = main(["hello", "world"])
+print(code)
+main(["--help"])
+for name in ("twice", "broken", "nothing", "number"):
+    try:
+        Trainer(strategy=name, accelerator="cpu", logger=False)
+    except Exception as error:
+        print(f"{{name}}: {{error}}")
+print(type(Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False).strategy).__name__)
+"""
+
+
+def test_other_distributions_bring_strategies_and_commands(tmp_path: Path) -> None:
+    distribution(
+        tmp_path,
+        "quiet",
+        "[lockstep.strategies]\nquiet = quiet:Quiet\ntwice = quiet:Quiet\nnothing = quiet:Never\n"
+        "number = quiet:int\nddp = quiet:Quiet\n[lockstep.commands]\nhello = quiet:hello\n",
+    )
+    distribution(tmp_path, "loud", "[lockstep.strategies]\ntwice = loud:Quiet\n")
+    distribution(tmp_path, "broken", "[lockstep.strategies]\nbroken = broken:Quiet\n", "raise OSError('no card')")
+    run = python("-c", USE.format(path=str(tmp_path)))
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[:3] == ["Quiet", "hello world", "0"]
+    assert "  hello      a command of quiet 1.5" in lines
+    said = {line.partition(":")[0]: line for line in lines[4:]}
+    claimed = "twice: the strategy 'twice' is claimed by loud 1.5 and by quiet 1.5: uninstall one of them."
+    assert said["twice"] == claimed
+    assert said["broken"] == (
+        "broken: the strategy 'broken' of broken 1.5 cannot be imported from 'broken:Quiet': OSError: no card. Mend or "
+        "uninstall that package."
+    )
+    assert "'quiet:Never': AttributeError" in said["nothing"]
+    assert "int" in said["number"]
+    assert lines[-1] == "DDPStrategy"
