@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
@@ -70,7 +69,6 @@ class Strategy(Engine):
         plugins: a cluster, a CheckpointIO or a precision that came with it; the Trainer takes them as its own.
         instead: the strategy that the Trainer takes when it is given this one; None: this one.
         traffic: reductions of gradients in this fit so far, and the bytes that this rank gave to them.
-        check_update: refuses an optimizer whose update the engine cannot do, by its class; None: it can do any.
         waits_in: methods, by owner and name, in which this rank waits for others past torch's collectives.
     """
 
@@ -93,7 +91,6 @@ class Strategy(Engine):
         self.instead: Strategy | None = None
         self.rounds = 0
         self.traffic = (0, 0)
-        self.check_update: Callable[[Optimizer], None] | None = None
         self.waits_in: list[tuple[object, str]] = []
         self.sync_batchnorm = False
 

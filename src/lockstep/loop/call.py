@@ -31,7 +31,6 @@ from lockstep.loggers.base import FolderLogger
 from lockstep.loop import state
 from lockstep.loop.contradictions import check_contradictions
 from lockstep.loop.device_left import leave_device
-from lockstep.loop.early_optimizers import check_early
 from lockstep.loop.finite_watch import guard_updates, release_updates
 from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, is_overridden, is_replaced
@@ -401,7 +400,6 @@ def _configure_model(session: Session) -> None:
         session.hooks.own("configure_sharded_model")
     with strategy.building(session.module), made_in() if made_in else nullcontext():
         session.hooks.own("configure_model")
-        check_early(session)  # behind this weights are read
 
 
 def _agree_on_ends(session: Session, signals: Signals | None) -> None:
