@@ -287,15 +287,3 @@ def test_a_path_that_cannot_be_written_is_told_on_every_rank(ranks: RankPool, tm
         return ""
 
     assert all("x.ckpt" in said or "file" in said for said in ranks(2).run(save, timeout=30))
-
-
-@pytest.mark.parametrize("hook", ["training_step", "on_train_batch_start", "validation_step"])
-def test_a_stop_iteration_of_the_users_is_named_with_its_line(hook: str) -> None:
-    """It was "generator raised StopIteration", from a line of lockstep's."""
-
-    def ends(self: Any, batch: Any, batch_idx: int) -> Any:
-        return next(iter(()))
-
-    module = type("Ends", (Slope,), {hook: ends})()
-    with pytest.raises(RuntimeError, match=r"ends raised StopIteration, .*test_bad_input\.py:\d+: a `next\(\)`"):
-        quiet(max_epochs=1).fit(module, numbers(3), numbers(3))

@@ -26,7 +26,6 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks
 from lockstep.ground.parameters import beside, state_dicts_without
 from lockstep.ground.tree import tensors_in
-from lockstep.ground.usable import check_usable
 from lockstep.memory.recompute import Layers, Policy, Save
 from lockstep.module import LightningModule
 from lockstep.planner.plan import SavedPlan
@@ -111,7 +110,6 @@ class Strategy(Engine):
     def setup_environment(self) -> None:
         """Join the other ranks; afterwards collectives work."""
         make_current(self.root_device)
-        check_usable(self.root_device)
         if self.root_device.type != "cpu":
             protect_forks()  # a loader worker that freed pinned memory of this process would be aborted
 

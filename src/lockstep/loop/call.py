@@ -37,10 +37,10 @@ from lockstep.loop.hooks import Hooks, is_overridden, is_replaced
 from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import EVERYBODY, LoggedMetrics
 from lockstep.loop.logging import LogCollector
-from lockstep.loop.memory import explained, keep, of_setup
+from lockstep.loop.memory import keep
 from lockstep.loop.metrics import lists_made_alike
 from lockstep.loop.optimizers import parse
-from lockstep.loop.raw_errors import in_words
+from lockstep.loop.raw_errors import OWN, in_words
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals, undisturbed
 from lockstep.loop.signatures import refuse_iterator
@@ -52,6 +52,7 @@ from lockstep.supervise import status
 from lockstep.supervise.call_comparison import compared
 from lockstep.supervise.collective_trace import set_location
 from lockstep.supervise.signals import ENDED, interruptible
+from lockstep.supervise.stack import stack_of
 
 LOGS = ("log", "log_dict")
 STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
@@ -102,8 +103,7 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
     ends = ExitStack()
     try:
         with _interruptible(session), ExitStack() as watched:
-            with of_setup(session):
-                _set_up(session, asked, watched, ends)
+            _set_up(session, asked, watched, ends)
             yield
             state.finish(session)
             if session.interruption is not None:
@@ -117,14 +117,13 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
         if session.interruption == TERMINATED:
             raise SystemExit(ENDED) from None
     except BaseException as error:
-        in_words(session.module if session.has("module") else None, type(session.strategy).__name__, error)
+        in_words(session.module if session.has("module") else None, error)
         name_death(error)
         if signals is not None:
             signals.failing = True
-        told = explained(session, error)
-        shown = error if told is None else told.with_traceback(error.__traceback__)
-        status.failed(shown)  # the others need not wait for what follows
-        reason = status.named(shown)
+        status.failed(error)  # the others need not wait for what follows
+        reason = status.named(error)
+        _note_place(session, error)
         _failed(session, reason)
         if reason is not error:
             raise reason from error
@@ -158,6 +157,18 @@ def _whereabouts(session: Session) -> tuple[str, int]:
     """The hook that runs, and the training batch; -1: none."""
     in_training = session.state.stage is RunningStage.TRAINING and session.fit.results is session.results
     return session.results.hook[0], session.fit.progress.batch if in_training else -1
+
+
+def _note_place(session: Session, error: BaseException) -> None:
+    """Note on an error that came out of no hook of the user's where in the run it was."""
+    if isinstance(error, OWN) or not hasattr(error, "add_note"):  # Python has notes from 3.11 on
+        return
+    if any(frame.is_users for frame in stack_of(error).frames):
+        return  # the traceback shows the hook
+    hook, batch = _whereabouts(session) if session.has("results") else ("", -1)
+    where = f", epoch {session.fit.progress.epoch}, batch {batch}" if batch >= 0 else ""
+    last = f"; the last hook was {hook}" if hook else ""
+    error.add_note(f"In trainer.{session.state.fn} on rank {session.strategy.world.rank}{where}{last}.")
 
 
 @does("setting up")
