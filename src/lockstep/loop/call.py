@@ -49,7 +49,6 @@ from lockstep.module import LightningModule
 from lockstep.plans.choice import reconsider
 from lockstep.profilers.base import PassThroughProfiler
 from lockstep.supervise import status
-from lockstep.supervise.call_comparison import compared
 from lockstep.supervise.collective_trace import set_location
 from lockstep.supervise.signals import ENDED, interruptible
 from lockstep.supervise.stack import stack_of
@@ -220,8 +219,6 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
     check_module(session, fn)
     strategy.setup_environment()
     _be_watched(session)
-    if session.config.debug == "collectives" and strategy.world_size > 1:
-        watched.enter_context(compared())
     ckpt_path = _choose_checkpoint(session, asked)
     _agree_on_ends(session, signals)
     session.published = LoggedMetrics()
@@ -404,9 +401,9 @@ def _configure_model(session: Session) -> None:
     """``configure_model``, whose layers are made where the engine wants them, in the precision's type."""
     strategy, made_in = session.strategy, session.strategy.precision.init_context
     if session.config.compile is not None:
-        from lockstep.loop.compile_layers import check_compiler  # not for runs that compile nothing
+        from lockstep.loop.compile_layers import check_threads  # not for runs that compile nothing
 
-        check_compiler(strategy, session.config.compile)
+        check_threads(strategy)
     if is_overridden("configure_sharded_model", session.module, ModuleHooks):  # its old name
         session.hooks.own("configure_sharded_model")
     with strategy.building(session.module), made_in() if made_in else nullcontext():
