@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -175,3 +176,16 @@ def test_a_mistake_is_told_in_a_sentence(ranks: RankPool, kind: type[Good], engi
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_mistake_under_each_engine(ranks: RankPool, kind: type[Good], engine: str) -> None:
     check(ranks, kind, engine)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+def test_an_error_of_torch_outside_of_hooks_names_the_place() -> None:
+    class Overwrites(Good):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            wave = self.words(batch).exp()
+            loss = self.head(wave).sum()
+            return loss if not batch_idx else loss + (wave.add_(1) * 0).sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        quiet(max_epochs=1).fit(Overwrites(), DataLoader(torch.randint(0, 10, (16, 3)), 4))  # type: ignore[arg-type]
+    assert raised.value.__notes__ == ["In trainer.fit on rank 0, epoch 0, batch 1; the last hook was training_step."]

@@ -162,8 +162,9 @@ def _note_place(session: Session, error: BaseException) -> None:
     """Note on an error that came out of no hook of the user's where in the run it was."""
     if isinstance(error, OWN) or not hasattr(error, "add_note"):  # Python has notes from 3.11 on
         return
-    if any(frame.is_users for frame in stack_of(error).frames):
-        return  # the traceback shows the hook
+    stack = stack_of(error)
+    if stack.loads or any(frame.is_users for frame in stack.frames):
+        return  # the traceback shows the user's line, or the loader's worker
     hook, batch = _whereabouts(session) if session.has("results") else ("", -1)
     where = f", epoch {session.fit.progress.epoch}, batch {batch}" if batch >= 0 else ""
     last = f"; the last hook was {hook}" if hook else ""
