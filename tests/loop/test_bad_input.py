@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
@@ -190,15 +190,6 @@ class Logs(Slope):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("loss", batch.sum())
         return super().training_step(batch, batch_idx)
-
-
-def test_a_distributed_sampler_before_there_is_a_group() -> None:
-    class Early(Slope):
-        def train_dataloader(self) -> Any:
-            return DataLoader([1.0], sampler=DistributedSampler([1.0]))  # type: ignore[arg-type]
-
-    with pytest.raises(MisconfigurationException, match="DistributedSampler was made before the process group"):
-        quiet(max_epochs=1).fit(Early())
 
 
 def test_a_stream_that_is_shorter_than_the_ranks(ranks: RankPool) -> None:
