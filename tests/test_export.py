@@ -1,4 +1,4 @@
-"""LightningModule written as ONNX and TorchScript: what the files compute is what the module computes."""
+"""LightningModule written as ONNX: what the files compute is what the module computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
-from tests.loop.pieces import numbers, quiet
 
 
 class Net(LightningModule):
@@ -37,37 +36,18 @@ def expected(module: Net) -> Tensor:
     return torch.tanh(module.layer(module.example_input_array)).detach()
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("method", ["script", "trace"])
-@pytest.mark.parametrize("fitted", [False, True])
-def test_torchscript_computes_the_same(method: str, fitted: bool, tmp_path: Path) -> None:
-    module = Net()
-    if fitted:  # the Trainer is no part of the model
-        quiet(max_epochs=1).fit(module, numbers(1))
-    module.train()
-    found = module.to_torchscript(tmp_path / "net.pt", method=method)
-    for script in (found, torch.jit.load(tmp_path / "net.pt")):
-        assert torch.equal(script(module.example_input_array), expected(module))  # type: ignore[operator]
-    assert module.training
-    assert (module._trainer is not None) == fitted
+def test_torchscript_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"Net\.to_torchscript\(\): .*use torch\.export\.export"):
+        Net().to_torchscript("net.pt", method="trace")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torchscript_by_another_method_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"method='magic'.*\"script\" or \"trace\""):
-        Net().to_torchscript(method="magic")
-
-
-@pytest.mark.parametrize("call", ["to_torchscript", "to_onnx"])
-@pytest.mark.filterwarnings("ignore")
-def test_an_export_needs_an_input(call: str) -> None:
+def test_an_export_needs_an_input() -> None:
+    pytest.importorskip("onnx")
     module = Net()
     module.example_input_array = None
-    options: dict[str, Any] = {"method": "trace"} if call == "to_torchscript" else {"dynamo": False}
-    if call == "to_onnx":
-        pytest.importorskip("onnx")
-    with pytest.raises(MisconfigurationException, match=f"Net.{call}.*set `self.example_input_array`"):
-        getattr(module, call)(**options)
+    with pytest.raises(MisconfigurationException, match=r"Net\.to_onnx.*set `self.example_input_array`"):
+        module.to_onnx(dynamo=False)
 
 
 def test_the_input_comes_as_a_batch_would() -> None:
@@ -76,8 +56,8 @@ def test_the_input_comes_as_a_batch_would() -> None:
             return 2 * batch
 
     module = Doubled()
-    assert torch.equal(module._sample(None, ""), 2 * module.example_input_array)
-    assert torch.equal(module._sample(torch.ones(1), ""), 2 * torch.ones(1))
+    assert torch.equal(module._sample(None), 2 * module.example_input_array)
+    assert torch.equal(module._sample(torch.ones(1)), 2 * torch.ones(1))
 
 
 def computed(model: Any, module: Net) -> Tensor:

@@ -14,6 +14,7 @@ KINDS = ["LightningModule", "LightningDataModule", "Callback"]
 UNLIKE = {
     "forward",  # torch's own
     "to_tensorrt",  # refused, whatever it is given
+    "to_torchscript",  # refused, too
 }
 
 

@@ -21,7 +21,7 @@ from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.sharded import load as load_checkpoint
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import HyperparametersMixin
-from lockstep.ground.rank import rank_zero_deprecation, rank_zero_warn, warn_once
+from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.ground.tree import tree_map
 from lockstep.ground.types import STEP_OUTPUT, LogOptions, LRSchedulerTypeUnion, OptimizerLRScheduler
 from lockstep.hooks import ModuleHooks
@@ -487,7 +487,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         for package in needed:
             if find_spec(package) is None:
                 raise missing_extra(package, "onnx", f"{type(self).__name__}.to_onnx()")
-        sample = self._sample(input_sample, "to_onnx(path, input_sample)")
+        sample = self._sample(input_sample)
         training = self.training
         self.eval()
         try:
@@ -512,46 +512,16 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         finally:
             self._trainer = trainer
 
-    def to_torchscript(
-        self,
-        file_path: str | PathLike[str] | None = None,
-        method: str | None = "script",
-        example_inputs: object = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Export ``forward`` to TorchScript, in eval mode. Torch has deprecated it: see ``torch.export``.
-
-        Args:
-            file_path: where to write it; None: nothing is written.
-            method: "script", or "trace" to record one call.
-            example_inputs: the input of that call; None: ``example_input_array``.
-            **kwargs: of ``torch.jit.script`` or ``torch.jit.trace``.
-
-        Returns:
-            the ``ScriptModule``.
+    def to_torchscript(self, *args: object, **kwargs: object) -> Any:
+        """Refused: torch has deprecated TorchScript.
 
         Raises:
-            MisconfigurationException: another ``method``, or no input to trace with.
+            NotImplementedError: always.
         """
-        rank_zero_deprecation(
-            "to_torchscript(): torch has deprecated TorchScript; use torch.export.export(module, ...)"
+        raise NotImplementedError(
+            f"{type(self).__name__}.to_torchscript(): torch has deprecated TorchScript; use "
+            "torch.export.export(module, args), or to_onnx(path)."
         )
-        if method not in ("script", "trace"):
-            raise MisconfigurationException(f'to_torchscript(method={method!r}): choose "script" or "trace".')
-        training = self.training
-        self.eval()
-        try:
-            with self._seen_by_torchscript():
-                if method == "script":
-                    found: Any = torch.jit.script(self, **kwargs)
-                else:
-                    sample = self._sample(example_inputs, "to_torchscript(method='trace', example_inputs=...)")
-                    found = torch.jit.trace(self, sample, **kwargs)
-        finally:
-            self.train(training)
-        if file_path is not None:
-            torch.jit.save(found, fspath(file_path))
-        return found
 
     def to_tensorrt(self, *args: object, **kwargs: object) -> Any:
         """Refused: export to ONNX, which TensorRT reads.
@@ -564,13 +534,13 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             "TensorRT reads, or call torch_tensorrt.compile(module, ...) yourself."
         )
 
-    def _sample(self, given: object, call: str) -> Any:
+    def _sample(self, given: object) -> Any:
         """An input of ``forward`` as a batch would come: through the transfer hooks, on the module's device."""
         sample = self.example_input_array if given is None else given
         if sample is None:
             raise MisconfigurationException(
-                f"{type(self).__name__}.{call}: there is no input to export with; give one, or set "
-                "`self.example_input_array`."
+                f"{type(self).__name__}.to_onnx(path, input_sample): there is no input to export with; give one, or "
+                "set `self.example_input_array`."
             )
         sample = self.on_before_batch_transfer(sample, 0)
         sample = self.transfer_batch_to_device(sample, self.device, 0)

@@ -142,17 +142,14 @@ class Trainer(Attributes):
         model_registry: only None.
         order: "lockstep" (the order of data is a function of seed, epoch and position), or "torch" (torch's own
             permutation, for comparisons).
-        debug: "collectives": before each collective, ranks compare what they are about to do, and name what does not
-            fit; slow.
         keep_global_batch: a run that goes on with another number of ranks keeps the samples of each step: the ranks
             accumulate more or fewer micro-batches. False: ``batch_size`` and ``accumulate_grad_batches`` stay as they
             are on each rank.
         balance: let each rank take as many samples of a global batch as its measured speed and memory allow, under
             "ddp" and "fsdp"; the global batch and its gradient stay what they are.
         compile: compile the module's layers by ``torch.compile`` for the length of each call: True, or a dict of its
-            arguments ("mode", "fullgraph", "dynamic", "backend", "options"), "blocks" (True: the repeated blocks, as
-            by default on several ranks; False: the whole module, as by default on one; or classes of layers) and
-            "graph_breaks" (True: tell where the compiler could not follow). Recompilations are told with their reason.
+            arguments ("mode", "fullgraph", "dynamic", "backend", "options") and "blocks" (True: the repeated blocks, as
+            by default on several ranks; False: the whole module, as by default on one; or classes of layers).
         non_finite: what follows from a loss or gradient that is NaN or infinite. "protect": the fit ends with a
             `NonFiniteError` where weights have become so; while they are finite, a warning names the first such step.
             "skip": the update is left out, on all ranks; "stop": the fit ends before it; both wait for the device in
@@ -217,7 +214,6 @@ class Trainer(Attributes):
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
         order: str = "lockstep",
-        debug: str | None = None,
         keep_global_batch: bool = True,
         balance: bool = False,
         compile: bool | Mapping[str, Any] = False,

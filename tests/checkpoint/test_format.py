@@ -390,36 +390,32 @@ def function() -> None: ...
 
 class TestRefused:
     @pytest.mark.parametrize(
-        ("value", "what", "way_out"),
+        ("value", "what"),
         [
-            (Path("a"), r"a pathlib\.\w+", r"by str\(\.\.\.\)"),
-            (np.ones(2), r"a numpy\.ndarray", r"torch\.as_tensor"),
-            (np.datetime64("2020-01-01"), r"a numpy\.datetime64", "allow its class"),
-            (np.random.get_state(), r"a numpy\.ndarray", r"torch\.as_tensor"),
-            (Colour.RED, r"a .*Colour", "allow its class"),
-            (Point(), r"a .*Point", r"add_safe_globals\(\[.*Point\]\)"),
-            (Point, r"the class .*Point", "keep its name"),
-            (function, "a function", "keep its name"),
-            (lambda: 1, "a function", "keep its name"),
-            (functools.partial(function), r"a functools\.partial", "keep its name"),
-            (Pair(1, 2), r"a .*Pair", "plain list or tuple"),
-            (frozenset({1}), "a frozenset", "plain list or tuple"),
-            (collections.defaultdict(list), r"a collections\.defaultdict", r"dict\(\.\.\.\)"),
-            (range(3), "a range", "keep tensors"),
-            (nn.Linear(1, 1), r"a torch\.nn\.\S+Linear", "allow its class"),
-            (torch.ones(1).as_subclass(TensorWithAName), r"a .*TensorWithAName", "allow its class"),
-            (b"", "a bytes", "keep tensors"),
+            (Path("a"), r"a pathlib\.\w+"),
+            (np.ones(2), r"a numpy\.ndarray"),
+            (np.datetime64("2020-01-01"), r"a numpy\.datetime64"),
+            (np.random.get_state(), r"a numpy\.ndarray"),
+            (Colour.RED, r"a .*Colour"),
+            (Point(), r"a .*Point"),
+            (Point, r"the class .*Point"),
+            (function, "a function"),
+            (lambda: 1, "a function"),
+            (functools.partial(function), r"a functools\.partial"),
+            (Pair(1, 2), r"a .*Pair"),
+            (frozenset({1}), "a frozenset"),
+            (collections.defaultdict(list), r"a collections\.defaultdict"),
+            (range(3), "a range"),
+            (nn.Linear(1, 1), r"a torch\.nn\.\S+Linear"),
+            (torch.ones(1).as_subclass(TensorWithAName), r"a .*TensorWithAName"),
+            (b"", "a bytes"),
         ],
         ids=lambda value: type(value).__name__,
     )
-    def test_by_key_with_a_way_out(self, value: Any, what: str, way_out: str) -> None:
+    def test_by_key(self, value: Any, what: str) -> None:
         place = r'checkpoint\["callbacks"\]\["C"\]\[0\](\[1\])?'
-        with pytest.raises(MisconfigurationException, match=f"^{place} is {what}, .*{way_out}"):
+        with pytest.raises(MisconfigurationException, match=f"^{place} is {what}, .*Keep tensors.*add_safe_globals"):
             readable({"callbacks": {"C": [value]}})
-
-    def test_a_hyperparameter_can_be_ignored(self) -> None:
-        with pytest.raises(MisconfigurationException, match=r"save_hyperparameters\(ignore=\['path'\]\)"):
-            readable({"hyper_parameters": {"path": {"deep": Path("a")}}})
 
     @pytest.mark.parametrize("bad", [{frozenset({1}): 1}, {"s": {frozenset({1})}}])
     def test_keys_and_items_of_sets_too(self, bad: dict[Any, Any]) -> None:

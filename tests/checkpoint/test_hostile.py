@@ -220,17 +220,10 @@ def test_members_of_a_zip_file_that_share_their_bytes_are_refused(tmp_path: Path
 # -- YAML
 
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 10)}]\n" for n in range(9)
-)
-
-
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (BOMB.encode(), "aliases stand for more than"),
-        (b"a: &a [*a]\n", "stands for what it is a part of"),
         (b"\xff\xfe\x00\x00", "it is no YAML"),
         (b"a: \xe9\n", "it is no YAML"),
         (b"[" * 5_000, "it is"),
@@ -247,11 +240,6 @@ def test_yaml_that_cannot_be_what_it_says_is_refused_early(tmp_path: Path, text:
     torch.save({"state_dict": {}}, saved)
     with pytest.raises(MisconfigurationException, match=r"hparams_file='.*hparams.yaml'\): "):
         LightningModule.load_from_checkpoint(saved, hparams_file=path)
-
-
-def test_yaml_with_anchors_is_read() -> None:
-    assert plain_yaml.parse("a: &x {lr: 0.1}\nb: *x\nc:\n- 1\n") == {"a": {"lr": 0.1}, "b": {"lr": 0.1}, "c": [1]}
-    assert plain_yaml.parse("") is None
 
 
 # -- plans

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli.run import main, name_of, planned
+from lockstep.cli.run import COMMANDS, main, name_of, planned
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.extensions import commands
 from lockstep.launch.elastic_run import LaunchPlan, refuse_nested, start
 from lockstep.launch.environment import free_port
 from lockstep.testing.pool import RankPool

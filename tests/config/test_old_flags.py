@@ -219,6 +219,7 @@ WAYS = {
     "prepare_data_per_node": (False, "prepare_data_per_node = False"),
     "automatic_optimization": (False, "automatic_optimization = False"),
     "experiment": ("x", "logger="),
+    "debug": ("collectives", "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
     "cluster": ("x", "environment"),
     "lr_scheduler_milestones": ([1], "MultiStepLR"),
 }

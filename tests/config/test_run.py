@@ -76,7 +76,6 @@ REFUSED: list[dict[str, Any]] = [
     {"fast_dev_run": 1.5},
     {"deterministic": "maybe"},
     {"order": "random"},
-    {"debug": "everything"},
     {"hang_timeout": 0},
     {"hang_timeout": "60"},
     {"hang_kill": -1.0},

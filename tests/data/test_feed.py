@@ -22,7 +22,6 @@ from torch.utils.data import (
 
 from lockstep.data.window import Window
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.loaders import explain_loader_error
 from tests.data.loaders import EveryThird, by_sampler, drawn, epoch, feed_of, indices, loader, numbers
 
 SIZES = {"n": st.integers(1, 60), "batch": st.integers(1, 7), "size": st.integers(1, 4)}
@@ -419,18 +418,6 @@ def test_ranks_with_different_data_are_told() -> None:
 
     with pytest.raises(MisconfigurationException, match=r"train_dataloader is not the same .* by rank: 5, 6"):
         feed_of(loader(40), 0, 2, gather=gather)
-
-
-def test_errors_of_loader_hooks_are_explained() -> None:
-    with pytest.raises(ValueError) as caught:
-        DistributedSampler(numbers(4))
-    explained = explain_loader_error(caught.value)
-    assert isinstance(explained, MisconfigurationException)
-    assert "use_distributed_sampler" in str(explained)
-    with pytest.raises(ValueError) as caught:
-        loader(0)
-    assert "empty data set" in str(explain_loader_error(caught.value))
-    assert explain_loader_error(ValueError("something else")) is None
 
 
 def test_a_loader_that_ends_too_early_is_named() -> None:

@@ -38,6 +38,8 @@ OTHERS = {
     *("_pcontext", "_remaining_restarts", "_base", "_context_id", "_C", "_autograd", "_distributed_c10d", "_task_info"),
     *("_sampler_iter", "_in_backward_optimizers", "_wrapped_by_lr_sched", "_make_wrapper_subclass"),
     *("_get_build_directory", "_saved_other", "_saved_self"),
+    # the package of torch's own tests, whose fake process group stands for ranks
+    "_internal",
 }
 """Private names of others, and of torch where objects are asked whether they have them."""
 

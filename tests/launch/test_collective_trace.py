@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep.supervise import collective_trace, trace_memory
-from lockstep.supervise.call_comparison import CollectiveMismatch, compared
 from lockstep.supervise.collective_trace import (
     COUNTED,
     MESSAGES,
@@ -69,74 +68,6 @@ def _messages_behind_the_gate() -> float:
 def test_messages_go_on_where_the_gate_was_taken_down(ranks: RankPool) -> None:
     """Methods of torch's process groups were put back as functions that are not bound: "send(): incompatible"."""
     assert ranks(2).run(_messages_behind_the_gate) == [2.0, 2.0]
-
-
-def _replaced_by_somebody() -> float:
-    install_trace()
-    own, gate = torch.ones(2), dist.all_reduce
-    dist.all_reduce = gate.__wrapped__  # as a test does that puts back what it had found before the gate came
-    try:
-        with compared():
-            dist.all_reduce(own)
-    finally:
-        dist.all_reduce = gate
-    return own.sum().item()
-
-
-def test_calls_are_compared_where_somebody_has_put_another_function(ranks: RankPool) -> None:
-    """It ended in an AttributeError on one rank, for which the others waited."""
-    assert ranks(2).run(_replaced_by_somebody) == [4.0, 4.0]
-
-
-def _calls(kind: str) -> str:
-    rank = dist.get_rank()
-    first, second = torch.ones(4), torch.ones(4)
-    half = dist.new_group([0, 1])
-    with compared():
-        dist.all_reduce(first)
-        dist.barrier()
-        objects: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(objects, "x" * (rank + 1))
-        dist.all_reduce(second, group=half) if rank < 2 else None
-        try:
-            if kind == "order":
-                dist.all_reduce(first) if rank else dist.broadcast(first, 0)
-                dist.broadcast(first, 0) if rank else dist.all_reduce(first)
-            elif kind == "operation":
-                dist.all_reduce(first, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
-            elif kind == "shape":
-                dist.all_reduce(torch.ones(2, 2) if rank else first)
-            elif kind == "dtype":
-                dist.all_reduce(torch.ones(4, dtype=torch.int32) if rank else first)
-            elif kind == "source":
-                dist.broadcast(first, rank)
-        except CollectiveMismatch as error:
-            return str(error)
-    dist.all_reduce(first)  # the comparison has ended
-    return f"fine: {first.tolist()}"
-
-
-@pytest.mark.everyday
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("order", "rank 0 calls broadcast(float32 of shape (4,), src=0) at "),
-        ("operation", "rank 0 calls all_reduce(float32 of shape (4,), op=SUM) at "),
-        ("shape", "rank 1 calls all_reduce(float32 of shape (2, 2), op=SUM) at "),
-        ("dtype", "rank 1 calls all_reduce(int32 of shape (4,), op=SUM) at "),
-        ("source", "rank 1 calls broadcast(float32 of shape (4,), src=1) at "),
-    ],
-)
-@pytest.mark.parametrize("world", [2, 3])
-def test_calls_that_do_not_fit_are_named_on_every_rank(ranks: RankPool, kind: str, says: str, world: int) -> None:
-    for error in ranks(world).run(_calls, kind):
-        assert says in error
-        assert "test_collective_trace.py:" in error
-
-
-def test_calls_that_fit_are_made(ranks: RankPool) -> None:
-    for said in ranks(2).run(_calls, "nothing"):
-        assert said == "fine: [4.0, 4.0, 4.0, 4.0]"
 
 
 # -- what is noted

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
@@ -192,15 +192,6 @@ class Logs(Slope):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_distributed_sampler_before_there_is_a_group() -> None:
-    class Early(Slope):
-        def train_dataloader(self) -> Any:
-            return DataLoader([1.0], sampler=DistributedSampler([1.0]))  # type: ignore[arg-type]
-
-    with pytest.raises(MisconfigurationException, match="DistributedSampler was made before the process group"):
-        quiet(max_epochs=1).fit(Early())
-
-
 def test_a_stream_that_is_shorter_than_the_ranks(ranks: RankPool) -> None:
     def fit(by_hand: bool) -> None:
         module = Slope()
@@ -287,15 +278,3 @@ def test_a_path_that_cannot_be_written_is_told_on_every_rank(ranks: RankPool, tm
         return ""
 
     assert all("x.ckpt" in said or "file" in said for said in ranks(2).run(save, timeout=30))
-
-
-@pytest.mark.parametrize("hook", ["training_step", "on_train_batch_start", "validation_step"])
-def test_a_stop_iteration_of_the_users_is_named_with_its_line(hook: str) -> None:
-    """It was "generator raised StopIteration", from a line of lockstep's."""
-
-    def ends(self: Any, batch: Any, batch_idx: int) -> Any:
-        return next(iter(()))
-
-    module = type("Ends", (Slope,), {hook: ends})()
-    with pytest.raises(RuntimeError, match=r"ends raised StopIteration, .*test_bad_input\.py:\d+: a `next\(\)`"):
-        quiet(max_epochs=1).fit(module, numbers(3), numbers(3))

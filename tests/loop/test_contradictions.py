@@ -72,14 +72,10 @@ def test_an_average_whose_parameters_others_exchange() -> None:
 
 
 SAID: list[tuple[str, dict[str, Any], str]] = [
-    ("flags", {"gradient_clip_algorithm": "value"}, r"gradient_clip_algorithm='value'\) clips nothing"),
-    ("flags", {"check_val_every_n_epoch": 5}, r"check_val_every_n_epoch=5, max_epochs=2.*before its first validation"),
     ("flags", {"overfit_batches": 1, "limit_train_batches": 2}, r"overfit_batches=1, limit_train_batches=2"),
     ("checkpoint", {"every_n_epochs": 5}, r"every_n_epochs=5\).*no epoch is saved"),
     ("checkpoint", {"every_n_epochs": 0}, r"every_n_epochs=0\) saves nothing"),
     ("checkpoint", {"save_top_k": 0}, r"save_top_k=0\) saves nothing"),
-    ("checkpoint", {"mode": "max"}, r"mode=\"max\"\) ranks nothing"),
-    ("checkpoint", {"save_on_train_epoch_end": True, "every_n_train_steps": 1}, r"saves by steps or time"),
 ]
 
 
@@ -89,19 +85,6 @@ def test_what_has_no_effect_is_said(of: str, given: dict[str, Any], said: str, t
     flags = given if checkpoint is None else {"callbacks": [checkpoint], "enable_checkpointing": True}
     with pytest.warns(UserWarning, match=said):
         fit(**flags)
-
-
-def test_an_average_that_begins_behind_the_end_is_said() -> None:
-    with pytest.warns(UserWarning, match=r"swa_epoch_start=9\).*before its average begins"):
-        fit(callbacks=[StochasticWeightAveraging(0.1, swa_epoch_start=9)])
-
-
-def test_so_are_two_modes_of_one_metric(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"mode='min'\) and ModelCheckpoint\(monitor='v', mode='max'\)"):
-        fit(
-            callbacks=[EarlyStopping("v"), ModelCheckpoint(tmp_path, monitor="v", mode="max")],
-            enable_checkpointing=True,
-        )
 
 
 def test_and_a_monitor_without_a_logger() -> None:
@@ -159,34 +142,6 @@ def test_manual_optimization_returns_a_tensor_a_dict_or_nothing(returned: Any) -
 @pytest.mark.parametrize("returned", [None, torch.zeros(()), {"any": 1}])
 def test_which_it_takes(returned: Any) -> None:
     assert quiet(max_epochs=1).fit(Manual(returned), numbers(1)).epochs == 1
-
-
-def test_a_step_that_wants_dataloader_idx_of_one_loader() -> None:
-    class Wants(Slope):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
-
-    with pytest.raises(MisconfigurationException, match=r"`validation_step` wants `dataloader_idx`.*one loader"):
-        quiet().validate(Wants(), numbers(1))
-    quiet().validate(Wants(), [numbers(1), numbers(1)], verbose=False)
-
-
-def test_a_hook_that_does() -> None:
-    class Wants(Measured):
-        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
-
-    with pytest.raises(MisconfigurationException, match=r"`on_validation_batch_end` wants `dataloader_idx`"):
-        quiet().validate(Wants(), numbers(1))
-
-
-@pytest.mark.parametrize(
-    ("name", "said"), [("optimizer_idx", "automatic_optimization"), ("hiddens", "attribute"), ("other", "default")]
-)
-def test_a_training_step_that_wants_more(name: str, said: str) -> None:
-    module = type("Wants", (Slope,), {})()
-    exec(f"def step(batch, batch_idx, {name}): ...", made := {})
-    module.training_step = made["step"]
-    with pytest.raises(MisconfigurationException, match=rf"`training_step` wants '{name}'.*{said}"):
-        quiet(max_epochs=1).fit(module, numbers(1))
 
 
 def test_no_loggers_are_none() -> None:

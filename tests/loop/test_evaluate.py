@@ -290,17 +290,12 @@ def test_workers_that_persist_end_with_the_call() -> None:
     assert len(quiet().predict(type("Echo", (Slope,), {"forward": lambda self, x: x})(), loader)) == 4
 
 
-@pytest.mark.parametrize("inference", [True, False])
-def test_a_gradient_in_an_evaluation_needs_another_flag_which_is_said(inference: bool) -> None:
+def test_a_gradient_in_an_evaluation_needs_inference_mode_off() -> None:
     class Forces(Slope):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             with torch.enable_grad():
                 (force,) = torch.autograd.grad((self.w * batch).sum(), self.w)
             self.log("force", force)
 
-    trainer = quiet(inference_mode=inference)
-    if inference:
-        with pytest.raises(RuntimeError, match=r"trainer\.validate runs .* Trainer\(inference_mode=False\)"):
-            trainer.validate(Forces(), numbers(3), verbose=False)
-    else:
-        assert trainer.validate(Forces(), numbers(3), verbose=False) == [{"force": 2.0}]
+    trainer = quiet(inference_mode=False)
+    assert trainer.validate(Forces(), numbers(3), verbose=False) == [{"force": 2.0}]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy
 from lockstep.testing import RankPool
 from tests.loop.pieces import quiet
 
@@ -43,33 +42,6 @@ class Good(LightningModule):
 
 class Sparse(Good):
     sparse = True
-
-
-class Resized(Good):
-    def on_train_start(self) -> None:
-        self.words.weight.data = torch.randn(20, 4)
-
-
-class ResizedLater(Good):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.words.weight.data = torch.randn(20, 4)
-
-
-class Doubled(Good):
-    def on_train_start(self) -> None:
-        self.double()
-
-
-class Halved(Good):
-    def on_train_start(self) -> None:
-        for parameter in self.parameters():
-            parameter.data = parameter.data.half()
-
-
-class ToMeta(Good):
-    def on_train_start(self) -> None:
-        self.to("meta")
 
 
 class MetaLeft(Good):
@@ -131,24 +103,6 @@ class HoldsOn(Good):
         return loss
 
 
-class InPlace(Good):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        with torch.no_grad():
-            self.head.weight.add_(1)
-        return loss
-
-
-class GivenTwice(Good):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([*self.parameters(), *self.parameters()], 0.1)
-
-
-class GivenNone(Good):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([], 0.1)
-
-
 class Others(Good):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(Good().parameters(), 0.1)
@@ -169,36 +123,22 @@ class NoScheduler(Good):
         return {"optimizer": torch.optim.SGD(self.parameters(), 0.1), "lr_scheduler": "step"}
 
 
-class InList(Good):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.words, self.head
-        self.layers = [nn.Embedding(10, 4), nn.Linear(4, 1)]
-
-    def loss(self, batch: Tensor) -> Tensor:
-        return self.layers[1](self.layers[0](batch)).square().mean()
-
-
 ENGINES: dict[str, tuple[Callable[[], Any], int]] = {
     "auto": (lambda: "auto", 1),
     "ddp": (DDPStrategy, 2),
     "ddp, sharded optimizer": (lambda: DDPStrategy(shard_optimizer=True), 2),
     "fsdp": (FSDPStrategy, 2),
-    "deepspeed 2": (lambda: DeepSpeedStrategy(stage=2), 2),
-    "deepspeed 3": (lambda: DeepSpeedStrategy(stage=3), 2),
 }
 MISTAKES: list[type[Good]] = [
-    *(Sparse, Resized, ResizedLater, Doubled, Halved, ToMeta, MetaLeft, Replaced, Detached, WithoutGraph, NoMean, Text),
-    *(Misspelled, WholeNumber, OwnBackward, HoldsOn, InPlace, GivenTwice, GivenNone, Others, AllFrozen, NoOptimizer),
-    *(NoScheduler, InList),
+    *(Sparse, MetaLeft, Replaced, Detached, WithoutGraph, NoMean, Text, Misspelled, WholeNumber, OwnBackward, HoldsOn),
+    *(Others, AllFrozen, NoOptimizer, NoScheduler),
 ]
-WORDS_OF_TORCH = ("assign a", "Could not run", "_apply()", "Function ", "optimizer got", "vars()")
+WORDS_OF_TORCH = ("assign a", "Could not run", "Function ", "vars()")
 
 
 def ends(kind: type[Good], engine: str) -> str | None:
     """What a fit ends with; None: it trains."""
     make, world = ENGINES[engine]
-    os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         torch.manual_seed(0)
         trainer = quiet(strategy=make(), devices=world, max_epochs=1)
@@ -218,7 +158,7 @@ def check(ranks: RankPool, kind: type[Good], engine: str) -> None:
         assert any(word in said for word in (kind.__name__, "Trainer(", "Strategy(", "`")), said
 
 
-EVERY_DAY = [(Resized, "ddp"), (Doubled, "fsdp"), (Sparse, "fsdp"), (OwnBackward, "auto")]
+EVERY_DAY = [(Sparse, "fsdp"), (OwnBackward, "auto")]
 
 
 @pytest.mark.parametrize(("kind", "engine"), EVERY_DAY)
@@ -235,6 +175,17 @@ def test_a_mistake_is_told_in_a_sentence(ranks: RankPool, kind: type[Good], engi
 @pytest.mark.parametrize("kind", MISTAKES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_mistake_under_each_engine(ranks: RankPool, kind: type[Good], engine: str) -> None:
-    if engine.startswith("deepspeed") and find_spec("deepspeed") is None:
-        pytest.skip("needs the package deepspeed")
     check(ranks, kind, engine)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+def test_an_error_of_torch_outside_of_hooks_names_the_place() -> None:
+    class Overwrites(Good):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            wave = self.words(batch).exp()
+            loss = self.head(wave).sum()
+            return loss if not batch_idx else loss + (wave.add_(1) * 0).sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        quiet(max_epochs=1).fit(Overwrites(), DataLoader(torch.randint(0, 10, (16, 3)), 4))  # type: ignore[arg-type]
+    assert raised.value.__notes__ == ["In trainer.fit on rank 0, epoch 0, batch 1; the last hook was training_step."]

@@ -112,4 +112,4 @@ def test_the_two_commands_of_the_readme_failed_on_a_fresh_machine(installed: Pat
     assert "MISSING" not in told
     assert told.index("required packages:") < told.index("optional packages:")
     missing = ran(installed, "-c", "from lockstep.callbacks import RichProgressBar\nRichProgressBar()", folder=tmp_path)
-    assert f'pip install "{ROOT}[rich]"' in missing.stderr
+    assert 'pip install ".[rich]"' in missing.stderr

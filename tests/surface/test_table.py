@@ -64,7 +64,7 @@ def test_a_thing_has_one_row() -> None:
 
 
 def test_every_flag_of_ours_has_a_row() -> None:
-    own = {"order", "debug", "keep_global_batch", "balance", "hang_timeout", "hang_kill"}
+    own = {"order", "keep_global_batch", "balance", "hang_timeout", "hang_kill"}
     flags = set(inspect.signature(lockstep.Trainer.__init__).parameters) - {"self"} - own
     assert flags - {"others"} - named("flag") == set()
 

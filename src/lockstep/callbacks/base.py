@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -58,15 +58,6 @@ class Callback:
         return {name: value for name, value in vars(self).items() if not (name in LENT and _is_modules(value))}
 
     # -- a run ---------------------------------------------------------------------------------------------
-
-    def without_effect(self, max_epochs: int, max_steps: int) -> Iterable[str]:
-        """Return a sentence for each setting that has no effect in a fit.
-
-        Args:
-            max_epochs: of the fit; -1: no limit.
-            max_steps: of the fit; -1: no limit.
-        """
-        return ()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called first; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from datetime import timedelta
 from functools import partial
@@ -201,8 +201,8 @@ class ModelCheckpoint(Checkpoint):
         if len(given) > 1:
             refuse(", ".join(given), "only one can tell when to save; use several ModelCheckpoint callbacks")
 
-    def without_effect(self, max_epochs: int, max_steps: int) -> Iterator[str]:
-        """What is asked of it in a fit that does nothing, in sentences.
+    def saves_nothing(self, max_epochs: int, max_steps: int) -> str:
+        """Return why it saves nothing in a fit; "" where it does.
 
         Args:
             max_epochs: of the fit; -1: no limit.
@@ -211,19 +211,12 @@ class ModelCheckpoint(Checkpoint):
         epochs, steps, name = self._every_n_epochs, self._every_n_train_steps, "ModelCheckpoint"
         asked = self._saves_nothing_by()
         if asked:
-            yield f"{name}({asked}) saves nothing: leave it out, or say what is to be saved (save_last=True)."
-            return
+            return f"{name}({asked}) saves nothing: leave it out, or say what is to be saved (save_last=True)."
         if epochs > max_epochs > 0:
-            yield f"{name}(every_n_epochs={epochs}) with Trainer(max_epochs={max_epochs}): no epoch is saved."
+            return f"{name}(every_n_epochs={epochs}) with Trainer(max_epochs={max_epochs}): no epoch is saved."
         if steps > max_steps > 0:
-            yield f"{name}(every_n_train_steps={steps}) with Trainer(max_steps={max_steps}): no step is saved."
-        if self.mode == "max" and self.monitor is None:
-            yield f'{name}(mode="max") ranks nothing without `monitor`: the latest checkpoint is kept.'
-        if self._save_on_train_epoch_end is not None and not epochs:
-            yield (
-                f"{name}(save_on_train_epoch_end={self._save_on_train_epoch_end}) is about epochs, and this one saves "
-                "by steps or time."
-            )
+            return f"{name}(every_n_train_steps={steps}) with Trainer(max_steps={max_steps}): no step is saved."
+        return ""
 
     @property
     def every_n_epochs(self) -> int:

@@ -408,28 +408,7 @@ def _refused(value: object, keys: Keys) -> MisconfigurationException:
     """The error for `value`, which is at `keys` (or a key there)."""
     return MisconfigurationException(
         f"checkpoint{_place(keys)} is {described(value)}, which a checkpoint cannot hold: checkpoints carry no code "
-        f"and are read with weights_only=True. Instead, {' or '.join(_ways_out(value, keys))}."
+        "and are read with weights_only=True. Keep tensors, numbers, strings, and dicts, lists or tuples of them; "
+        "leave a hyperparameter out by save_hyperparameters(ignore=[...]), or allow a class by "
+        "torch.serialization.add_safe_globals([...])."
     )
-
-
-def _ways_out(value: object, keys: Keys) -> list[str]:
-    ways = []
-    if hasattr(value, "__fspath__"):
-        ways.append("make it a string by str(...)")
-    elif hasattr(value, "full_tensor"):
-        ways.append("make it whole by .full_tensor(), on every rank, since this rank has but a part of it")
-    elif hasattr(value, "__array__") and hasattr(value, "tolist"):
-        ways.append("make it a tensor by torch.as_tensor(...), or a list by .tolist()")
-    elif isinstance(value, dict):
-        ways.append("make it a plain dict by dict(...)")
-    elif isinstance(value, (list, tuple, frozenset)):
-        ways.append("make it a plain list or tuple")
-    elif callable(value):
-        ways.append("keep its name, a string")
-    if len(keys) > 1 and keys[0] in ("hyper_parameters", "datamodule_hyper_parameters"):
-        ways.append(f"leave it out by save_hyperparameters(ignore=[{keys[1]!r}])")
-    cls = value if isinstance(value, type) else type(value)
-    if cls.__module__ != "builtins":
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        ways.append(f"allow its class by torch.serialization.add_safe_globals([{name}])")
-    return ways or ["keep tensors, numbers, strings, and dicts, lists or tuples of them"]

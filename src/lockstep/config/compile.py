@@ -14,8 +14,8 @@ from torch import nn
 from lockstep.ground.errors import MisconfigurationException
 
 Blocks = bool | tuple[type[nn.Module] | str, ...] | None
-OWN = ("blocks", "graph_breaks")
-"""Keys that are lockstep's; the others are arguments of ``torch.compile``."""
+OWN = "blocks"
+"""The key that is lockstep's; the others are arguments of ``torch.compile``."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,6 @@ class CompileOptions:
     blocks: Blocks = None
     """True: the repeated blocks; False: the whole module, layer by layer from the top; classes of layers, or their
     names; None: the repeated blocks where several ranks train, else the whole module."""
-    graph_breaks: bool = False
-    """Whether it is told where the compiler could not follow."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``torch.compile``."""
 
@@ -55,16 +53,17 @@ def compile_options(flag: str, value: object) -> CompileOptions | None:
             '"fullgraph": True, "blocks": [Block]}.'
         )
     theirs = inspect.signature(torch.compile).parameters.keys() - {"model", "disable"}
+    if "graph_breaks" in value:
+        raise MisconfigurationException(
+            f"Trainer({flag}={{'graph_breaks': ...}}): set the environment variable TORCH_LOGS=graph_breaks instead."
+        )
     for key in value:
-        if key not in {*OWN, *theirs}:
-            near = difflib.get_close_matches(str(key), (*OWN, *theirs), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join((*OWN, *sorted(theirs)))}."
+        if key not in {OWN, *theirs}:
+            near = difflib.get_close_matches(str(key), (OWN, *theirs), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join((OWN, *sorted(theirs)))}."
             raise MisconfigurationException(f"Trainer({flag}={{{key!r}: ...}}): there is no such option: {hint}")
-    breaks = value.get("graph_breaks", False)
-    if not isinstance(breaks, bool):
-        raise MisconfigurationException(f"Trainer({flag}={{'graph_breaks': {breaks!r:.50}}}): give True or False.")
-    options = {name: option for name, option in value.items() if name not in OWN}
-    return CompileOptions(_blocks(flag, value.get("blocks")), breaks, options)
+    options = {name: option for name, option in value.items() if name != OWN}
+    return CompileOptions(_blocks(flag, value.get(OWN)), options)
 
 
 def _blocks(flag: str, given: object) -> Blocks:

@@ -332,7 +332,6 @@ class RunConfig:
     default_root_dir: str = _flag(folder)
     enable_autolog_hparams: bool = _flag(switch)
     order: Literal["lockstep", "torch"] = _flag(choice, choices=("lockstep", "torch"))
-    debug: Literal["collectives"] | None = _flag(choice, choices=(None, "collectives"))
     keep_global_batch: bool = _flag(switch)
     balance: bool = _flag(switch)
     compile: CompileOptions | None = _flag(compile_options)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
@@ -27,7 +26,6 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks
 from lockstep.ground.parameters import beside, state_dicts_without
 from lockstep.ground.tree import tensors_in
-from lockstep.ground.usable import check_usable
 from lockstep.memory.recompute import Layers, Policy, Save
 from lockstep.module import LightningModule
 from lockstep.planner.plan import SavedPlan
@@ -70,7 +68,6 @@ class Strategy(Engine):
         plugins: a cluster, a CheckpointIO or a precision that came with it; the Trainer takes them as its own.
         instead: the strategy that the Trainer takes when it is given this one; None: this one.
         traffic: reductions of gradients in this fit so far, and the bytes that this rank gave to them.
-        check_update: refuses an optimizer whose update the engine cannot do, by its class; None: it can do any.
         waits_in: methods, by owner and name, in which this rank waits for others past torch's collectives.
     """
 
@@ -93,7 +90,6 @@ class Strategy(Engine):
         self.instead: Strategy | None = None
         self.rounds = 0
         self.traffic = (0, 0)
-        self.check_update: Callable[[Optimizer], None] | None = None
         self.waits_in: list[tuple[object, str]] = []
         self.sync_batchnorm = False
 
@@ -114,7 +110,6 @@ class Strategy(Engine):
     def setup_environment(self) -> None:
         """Join the other ranks; afterwards collectives work."""
         make_current(self.root_device)
-        check_usable(self.root_device)
         if self.root_device.type != "cpu":
             protect_forks()  # a loader worker that freed pinned memory of this process would be aborted
 

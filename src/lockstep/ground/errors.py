@@ -92,35 +92,10 @@ def missing_extra(package: str, extra: str, needed_for: str) -> MissingExtra:
         needed_for: what the user asked for that needs it.
     """
     return MissingExtra(
-        f"{needed_for} needs the package `{package}`, which is not installed: {_installing(extra)}", name=package
+        f'{needed_for} needs the package `{package}`, which is not installed: pip install "torch-lockstep[{extra}]" '
+        f'(in a clone of lockstep: pip install ".[{extra}]")',
+        name=package,
     )
-
-
-def _installing(extra: str) -> str:
-    """The command that installs an extra: from the folder that lockstep was installed from, where it is there."""
-    folder, editable = _origin()
-    if folder is None:
-        return f'pip install "torch-lockstep[{extra}]" (in a clone of lockstep: pip install ".[{extra}]")'
-    flag = "-e " if editable else ""
-    return f'pip install {flag}"{folder}[{extra}]" (from an index: pip install "torch-lockstep[{extra}]")'
-
-
-def _origin() -> tuple[str | None, bool]:
-    """The clone that lockstep was installed from, None where none is known, and whether it runs from there."""
-    import json  # late: only who asks for what is not there needs these
-    from importlib import metadata
-    from urllib.parse import unquote, urlsplit
-
-    try:
-        text = metadata.distribution("torch-lockstep").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return None, False
-    origin = json.loads(text or "{}")
-    url = urlsplit(origin.get("url", ""))
-    folder = unquote(url.path)
-    if url.scheme != "file" or not os.path.isfile(os.path.join(folder, "pyproject.toml")):
-        return None, False
-    return folder, bool(origin.get("dir_info", {}).get("editable"))
 
 
 # -- stand-ins for what is not there -------------------------------------------------------------------------

@@ -396,9 +396,6 @@ PARTS: tuple[Part, ...] = (
         "module.compile()",
         COMPILE,
     ),
-    Part("torch._dynamo.callback.callback_handler", "loop/compile_layers.py", "when it compiles", COMPILE),
-    Part("torch._inductor.cpp_builder.get_cpp_compiler", "loop/compile_layers.py", "its C++ compiler", COMPILE),
-    Part("torch._logging._internal.log_state", "loop/compile_layers.py", "why it compiles anew", COMPILE),
     # supervision
     Part("torch.distributed.ProcessGroup._device_types", "supervise/traced_groups.py", "a group's backends", TRACE),
     Part(

@@ -31,17 +31,16 @@ from lockstep.loggers.base import FolderLogger
 from lockstep.loop import state
 from lockstep.loop.contradictions import check_contradictions
 from lockstep.loop.device_left import leave_device
-from lockstep.loop.early_optimizers import check_early
 from lockstep.loop.finite_watch import guard_updates, release_updates
 from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, is_overridden, is_replaced
 from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import EVERYBODY, LoggedMetrics
 from lockstep.loop.logging import LogCollector
-from lockstep.loop.memory import explained, keep, of_setup
+from lockstep.loop.memory import keep
 from lockstep.loop.metrics import lists_made_alike
 from lockstep.loop.optimizers import parse
-from lockstep.loop.raw_errors import in_words
+from lockstep.loop.raw_errors import OWN, in_words
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals, undisturbed
 from lockstep.loop.signatures import refuse_iterator
@@ -50,9 +49,9 @@ from lockstep.module import LightningModule
 from lockstep.plans.choice import reconsider
 from lockstep.profilers.base import PassThroughProfiler
 from lockstep.supervise import status
-from lockstep.supervise.call_comparison import compared
 from lockstep.supervise.collective_trace import set_location
 from lockstep.supervise.signals import ENDED, interruptible
+from lockstep.supervise.stack import stack_of
 
 LOGS = ("log", "log_dict")
 STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
@@ -103,8 +102,7 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
     ends = ExitStack()
     try:
         with _interruptible(session), ExitStack() as watched:
-            with of_setup(session):
-                _set_up(session, asked, watched, ends)
+            _set_up(session, asked, watched, ends)
             yield
             state.finish(session)
             if session.interruption is not None:
@@ -118,14 +116,13 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
         if session.interruption == TERMINATED:
             raise SystemExit(ENDED) from None
     except BaseException as error:
-        in_words(session.module if session.has("module") else None, type(session.strategy).__name__, error)
+        in_words(session.module if session.has("module") else None, error)
         name_death(error)
         if signals is not None:
             signals.failing = True
-        told = explained(session, error)
-        shown = error if told is None else told.with_traceback(error.__traceback__)
-        status.failed(shown)  # the others need not wait for what follows
-        reason = status.named(shown)
+        status.failed(error)  # the others need not wait for what follows
+        reason = status.named(error)
+        _note_place(session, error)
         _failed(session, reason)
         if reason is not error:
             raise reason from error
@@ -159,6 +156,19 @@ def _whereabouts(session: Session) -> tuple[str, int]:
     """The hook that runs, and the training batch; -1: none."""
     in_training = session.state.stage is RunningStage.TRAINING and session.fit.results is session.results
     return session.results.hook[0], session.fit.progress.batch if in_training else -1
+
+
+def _note_place(session: Session, error: BaseException) -> None:
+    """Note on an error that came out of no hook of the user's where in the run it was."""
+    if isinstance(error, OWN) or not hasattr(error, "add_note"):  # Python has notes from 3.11 on
+        return
+    stack = stack_of(error)
+    if stack.loads or any(frame.is_users for frame in stack.frames):
+        return  # the traceback shows the user's line, or the loader's worker
+    hook, batch = _whereabouts(session) if session.has("results") else ("", -1)
+    where = f", epoch {session.fit.progress.epoch}, batch {batch}" if batch >= 0 else ""
+    last = f"; the last hook was {hook}" if hook else ""
+    error.add_note(f"In trainer.{session.state.fn} on rank {session.strategy.world.rank}{where}{last}.")
 
 
 @does("setting up")
@@ -210,8 +220,6 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
     check_module(session, fn)
     strategy.setup_environment()
     _be_watched(session)
-    if session.config.debug == "collectives" and strategy.world_size > 1:
-        watched.enter_context(compared())
     ckpt_path = _choose_checkpoint(session, asked)
     _agree_on_ends(session, signals)
     session.published = LoggedMetrics()
@@ -394,14 +402,13 @@ def _configure_model(session: Session) -> None:
     """``configure_model``, whose layers are made where the engine wants them, in the precision's type."""
     strategy, made_in = session.strategy, session.strategy.precision.init_context
     if session.config.compile is not None:
-        from lockstep.loop.compile_layers import check_compiler  # not for runs that compile nothing
+        from lockstep.loop.compile_layers import check_threads  # not for runs that compile nothing
 
-        check_compiler(strategy, session.config.compile)
+        check_threads(strategy)
     if is_overridden("configure_sharded_model", session.module, ModuleHooks):  # its old name
         session.hooks.own("configure_sharded_model")
     with strategy.building(session.module), made_in() if made_in else nullcontext():
         session.hooks.own("configure_model")
-        check_early(session)  # behind this weights are read
 
 
 def _agree_on_ends(session: Session, signals: Signals | None) -> None:

@@ -29,7 +29,7 @@ from lockstep.loop.metrics import leave_inference_mode
 from lockstep.loop.padding import in_step, padding
 from lockstep.loop.progress import VALIDATED
 from lockstep.loop.session import STAGE_OF, Session
-from lockstep.loop.signatures import arguments_of, refuse_fewer, refuse_more
+from lockstep.loop.signatures import arguments_of, refuse_fewer
 from lockstep.loop.state import metric_states
 
 FN_OF = {stage: fn for fn, stage in STAGE_OF.items()}
@@ -210,16 +210,13 @@ class EvaluationLoop:
         results.reset_metrics()
         return _by_loader(values, len(self.feed.num_batches))
 
-    def _check_batch_hooks(self, several: bool) -> None:
-        """Refuse hooks of batches that want other arguments than there are; ``several`` loaders have numbers."""
+    def _check_batch_hooks(self) -> None:
+        """Refuse hooks of batches that do not take the number of the loader, of several."""
         module = self.session.module
         for hook, first in ((f"on_{self.name}_batch_start", "batch"), (f"on_{self.name}_batch_end", "outputs, batch")):
-            if not is_overridden(hook, module, ModuleHooks):
-                continue
-            method, given = getattr(module, hook), (3 if several else 2) + hook.endswith("end")
-            refuse_more(method, given, hook)
-            if several:
-                refuse_fewer(method, given, hook, f"{hook}(self, {first}, batch_idx, dataloader_idx=0)")
+            if is_overridden(hook, module, ModuleHooks):
+                define = f"{hook}(self, {first}, batch_idx, dataloader_idx=0)"
+                refuse_fewer(getattr(module, hook), 3 + hook.endswith("end"), hook, define)
 
     def _pad(self, step: Callable[..., Any], position: tuple[Any, int, int], takes: int, transfer: Transfer) -> None:
         """Run a step that counts nowhere, beside other ranks that still have batches."""
@@ -239,7 +236,8 @@ class EvaluationLoop:
         several = len(feed.num_batches) > 1 and feed.sequential
         step = getattr(module, step_name)
         takes = arguments_of(step, several, step_name)
-        self._check_batch_hooks(several)
+        if several:
+            self._check_batch_hooks()
         transfer = Transfer(module, session.datamodule, session.strategy)
         # a fit ends at its next boundary: its callbacks save it there, and all ranks agree on where that is
         ends_at_once = not session.fitting

@@ -8,7 +8,6 @@ from typing import Any
 
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.copies import kept
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.hooks import is_overridden
@@ -59,33 +58,4 @@ class RunLoaders:
     def request(self, stage: str) -> Any:
         """The loader or loaders of this stage; None where there are none."""
         hook = self.hook(stage)
-        if hook is None:
-            return self.given.get(stage)
-        try:
-            return hook()
-        except Exception as error:
-            explained = explain_loader_error(error)
-            if explained is not None:
-                raise explained from error
-            raise
-
-
-def explain_loader_error(error: BaseException) -> MisconfigurationException | None:
-    """What to tell the user about an error that came out of a loader hook; None if it is not a known one.
-
-    Known are torch's own complaints about a `DistributedSampler` made before there is a process group, and
-    about ``shuffle=True`` over an empty data set.
-    """
-    text = str(error)
-    if "process group has not been initialized" in text:
-        return MisconfigurationException(
-            "A DistributedSampler was made before the process group exists (in one process there is none). "
-            "Leave the sampler out and give the DataLoader shuffle=True or False: lockstep shares the data "
-            "over the ranks by itself. Trainer(use_distributed_sampler=False) takes loaders as they are, "
-            "made in the loader hooks, where the group of a distributed strategy exists."
-        )
-    if "num_samples should be a positive integer value, but got num_samples=0" in text:
-        return MisconfigurationException(
-            "A DataLoader(shuffle=True) was made of an empty data set (length 0). Check the data set's path or split."
-        )
-    return None
+        return self.given.get(stage) if hook is None else hook()

@@ -136,11 +136,6 @@ def parse(
     return optimizers, configs
 
 
-def optimizers_in(returned: object) -> list[Any]:
-    """The optimizers alone of what ``configure_optimizers`` returned; none of them for None."""
-    return [] if returned is None else _unpack(returned)[0]
-
-
 def _is_optimizer(obj: object) -> bool:
     return isinstance(obj, Optimizer) or all(
         hasattr(obj, name) for name in ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict")

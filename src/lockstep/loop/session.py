@@ -147,7 +147,6 @@ class Session:
         base: what the module began with frozen.
         activations: what a forward of this fit keeps, once the first one has been counted.
         used: what memory was used for when the last fit ended.
-        built: the parameters that there were when a set-up ran out of memory.
         chooses: a plan may put another strategy in the place of this one, when a fit begins.
         inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
         came_back: the last call ran in processes of its own, and its weights have come back to this one.
@@ -179,7 +178,6 @@ class Session:
     signals: FitSignals | None = None
     activations: Activations | None = None
     used: MemoryUse | None = None
-    built: list[Tensor] | None = None
     chooses: bool = False
     inner: Session | None = None
     came_back: bool = False
@@ -253,7 +251,7 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has, here or in another process; the rest is bound to this one, or to the call that runs."""
-        bound = ("hooks", "results", "agreement", "activations", "built", "signals", "inner", "watched")
+        bound = ("hooks", "results", "agreement", "activations", "signals", "inner", "watched")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     # -- callbacks and loggers -----------------------------------------------------------------------------

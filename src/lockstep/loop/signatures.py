@@ -6,33 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.ground.errors import MisconfigurationException, WrongType
-
-GONE = {
-    "optimizer_idx": (
-        "several optimizers are stepped by `training_step` itself: set `self.automatic_optimization = False`, and step "
-        "them there (`a, b = self.optimizers()`)"
-    ),
-    "opt_idx": "several optimizers are stepped by `training_step` itself, under `self.automatic_optimization = False`",
-    "hiddens": "what goes on from batch to batch belongs into an attribute of the module",
-    "dataloader_idx": "of several training loaders `batch` has a part each, in the nest in which they were given",
-}
-"""Parameters that `training_step` had in other times, and what there is today."""
+from lockstep.ground.errors import MisconfigurationException
 
 
 def takes_idx(training_step: Callable[..., Any]) -> bool:
-    """Whether a ``training_step`` has a parameter for the index of the batch, whatever its name is.
-
-    Raises:
-        MisconfigurationException: it wants more than that.
-    """
+    """Whether a ``training_step`` has a parameter for the index of the batch, whatever its name is."""
     positional, takes_any = _taken(training_step)
-    more = _required(positional)[2:]
-    if more:
-        way_out = GONE.get(more[0], "give it a default, or take it from `self`")
-        raise MisconfigurationException(
-            f"`training_step` wants {more[0]!r}, and is called with (batch, batch_idx): {way_out}."
-        )
     return takes_any or len(positional) > 1
 
 
@@ -45,11 +24,10 @@ def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
         name: of the method, for the error.
 
     Raises:
-        MisconfigurationException: it wants what it is not given, or lacks what tells loaders apart.
+        MisconfigurationException: it draws its batches itself, or lacks what tells loaders apart.
     """
     wanted = 3 if several else 2
     refuse_iterator(step, name)
-    refuse_more(step, wanted, name)
     if several:
         refuse_fewer(step, wanted, name, f"{name}(self, batch, batch_idx, dataloader_idx=0)")
     return _most(step, wanted)
@@ -84,31 +62,6 @@ def refuse_fewer(method: Callable[..., Any], given: int, name: str, define: str)
         raise MisconfigurationException(
             f"There are several loaders, and `{name}` takes no `dataloader_idx`: define it as `{define}`."
         )
-
-
-def refuse_more(method: Callable[..., Any], given: int, name: str) -> None:
-    """Refuse a method that has to be called with more arguments than the loop has.
-
-    Raises:
-        WrongType: with the argument; for ``dataloader_idx`` of one loader a MisconfigurationException.
-    """
-    more = _required(_taken(method)[0])[given:]
-    if not more:
-        return
-    if more[0] == "dataloader_idx":
-        raise MisconfigurationException(
-            f"`{name}` wants `dataloader_idx`, and there is one loader: leave it out, or give it a default, "
-            "`dataloader_idx=0`."
-        )
-    raise WrongType(
-        f"`{name}` wants {more[0]!r}, which the loop does not have: it gives the batch, its number, and of several "
-        "loaders `dataloader_idx`. Give it a default, or take it from `self`."
-    )
-
-
-def _required(positional: list[inspect.Parameter]) -> list[str]:
-    """Names of the parameters without a default, in the order in which arguments fill them."""
-    return [p.name for p in positional if p.default is p.empty]
 
 
 def _most(method: Callable[..., Any], given: int) -> int:

@@ -124,7 +124,6 @@ class Activations:
     Attributes:
         layers: bytes by layer, largest first, at the peak.
         gathered: bytes of gathered parameters then.
-        inputs: bytes of the inputs of each layer, in its first call.
         names: of the layers, by their ids.
         samples: of the micro-batch that was counted, where somebody has said so.
     """
@@ -133,7 +132,6 @@ class Activations:
         self.layers: dict[str, int] = {}
         self.gathered = 0
         self._gathered = gathered
-        self.inputs: dict[str, int] = {}
         self.samples: float | None = None
         self._module = module
         self.names = {id(layer): plain_name(name) for name, layer in module.named_modules()}
@@ -217,8 +215,6 @@ class Activations:
         if name is None or threading.get_ident() != self._thread:
             return
         self._running.append(name)
-        if name not in self.inputs:
-            self.inputs[name] = sum(t.numel() * t.element_size() for t in tensors_in(args, 2) if t.requires_grad)
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> None:
         if id(layer) in self.names and self._running and threading.get_ident() == self._thread:

@@ -177,6 +177,7 @@ ROWS: dict[str, OldFlag] = {
     ),
     "enable_pl_optimizer": _no_effect("`self.optimizers()` gives wrapped ones unless it is told otherwise"),
     "experiment": _refused("use logger=, such as TensorBoardLogger(folder)", None),
+    "debug": _refused("set the environment variable TORCH_DISTRIBUTED_DEBUG=DETAIL: torch compares collectives", None),
     "cluster": _refused("the cluster is found by the environment of its jobs", None),
     "current_gpu_name": _no_effect("the device of a process follows from its rank"),
     "lr_scheduler_milestones": _refused("return a torch.optim.lr_scheduler.MultiStepLR of configure_optimizers", None),

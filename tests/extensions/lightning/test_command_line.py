@@ -232,7 +232,6 @@ def test_the_printed_config_has_lightnings_keys(
     own = set(ours["trainer"]) - set(theirs["trainer"])
     assert own == {
         "order",
-        "debug",
         "keep_global_batch",
         "hang_timeout",
         "hang_kill",

@@ -67,14 +67,11 @@ class ShardedStrategy(RankedStrategy):
     runs_padding = True
     places_first = True  # and later calls go on with the parts
     gathers_updates = False
-    check_update: Callable[[Optimizer], None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._built: ShardedInit | None = None
         self._late: LateParameters | None = None
-        # bound to nothing: a strategy is freed when the last one lets go of it
-        self.check_update = partial(_check_update, type(self).__name__, self.engine, self.gathers_updates)
 
     @staticmethod
     def _take_others(kind: type, others: Mapping[str, object], no_effect: Mapping[str, str]) -> None:
@@ -129,7 +126,7 @@ class ShardedStrategy(RankedStrategy):
         self._refuse_sparse()
         for optimizer in with_parameters(optimizers):
             update_one_by_one(optimizer, self.module.parameters())
-            self.check_update(optimizer)
+            _check_update(type(self).__name__, self.engine, self.gathers_updates, optimizer)
             for parameter in beside(self.module, [optimizer]).values():
                 name, shape = type(optimizer).__name__, tuple(parameter.shape)
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))

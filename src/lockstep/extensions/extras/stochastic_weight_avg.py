@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -126,15 +126,6 @@ class StochasticWeightAveraging(Callback):
         return any(isinstance(part, _BatchNorm) for part in pl_module.modules())
 
     # -- training ------------------------------------------------------------------------------------------
-
-    def without_effect(self, max_epochs: int, max_steps: int) -> Iterable[str]:
-        """Say that a fit ends before the average begins."""
-        first = self.swa_epoch_start
-        if isinstance(first, int) and first > max_epochs != -1:
-            yield (
-                f"StochasticWeightAveraging(swa_epoch_start={first}) with Trainer(max_epochs={max_epochs}): the fit "
-                "ends before its average begins."
-            )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A new fit begins with a new average."""
