@@ -126,6 +126,15 @@ PARTS: tuple[Part, ...] = (
     Part("torch._foreach_zero_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),
     Part("torch._foreach_neg_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),
     Part(
+        "torch.optim.Optimizer._optimizer_step_pre_hooks",
+        "loop/step_watch.py",
+        "whether an optimizer can be watched",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.optim.Optimizer._optimizer_step_post_hooks", "engines/owners.py", "which of them runs first", EVERYTHING
+    ),
+    Part(
         "torch.utils.data._utils.worker.WorkerInfo",
         "data/stream.py",
         "a worker that reads a part of a stream",

@@ -131,8 +131,7 @@ def ways_out(session: Session, used: MemoryUse) -> list[Way]:
     window = session.config.accumulation(session.fit.progress.epoch)
     trains, half, on_device = session.fitting, used.activations // 2, used.device != "cpu"
     is_full = strategy.precision.name in ("32-true", "64-true")
-    sharded = {"sharded optimizer", "sharded parameters"}
-    engine, devices = ("DDPStrategy", "") if ranks > 1 else ("SingleDeviceStrategy", ", devices=2")
+    devices = "" if ranks > 1 else ", devices=2"
     parts = max(ranks, 2)
     rows: list[tuple[bool, set[str], str, int]] = [  # whether it may be, what it is no more beside, what to do, bytes
         (samples >= 2, set(), f"half the batch, {samples / 2:g} samples on a rank in place of {samples:g}", half),
@@ -151,15 +150,9 @@ def ways_out(session: Session, used: MemoryUse) -> list[Way]:
         ),
         (
             trains,
-            sharded,
+            {"sharded optimizer", "sharded parameters"},
             "DDPStrategy(shard_optimizer=True): each rank has its part of the optimizer states",
             used.optimizer_states * (ranks - 1) // ranks,
-        ),
-        (
-            trains and on_device,
-            {"offloaded optimizer", *sharded},
-            f"{engine}(offload_optimizer=True): optimizer states are on the CPU",
-            used.optimizer_states,
         ),
         (
             True,
