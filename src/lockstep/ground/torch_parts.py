@@ -182,9 +182,6 @@ PARTS: tuple[Part, ...] = (
         "whether a profile names phases",
         EVERYTHING,
     ),
-    Part(
-        "torch.nn.parallel.distributed._MixedPrecision", "engines/ddp/mixed_precision.py", "an argument of torch's", DDP
-    ),
     Part("torch.nn.parallel.distributed._BufferCommHook", "engines/ddp/torch_names.py", "an argument of torch's", DDP),
     Part(
         "torch.nn.parallel.distributed._BufferCommHookLocation",

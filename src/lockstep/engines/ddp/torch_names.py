@@ -12,7 +12,6 @@ from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocati
 from torch.nn.parameter import Parameter
 
 from lockstep.engines.ddp.consistency import broadcast_buffers, sparse_names
-from lockstep.engines.ddp.logging_data import logging_data, names_by_place
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground.errors import MisconfigurationException
 
@@ -33,7 +32,6 @@ class TorchNames:
     parameters_to_ignore: set[str]
     buffer_hook: _BufferCommHook
     _buffer_futures: list[Any]
-    _error: str | None = None
 
     @property
     def reducer(self) -> Reducer:
@@ -79,7 +77,17 @@ class TorchNames:
         return [(name, p) for name, p in named if p.requires_grad and name not in self.parameters_to_ignore]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[Parameter]) -> dict[int, str]:
-        return names_by_place(self._averaged(), parameters)
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        names: dict[int, str] = {}
+        for name, parameter in self._averaged():
+            if id(parameter) not in places:
+                raise ValueError(f"Param with name {name} of the module is not among the given parameters")
+            names[places[id(parameter)]] = name
+        if len(names) != len(places):
+            raise ValueError(
+                f"Expected param to name mapping of {len(names)} parameters that are averaged, and not of {len(places)}"
+            )
+        return names
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
@@ -87,7 +95,7 @@ class TorchNames:
             return
         if self.reducer.rounds:
             said = "should be called before training loop starts, and a backward has been: give static_graph=True"
-            raise self._noted(RuntimeError(f"_set_static_graph() {said} to the container"))
+            raise RuntimeError(f"_set_static_graph() {said} to the container")
         self.static_graph = True
         self._detach()
 
@@ -97,8 +105,7 @@ class TorchNames:
     def _check_reducer_finalized(self) -> None:
         names = self.reducer.missing()
         if names:
-            error = f"the last backward ended before the gradient of parameter {names[0]!r} was reduced"
-            raise self._noted(RuntimeError(error))
+            raise RuntimeError(f"the last backward ended before the gradient of parameter {names[0]!r} was reduced")
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         if dist.get_rank(new_process_group) >= 0:
@@ -108,10 +115,6 @@ class TorchNames:
     def _set_ddp_sink_clone(self, val: bool) -> None:
         pass  # outputs are never cloned here
 
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ValueError(f"_set_ddp_runtime_logging_sample_rate({sample_rate}): equal or greater than 1")
-
     @property
     def _has_rebuilt_buckets(self) -> bool:
         """Whether the buckets are laid out for good; torch's hooks that step a ZeroRedundancyOptimizer wait for it."""
@@ -120,15 +123,6 @@ class TorchNames:
     @property
     def _distributed_rank(self) -> int:
         return dist.get_rank(self.process_group)
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        parameters, _ = self._build_params_for_reducer()
-        return logging_data(self, parameters, self._build_debug_param_to_name_mapping(parameters))
-
-    def _noted(self, error: Exception) -> Exception:
-        """``error``, after it has been noted for `_get_ddp_logging_data`."""
-        self._error = f"{type(error).__name__}: {error}"
-        return error
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
