@@ -20,7 +20,13 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchContai
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import Parameter
 
-from lockstep.engines.ddp.backward_watcher import BackwardWatcher, hear_steps, waiting_for_steps
+from lockstep.engines.ddp.backward_watcher import (
+    IN_CONTEXT,
+    BackwardWatcher,
+    hear_steps,
+    is_in_context,
+    waiting_for_steps,
+)
 from lockstep.engines.ddp.bucket import infos_of, plan_buckets
 from lockstep.engines.ddp.consistency import (
     DesyncCheck,
@@ -370,7 +376,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if torch.compiler.is_compiling():
             warn_once(WHOLE.format(name=type(self.module).__name__))
         if sync:
-            problem = find_changed(self._frozen, self._late)
+            problem = IN_CONTEXT if is_in_context() else find_changed(self._frozen, self._late)
             if problem is not None:
                 raise MisconfigurationException(f"rank {self._distributed_rank}: {problem}")
         buffers = self._buffers_at(_BufferCommHookLocation.PRE_FORWARD)
