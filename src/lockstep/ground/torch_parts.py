@@ -200,12 +200,6 @@ PARTS: tuple[Part, ...] = (
     ),
     # what torch's class takes, and few ask for: read late, with a way out of its own
     Part(
-        "torch.distributed.algorithms._optimizer_overlap._as_overlapped_optim",
-        "engines/ddp/torch_names.py",
-        "an optimizer that steps in the backward",
-        "DistributedDataParallel._register_fused_optim",
-    ),
-    Part(
         "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform",
         "engines/ddp/consistency.py",
         "a module that is tensor-parallel within replicas",

@@ -239,37 +239,3 @@ def _ignoring() -> list[bool]:
 
 def test_parameters_and_buffers_can_be_left_alone(ranks: RankPool) -> None:
     assert ranks(2).run(_ignoring) == [[True] * 3] * 2
-
-
-def _built_in() -> list[bool]:
-    found = []
-    for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
-        model = DistributedDataParallel(_net())
-        model._register_builtin_comm_hook(kind)
-        found.append(_right(model))
-    return found
-
-
-def test_torchs_hooks_can_be_registered_by_number(ranks: RankPool) -> None:
-    # 16 bits are not 12 digits
-    assert ranks(2).run(_built_in) == [[True, False]] * 2
-
-
-def _fused() -> bool:
-    net, alone = _net(), _net()
-    model = DistributedDataParallel(net)
-    model._register_fused_optim(torch.optim.SGD, 0.1)
-    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
-    for step in range(3):
-        model.zero_grad()
-        model(_batch(step, dist.get_rank())).square().mean().backward()
-        optimizer.zero_grad()
-        for rank in range(2):
-            (alone(_batch(step, rank)).square().mean() / 2).backward()
-        optimizer.step()
-    pairs = zip(net.parameters(), alone.parameters(), strict=True)
-    return all(torch.allclose(a, b, rtol=1e-12) for a, b in pairs)
-
-
-def test_an_optimizer_can_step_bucket_by_bucket(ranks: RankPool) -> None:
-    assert ranks(2).run(_fused) == [True, True]

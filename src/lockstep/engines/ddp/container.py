@@ -230,7 +230,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             raise ValueError(f"{bucket_cap_mb=}, {bucket_cap_mb_list=}: sizes above 0")
         self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
-        self.bucket_bytes_cap_default = bucket_cap_mb is None and not caps
 
     # -- the reducer
 

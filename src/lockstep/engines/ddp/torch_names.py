@@ -38,35 +38,10 @@ class TorchNames:
         """What averages the gradients."""
         raise NotImplementedError
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce the buckets."""
-        raise NotImplementedError
-
     def _detach(self) -> None:
         raise NotImplementedError
 
-    # -- hooks and optimizers
-
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        hooks = {
-            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-        }
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
-
-    def _register_fused_optim(
-        self, optim: type, *args: object, optim_params: Iterable[Parameter] | None = None, **kwargs: object
-    ) -> None:
-        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
-
-        try:
-            _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
-        except NotImplementedError as error:
-            raise RuntimeError(
-                f"_register_fused_optim({optim.__name__}): torch has no form of it that steps bucket by bucket"
-            ) from error
+    # -- parameters
 
     def _build_params_for_reducer(self) -> tuple[list[Parameter], list[bool]]:
         sparse, named = sparse_names(self.module), self._averaged()
@@ -101,16 +76,6 @@ class TorchNames:
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.detach()
-
-    def _check_reducer_finalized(self) -> None:
-        names = self.reducer.missing()
-        if names:
-            raise RuntimeError(f"the last backward ended before the gradient of parameter {names[0]!r} was reduced")
-
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        if dist.get_rank(new_process_group) >= 0:
-            self._detach()
-            self.process_group = new_process_group
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         pass  # outputs are never cloned here
