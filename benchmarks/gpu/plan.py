@@ -38,7 +38,7 @@ PARTS: tuple[PartPlan, ...] = (
     PartPlan("speed", "steps beside a hand-written loop, torch's DDP, Lightning, Accelerate", 205),
     PartPlan("large", "steps of 1.2 billion parameters, compiled, whole and in shards", 150),
     PartPlan("memory", "peaks, what is left, what a plan predicts", 45),
-    PartPlan("kernels", "SyncBatchNorm, offloaded states, copies to the host", 25),
+    PartPlan("kernels", "SyncBatchNorm, copies to the host", 25),
     PartPlan("several", "several devices: equality, scaling, who is late", 120),
 )
 """In the order in which they run: the most valuable first."""

@@ -19,7 +19,7 @@ from lockstep.engines.ddp.bucket import GradBucket
 from lockstep.engines.ranks import NO_EFFECT, REFUSED
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision.base import Precision
-from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
 from tests.surface.table import rows
@@ -52,6 +52,7 @@ def test_lightnings_arguments_come_in_its_order(monkeypatch: pytest.MonkeyPatch)
         ({"accelerator": "cpu"}, "accelerator='cpu'"),
         ({"process_group": "mine"}, "process_group='mine'.*all its ranks"),
         ({"mixed_precision": True}, r"Trainer\(precision=...\)"),
+        ({"offload_optimizer": True}, 'offload_optimizer=True.*strategy="fsdp_cpu_offload"'),
         ({"dim": 1}, "dim=1.*each rank draws its own batches"),
         ({"bucket_cap_mb_list": [1, -25]}, "bucket_cap_mb_list=-25"),
         ({"static_grpah": True}, "no such argument. Did you mean static_graph?"),
@@ -78,6 +79,11 @@ def test_what_has_no_place_is_refused_with_the_reason(given: dict[str, Any], sai
         DDPStrategy(**given)
 
 
+def test_one_device_has_no_offload_of_its_own() -> None:
+    with pytest.raises(MisconfigurationException, match=r'^SingleDeviceStrategy\(offload_optimizer=True\).*"fsdp_cpu_'):
+        SingleDeviceStrategy(offload_optimizer=True)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("given", [{"timeout": 30}, {"process_group_backend": "glooo"}, {"checkpoint_io": "async"}])
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, ModelParallelStrategy])
 def test_a_refusal_named_ddp_for_every_strategy(strategy: Any, given: dict[str, Any]) -> None:
@@ -94,6 +100,7 @@ def test_what_says_nothing_new_is_taken() -> None:
         process_group=None,
         bucket_cap_mb=None,
         timeout=None,
+        offload_optimizer=False,
         find_unused_parameters=True,
         skip_all_reduce_unused_params=True,
         batched_grad_copy=True,

@@ -37,7 +37,7 @@ def part(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 def test_a_part_runs_on_a_cpu(name: str, part: Part) -> None:
     found = run_part(part, name)
     assert not wrong(found)
-    assert sum(one["result"] == PASSED for one in found) > 3
+    assert sum(one["result"] == PASSED for one in found) > 2
 
 
 def test_each_model_is_trained_in_each_way(part: Part) -> None:

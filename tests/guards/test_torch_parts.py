@@ -35,7 +35,7 @@ OTHERS = {
     *("_param_slice_mappings", "_hp_mapping", "_lazy_init_hp_params_optimizer_state", "_get_file_writer"),
     *("_distributed", "_adjust_missing_and_unexpected_keys", "_init_weights", "_get_dtype_plan"),
     # within a part that is listed
-    *("_pcontext", "_remaining_restarts", "_base", "_context_id", "_C", "_autograd", "_distributed_c10d", "_task_info"),
+    *("_pcontext", "_remaining_restarts", "_base", "_C", "_autograd", "_distributed_c10d", "_task_info"),
     *("_sampler_iter", "_in_backward_optimizers", "_wrapped_by_lr_sched", "_make_wrapper_subclass"),
     *("_get_build_directory", "_saved_other", "_saved_self"),
     # the package of torch's own tests, whose fake process group stands for ranks

@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
 KINDS = {
     "unused": "for the error about unused parameters, which need no flag here",
     "private": "for private methods and objects that belong to torch's reducer",
-    "log": "for timings or the profiler's events of torch's reducer",
+    "log": "for torch's log of the container, or the profiler's events of its reducer",
     "refused": "for what is refused here, with an error that says what to do",
     "wording": "for an error in torch's words; it is raised in ours, and the rest of the test passes",
     "differs": "for a difference",

@@ -1,4 +1,4 @@
-"""Pieces by themselves: synchronized BatchNorm, offloaded optimizer states, copies of a checkpoint to the host."""
+"""Pieces by themselves: synchronized BatchNorm, copies of a checkpoint to the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.gpu.checks import Numbers, Part, expect
-from benchmarks.gpu.devices import MIB, Clock, clear, settle
+from benchmarks.gpu.devices import MIB, Clock, settle
 from benchmarks.gpu.groups import one_rank_group
 
 LIKE_TORCH = 1.2
@@ -24,7 +24,6 @@ def run(part: Part) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
             part.check(f"SyncBatchNorm forward and backward, {name}", normed, part, dtype)
-    part.check("optimizer states on the host", offloaded, part)
     part.check("copy of a checkpoint to the host", copied, part)
 
 
@@ -85,40 +84,6 @@ def normed(part: Part, dtype: torch.dtype) -> Numbers:
         numbers["ours over torch's"] = round(over, 3)
         expect(part.small or over <= LIKE_TORCH, f"{over:.2f} times torch's", numbers)
     return numbers
-
-
-def offloaded(part: Part) -> Numbers:
-    """An update with states on the host, beside the time that their bytes need for the way."""
-    from lockstep.memory.offload import OffloadedStates
-
-    width, layers = (16, 2) if part.small else (2048, 16)
-    device = torch.device(part.device)
-
-    def update(offloads: bool) -> Callable[[], object]:
-        net = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).to(device)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-        for parameter in net.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        if offloads:
-            OffloadedStates(optimizer, device)
-        return lambda: (net, optimizer.step())
-
-    size = 2 * 4 * layers * (width * width + width)
-    found = timed(part, {"on the device": update(False), "on the host": update(True), **copies(part, size)})
-    clear(part.device)
-    there_and_back = found["up"] + found["down"]
-    return {f"{name}, ms": ms for name, ms in found.items()} | {
-        "MiB each way": round(size / MIB, 1),
-        "update over copies alone": round(found["on the host"] / there_and_back, 2),
-    }
-
-
-def copies(part: Part, size: int) -> dict[str, Callable[[], object]]:
-    """The same bytes up to the device and down to the host, from pinned memory where there is any."""
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=part.is_cuda)
-    there = torch.empty(size, dtype=torch.uint8, device=part.device)
-    return {"up": lambda: there.copy_(host, non_blocking=True), "down": lambda: host.copy_(there, non_blocking=True)}
 
 
 def copied(part: Part) -> Numbers:

@@ -1,4 +1,4 @@
-"""Memory of the device: peaks of the first steps, what stays behind a fit, recomputation, offloading, predictions."""
+"""Memory of the device: peaks of the first steps, what stays behind a fit, recomputation, predictions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def run(part: Part) -> None:
     part.check("what is left after a fit", left_behind, part)
     plain = part.found[-1].get("numbers", {})
     part.check("recomputed activations", changed, part, plain, {"activation_checkpointing": True})
-    part.check("optimizer states on the host", changed, part, plain, {"offload_optimizer": True})
     part.check("what a plan predicts", predicted, part)
 
 
@@ -184,7 +183,7 @@ def predicted(part: Part) -> Numbers:
     single = [row for row in plan.rows if row.candidate.kind == "single"]
     if not single:
         raise Skip("the plan has no row for one device")
-    plainest = next(one for one in single if not one.candidate.offload and not one.candidate.recomputed)
+    plainest = next(one for one in single if not one.candidate.recomputed)
     found = measured(part, "auto")
     numbers: Numbers = {
         "peak MiB, predicted": round(plainest.memory / MIB, 1),

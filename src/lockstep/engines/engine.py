@@ -14,14 +14,11 @@ from torch.optim import Optimizer
 
 from lockstep.engines.optimizer_states import states_to_parameters
 from lockstep.ground.closures import PlayedFirst, takes_closure
-from lockstep.ground.combined import parts_of
 from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import beside, clip_by_value, plain_name, refuse_lazy
 from lockstep.ground.parts import DEEPSPEED, FSDP, PIPELINE, cut_by
-from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
-from lockstep.memory.offload import SMALL, OffloadedStates
 from lockstep.memory.recompute import Layers, Policy, Recomputation, Save
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
@@ -32,8 +29,6 @@ LEFT_IN_PARTS = {
     PIPELINE: ('a fit with strategy="balanced" that did not end well', "that fit's last checkpoint as `ckpt_path`"),
 }
 """By the engine that has cut a module: what has left it so, and what goes on with it."""
-
-OFFLOADED = "offloaded optimizer"
 
 
 @dataclass
@@ -128,8 +123,8 @@ class Engine:
         shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
         step_device: where steps run while parameters are on several devices; None: where the parameters are.
-        saves_memory_by: what is in use of "recomputation", "sharded optimizer", "sharded parameters", "offload" and
-            "offloaded optimizer".
+        saves_memory_by: what is in use of "recomputation", "sharded optimizer", "sharded parameters" and
+            "offload".
     """
 
     launcher: str | None = None
@@ -158,7 +153,6 @@ class Engine:
         self._own_backward: Callable[..., Any] | None = None
         self._recomputation = Recomputation(type(self).__name__)
         self.saves_memory_by: set[str] = set()
-        self._offloaded: list[OffloadedStates] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has; engines leave out what works with a process group, or belongs to the call that runs.
@@ -172,7 +166,7 @@ class Engine:
                 "its loops: the model is in parts, and what gathers them belongs to this process. Copy before the "
                 "first call, or write what is there by trainer.save_checkpoint(path)."
             )
-        return {**kept(self, "_own_backward"), "_offloaded": []}
+        return kept(self, "_own_backward")
 
     @property
     def holds_parts(self) -> bool:
@@ -236,41 +230,11 @@ class Engine:
         """Take over what ``configure_optimizers`` made; training begins after this."""
         self.optimizers, self.lr_scheduler_configs = optimizers, configs
         for optimizer in optimizers:
-            states_to_parameters(optimizer, SMALL if OFFLOADED in self.saves_memory_by else float("inf"))
-        self._offload_states()
-
-    def _offload_optimizer(self, offload_optimizer: object) -> None:
-        """Take in a strategy's argument of this name."""
-        if not isinstance(offload_optimizer, bool):
-            raise MisconfigurationException(
-                f"{type(self).__name__}(offload_optimizer={offload_optimizer!r:.100}): give True or False."
-            )
-        if offload_optimizer:
-            self.saves_memory_by.add(OFFLOADED)
-
-    def _offload_states(self) -> None:
-        """Let the optimizers of now keep their states on the CPU, where the strategy was asked for it."""
-        for each in self._offloaded:
-            each.detach()
-        self._offloaded = []
-        start = f"{type(self).__name__}(offload_optimizer=True)"
-        if OFFLOADED not in self.saves_memory_by:
-            return
-        if self.root_device.type == "cpu":
-            rank_zero_info(f"{start} has no effect: the run is on the CPU, and so are the optimizers' states.")
-            return
-        try:
-            every = [part for optimizer in self.optimizers for part in parts_of(optimizer)]
-            self._offloaded = [OffloadedStates(each, self.root_device) for each in every]
-        except ValueError as error:
-            raise MisconfigurationException(f"{start}: {error}. Leave it out, or use another optimizer.") from None
+            states_to_parameters(optimizer)
 
     def teardown(self) -> None:
         """The run is over; ranks stay connected, and the optimizers can still be saved."""
         self._recomputation.end()
-        for each in self._offloaded:
-            each.detach()
-        self._offloaded = []
 
     # -- one window
 

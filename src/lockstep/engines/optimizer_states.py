@@ -19,16 +19,11 @@ def states_to_cpu(optimizer: Optimizer) -> None:
     _map_states(optimizer, lambda _, value: value.to(cpu) if value.dim() else value)
 
 
-def states_to_parameters(optimizer: Optimizer, smaller_than: float = float("inf")) -> None:
-    """Bring states that an earlier fit has left on the CPU to the devices of their parameters.
-
-    Args:
-        optimizer: of any kind that has states by parameter.
-        smaller_than: elements from which on a state stays on the CPU.
-    """
+def states_to_parameters(optimizer: Optimizer) -> None:
+    """Bring states that an earlier fit has left on the CPU to the devices of their parameters."""
 
     def bring(parameter: Tensor, value: Tensor) -> Tensor:
-        stays = not value.dim() or value.device.type != "cpu" or value.numel() >= smaller_than
+        stays = not value.dim() or value.device.type != "cpu"
         return value if stays else value.to(parameter.device)
 
     _map_states(optimizer, bring)

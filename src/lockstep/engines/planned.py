@@ -25,7 +25,7 @@ def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
     """
     again = candidate.recomputed
     if candidate.kind == "single":
-        return SingleDeviceStrategy(activation_checkpointing=again or None, offload_optimizer=candidate.offload)
+        return SingleDeviceStrategy(activation_checkpointing=again or None)
     if candidate.kind == "dp":
         return DataParallelStrategy()
     if candidate.kind in MODES:
@@ -48,6 +48,5 @@ def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
         shard_optimizer=candidate.kind == "sharded",
         bucket_cap_mb=candidate.bucket_mb,
         activation_checkpointing=again or None,
-        offload_optimizer=candidate.offload,
         start_method=start_method,
     )

@@ -315,6 +315,7 @@ REFUSED = {
     "dim": "nothing is scattered: each rank draws its own batches",
     "process_group": _GROUP,
     "device_mesh": _GROUP,
+    "offload_optimizer": 'the states stay beside their parameters; take strategy="fsdp_cpu_offload"',
     "mixed_precision": "choose the precision by Trainer(precision=...)",
     "delay_all_reduce_named_params": _OVERLAP,
     "param_to_hook_all_reduce": _OVERLAP,
@@ -327,7 +328,7 @@ NO_EFFECT = dict.fromkeys(
 """Of DDP, taken and not needed: unused parameters are found anyway, and a bucket's gradients copied together."""
 
 _UNSET = ("broadcast_buffers", "forward_sync_buffers")
-_AS_ALWAYS: dict[str, tuple[Any, ...]] = {"dim": (0, None)}
+_AS_ALWAYS: dict[str, tuple[Any, ...]] = {"dim": (0, None), "offload_optimizer": (False, None)}
 
 
 def check_others(

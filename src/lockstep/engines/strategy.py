@@ -133,7 +133,6 @@ class Strategy(Engine):
     def change_optimizers(self) -> None:
         """Others have taken the place of the optimizers in the middle of a fit."""
         self.check_trained(replaced=True)
-        self._offload_states()
 
     def check_trained(self, replaced: bool = False) -> None:
         """Refuse what came into the module or its optimizers and would not be trained alike on all ranks. Collective.
@@ -421,8 +420,6 @@ class SingleDeviceStrategy(Strategy):
         activation_checkpointing_policy: the same by classes or a policy function.
         activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
             policy function of ``torch.utils.checkpoint``.
-        offload_optimizer: keep the optimizers' states on the CPU; a part of them at a time is on the device, while
-            the optimizer steps.
 
     Raises:
         MisconfigurationException: for arguments that do not go together; when a call begins, if the Trainer's flags
@@ -439,11 +436,15 @@ class SingleDeviceStrategy(Strategy):
         activation_checkpointing: Layers | Literal[False] | None = None,
         activation_checkpointing_policy: Policy | None = None,
         activation_checkpointing_save: Save = None,
-        offload_optimizer: bool = False,
+        offload_optimizer: Literal[False] = False,
     ) -> None:
         super().__init__()
+        if offload_optimizer:
+            raise MisconfigurationException(
+                f"SingleDeviceStrategy({offload_optimizer=}): the states stay beside their parameters; take "
+                'strategy="fsdp_cpu_offload".'
+            )
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
-        self._offload_optimizer(offload_optimizer)
         self._asked = None if device is None else torch.device(device)
         self.plugins = [plugin for plugin in (checkpoint_io, precision_plugin) if plugin is not None]
 

@@ -111,6 +111,15 @@ PARTS: tuple[Part, ...] = (
     Part("torch._foreach_zero_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),
     Part("torch._foreach_neg_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),
     Part(
+        "torch.optim.Optimizer._optimizer_step_pre_hooks",
+        "loop/step_watch.py",
+        "whether an optimizer can be watched",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.optim.Optimizer._optimizer_step_post_hooks", "engines/owners.py", "which of them runs first", EVERYTHING
+    ),
+    Part(
         "torch.utils.data._utils.worker.WorkerInfo",
         "data/stream.py",
         "a worker that reads a part of a stream",
@@ -158,9 +167,6 @@ PARTS: tuple[Part, ...] = (
         "whether a profile names phases",
         EVERYTHING,
     ),
-    Part(
-        "torch.nn.parallel.distributed._MixedPrecision", "engines/ddp/mixed_precision.py", "an argument of torch's", DDP
-    ),
     Part("torch.nn.parallel.distributed._BufferCommHook", "engines/ddp/torch_names.py", "an argument of torch's", DDP),
     Part(
         "torch.nn.parallel.distributed._BufferCommHookLocation",
@@ -178,12 +184,6 @@ PARTS: tuple[Part, ...] = (
         "nothing: a rank that fails leaves later",
     ),
     # what torch's class takes, and few ask for: read late, with a way out of its own
-    Part(
-        "torch.distributed.algorithms._optimizer_overlap._as_overlapped_optim",
-        "engines/ddp/torch_names.py",
-        "an optimizer that steps in the backward",
-        "DistributedDataParallel._register_fused_optim",
-    ),
     Part(
         "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform",
         "engines/ddp/consistency.py",

@@ -1,1 +1,1 @@
-"""Memory of a step: what is recomputed, what is offloaded, and how much is used."""
+"""Memory of a step: what is recomputed, and how much is used."""

@@ -40,8 +40,7 @@ class Candidate:
         kind: "single", "dp", "ddp", "sharded" (ddp with a sharded optimizer), "fsdp", "fsdp_grads", "fsdp_offload",
             "deepspeed" or "pipeline".
         stage: of deepspeed.
-        offload: deepspeed: optimizer states, and under stage 3 parameters, are on the host.
-            Single and ddp: optimizer states are.
+        offload: of deepspeed: optimizer states, and under stage 3 parameters, are on the host.
         recomputed: repeated blocks are computed again; a pipeline chooses the blocks.
         hook: "" or "bf16": how gradients of ddp travel.
         bucket_mb: MiB of a bucket of ddp.
@@ -73,11 +72,10 @@ class Candidate:
     @property
     def name(self) -> str:
         """As the table shows it."""
-        name, offloaded = NAMES.get(self.kind, self.kind), self.offload
+        name = NAMES.get(self.kind, self.kind)
         if self.kind == "deepspeed":
-            name, offloaded = f"deepspeed_stage_{self.stage}" + "_offload" * self.offload, False
+            name = f"deepspeed_stage_{self.stage}" + "_offload" * self.offload
         variants = (
-            (offloaded, "offloaded optimizer"),
             (self.kind == "pipeline", f"{self.schedule}, {self.micro_batches} micro-batches"),
             (self.hook, f"{self.hook} hook"),
             (self.bucket_mb != BUCKET_MB, f"buckets of {self.bucket_mb:g} MiB"),
@@ -217,7 +215,7 @@ class _Single:
         self.ranks = 1 if self.alone else hardware.world
         self.step = profile.step(candidate.recomputed)
         self.trained = _gradients(profile.parameters)
-        self.on_host: tuple[str, ...] = ("optimizer states",)
+        self.on_host: tuple[str, ...] = ()
 
     def predict(self) -> Prediction:
         """Memory and seconds of a step."""
@@ -225,7 +223,7 @@ class _Single:
         rest = {"buffers": float(profile.buffers), "batches": float(profile.batch)}
         parts = {**self.states(), **rest, "activations": float(self.working())}
         away = self.on_host if self.candidate.uses_host else ()
-        host = sum((parts[name] for name in away), 0.0) * (1 if self.ranks == 1 else hardware.devices)
+        host = sum((parts[name] for name in away), 0.0) * hardware.devices
         parts |= dict.fromkeys(away, 0.0)
         memory = sum(parts.values())
         compute, sent, update = self.seconds()
@@ -254,11 +252,8 @@ class _Single:
 
     def seconds(self) -> tuple[float, float, float]:
         """Of computation, of waiting for messages, and of the update."""
-        update = self.phase(UPDATE)
-        if self.candidate.offload:  # states come to the device and go back
-            update += 2 * _states(self.profile.parameters) / self.hardware.host_link
         compute, sent = self.exchange(self.phase(FORWARD) + self.phase(BACKWARD))
-        return compute, sent, update
+        return compute, sent, self.phase(UPDATE)
 
     def phase(self, name: str) -> float:
         """Seconds of a phase on one device."""

@@ -57,9 +57,7 @@ def _ways(hardware: Hardware) -> list[Candidate]:
         *((several and hardware.overlaps, Candidate("ddp", bucket_mb=size)) for size in (5.0, 100.0)),
         (several, Candidate("ddp", hook="bf16")),
         *((several, Candidate("deepspeed", stage=stage)) for stage in (1, 2, 3)),
-        (on_gpu, Candidate("single", offload=True)),
         (on_gpu, Candidate("fsdp_offload")),
-        (on_gpu and several, Candidate("ddp", offload=True)),
         *((on_gpu, Candidate("deepspeed", stage=stage, offload=True)) for stage in (2, 3)),
     ]
     return [way for offered, way in ways if offered]
@@ -399,13 +397,15 @@ class SavedPlan:
         """Compare the values with what they are to be.
 
         Raises:
-            ValueError: one is of another type, or no number that there is.
+            ValueError: one is of another type, or no number that there is, or two do not go together.
         """
         for name, wanted in get_type_hints(type(self)).items():
             value = getattr(self, name)
             right = type(value) in ((int, float) if wanted is float else (wanted,))
             if not right or (wanted in (int, float) and not 0 <= value < math.inf):
                 raise ValueError(f"{name} is {value!r}")
+        if self.offload and self.strategy != "deepspeed":
+            raise ValueError(f"{self.strategy} has no offload")
 
     def check_machine(self, available: float, where: str) -> None:
         """Refuse a machine whose devices have less memory than the plan needs.

@@ -232,18 +232,14 @@ def test_a_container_can_be_cast_and_changes_mode(ranks: RankPool) -> None:
     assert ranks(2).run(_moved) == [[True, True]] * 2
 
 
-def _another_group() -> list[bool]:
-    model = DistributedDataParallel(make_net())
-    found = [_right(model)]
-    model._update_process_group(dist.new_group([0, 1]))
-    found.append(_right(model, 1))
+def _static_later() -> list[bool]:
     late = DistributedDataParallel(make_net())
     late._set_static_graph()
-    return [*found, _right(late), _right(late, 1), _right(late, 2)]
+    return [_right(late), _right(late, 1), _right(late, 2)]
 
 
-def test_group_and_promise_can_be_changed(ranks: RankPool) -> None:
-    for found in ranks(2).run(_another_group):
+def test_a_static_graph_can_be_promised_later(ranks: RankPool) -> None:
+    for found in ranks(2).run(_static_later):
         assert all(found)
 
 

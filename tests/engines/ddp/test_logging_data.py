@@ -1,4 +1,4 @@
-"""What a container tells of its run: its facts, its errors, its range in a profile, and a deprecated name."""
+"""What a container tells of its run: parameters by name, its errors, its range in a profile, and a deprecated name."""
 
 from __future__ import annotations
 
@@ -31,33 +31,6 @@ class Net(nn.Module):
         return self.a(self.b(x))
 
 
-def told(static: bool) -> list[dict[str, Any]]:
-    model = DistributedDataParallel(Net(), static_graph=static, bucket_cap_mb=0.00007)
-    found = [model._get_ddp_logging_data()]
-    for _ in range(3):
-        model(torch.ones(2, 4)).sum().backward()
-    return [*found, model._get_ddp_logging_data()]
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_layout_and_counts_are_told_once_backwards_have_shown_them(ranks: RankPool, static: bool) -> None:
-    for before, after in ranks(2).run(told, static):
-        assert before["bucket_sizes"] == "16, 64, 64"
-        assert before["has_rebuilt_buckets"] == before["iteration"] == 0
-        assert "rebuilt_bucket_sizes" not in before
-        assert after["iteration"] == 3
-        assert after["has_rebuilt_buckets"] == 1
-        assert sorted(after["rebuilt_bucket_sizes"].split(", ")) == ["16", "64", "64"]
-        order = after["rebuilt_per_bucket_param_indices"].split(", ")
-        assert order.index("0") < order.index("1")  # gradients of a come before those of b
-        assert after["unused_parameter_size"] == 16
-        assert after["num_buckets_reduced"] == 3
-        assert after["collectives"] >= 3 * 3
-        assert after["bytes_reduced"] >= 3 * (16 + 64 + 64)
-        assert after["shared_memory"] == 1
-        assert "has_error" not in after
-
-
 def mapped() -> list[Any]:
     net = Net()
     net.b.weight.requires_grad_(False)
@@ -79,33 +52,23 @@ def test_parameters_that_are_averaged_and_their_names(ranks: RankPool) -> None:
         assert "c.weight" in less
 
 
-def erring() -> list[tuple[str, str]]:
-    found = []
+def erring() -> None:
     model = DistributedDataParallel(nn.Linear(4, 1))
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="must be callable"):
         model.register_comm_hook({}, {})  # type: ignore[arg-type]
-    found.append(("must be callable", model._get_ddp_logging_data()["error"]))
     model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(RuntimeError, match="should be called before training loop starts"):
         model._set_static_graph()
-    found.append(("before training loop starts", model._get_ddp_logging_data()["error"]))
     model.module.gain = nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="'gain' was added"):
         model(torch.ones(2, 4))
-    found.append(("'gain' was added", model._get_ddp_logging_data()["error"]))
-    del model.module.gain
-    assert model._get_ddp_logging_data()["has_error"] == 1
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1))
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match="Only 1D device mesh is supported, "):
         DistributedDataParallel(nn.Linear(4, 1), device_mesh=mesh)
-    found.append(("Only 1D device mesh is supported, ", str(raised.value)))
-    return found
 
 
-def test_errors_are_kept_and_have_torchs_words_in_them(ranks: RankPool) -> None:
-    for pairs in ranks(2).run(erring):
-        for words, said in pairs:
-            assert words in said
+def test_errors_have_torchs_words_in_them(ranks: RankPool) -> None:
+    ranks(2).run(erring)
 
 
 def profiled() -> list[int]:

@@ -87,8 +87,6 @@ def test_who_used_everything_does_not_look() -> None:
 # -- ``skip_all_reduce_unused_params`` -----------------------------------------------------------------------
 
 
-LARGE = 4 * 80 * 80
-"""Bytes of the layer that nobody uses."""
 ROUNDS = 4
 
 
@@ -120,7 +118,8 @@ def grads_of(net: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
 
 
-def trained(skip: bool, **settings: Any) -> tuple[list[dict[str, Tensor | None]], dict[str, Any]]:
+def trained(skip: bool, **settings: Any) -> tuple[list[dict[str, Tensor | None]], list[list[str]], bool]:
+    """Gradients by round, the buckets that are left out, and whether the others go through shared memory."""
     net, rank = Net(), dist.get_rank()
     model = DistributedDataParallel(net, bucket_cap_mb=0.01, skip_all_reduce_unused_params=skip, **settings)
     found = []
@@ -130,27 +129,26 @@ def trained(skip: bool, **settings: Any) -> tuple[list[dict[str, Tensor | None]]
             model(batch(step, rank), rank).sum().backward()
         model(batch(step + 5, rank), rank).sum().backward()
         found.append(grads_of(net))
-    return found, model._get_ddp_logging_data()
+    transport: Any = model.reducer._transport
+    left_out = [model.reducer.plan()[index] for index in transport.skipped] if skip else []
+    return found, left_out, isinstance(transport.inner if skip else transport, SharedReduction)
 
 
-def both() -> list[tuple[list[dict[str, Tensor | None]], dict[str, Any]]]:
+def both() -> list[tuple[list[dict[str, Tensor | None]], list[list[str]], bool]]:
     return [trained(False), trained(True), trained(True, shared_memory=False)]
 
 
 def test_a_bucket_that_no_rank_uses_is_left_out_and_gradients_are_the_same(ranks: RankPool) -> None:
-    for (expected, plain), *skipping in ranks(2).run(both):
-        for found, facts in skipping:
-            assert facts["num_buckets_reduced"] == plain["num_buckets_reduced"] - 1
-            left_out = ROUNDS - 1  # the first round shows it, and keeps the layout
-            assert facts["collectives"] == plain["collectives"] - left_out
-            assert facts["bytes_reduced"] <= plain["bytes_reduced"] - left_out * LARGE
+    for (expected, *_), *skipping in ranks(2).run(both):
+        for found, left_out, _ in skipping:
+            assert left_out == [["unused.weight"]]
             for mine, theirs in zip(found, expected, strict=True):
                 assert mine["unused.weight"] is None
                 assert mine["sometimes.weight"] is not None
                 for name, grad in theirs.items():
                     assert (grad is None) == (mine[name] is None), name
                     assert grad is None or torch.equal(grad, mine[name]), name  # type: ignore[arg-type]
-        assert [facts["shared_memory"] for _, facts in skipping] == [1, 0]
+        assert [shared for *_, shared in skipping] == [True, False]
 
 
 def waking() -> str:
@@ -170,7 +168,7 @@ def test_a_parameter_that_is_used_later_is_named(ranks: RankPool) -> None:
         assert "'unused.weight' got a gradient" in said
 
 
-def no_memory() -> tuple[list[dict[str, Tensor | None]], dict[str, Any]]:
+def no_memory() -> tuple[list[dict[str, Tensor | None]], list[list[str]], bool]:
     buffers = SharedReduction.buffers
     SharedReduction.buffers = lambda self, sizes: None  # type: ignore[method-assign]
     try:
@@ -181,8 +179,8 @@ def no_memory() -> tuple[list[dict[str, Tensor | None]], dict[str, Any]]:
 
 def test_without_room_in_memory_buckets_go_over_tcp(ranks: RankPool) -> None:
     expected = ranks(2).run(trained, True)
-    for (found, facts), (grads, _) in zip(ranks(2).run(no_memory), expected, strict=True):
-        assert facts["shared_memory"] == 0
+    for (found, _, shared), (grads, *_) in zip(ranks(2).run(no_memory), expected, strict=True):
+        assert not shared
         for mine, theirs in zip(found, grads, strict=True):
             for name, grad in theirs.items():
                 assert grad is None or torch.equal(grad, mine[name]), name  # type: ignore[arg-type]

@@ -293,7 +293,6 @@ def _reraise() -> None:
             },
             "local steps",
         ),
-        ({"offload_optimizer": True}, "offload_optimizer=True"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_at_once(options: dict[str, Any], text: str) -> None:

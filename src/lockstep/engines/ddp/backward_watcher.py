@@ -1,4 +1,4 @@
-"""When a backward begins and ends, as seen from a module's outputs, with ``torch.distributed.autograd`` too."""
+"""When a backward begins and ends, as seen from a module's outputs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,65 +23,23 @@ from lockstep.ground.installed import OPTIMIZER_HOOK
 # -- contexts of torch.distributed.autograd ------------------------------------------------------------------
 
 
-NO_PLACE = (
-    "parameter {name!r} got a gradient on other ranks only, and torch.distributed.autograd has no place for it in this "
-    "rank's context: let the loss depend on it (loss + 0 * parameter.sum()), or use loss.backward()"
-)
-STATIC = (
-    "static_graph=True records how backwards change .grad, and torch.distributed.autograd leaves gradients elsewhere: "
-    "take static_graph=False with it"
+IN_CONTEXT = (
+    "a forward in a context of torch.distributed.autograd, whose backward leaves gradients where no rank averages "
+    "them: run forward and loss.backward() outside of it, or take torch's DistributedDataParallel"
 )
 
 _has_agent = getattr(rpc, "_is_current_rpc_agent_set", bool)  # torch is built without RPC on some systems
 
 
-def current_context() -> int | None:
-    """The number of the context that this thread is in; None outside of any."""
+def is_in_context() -> bool:
+    """Return True if this thread is in a context of torch.distributed.autograd."""
     if not _has_agent():
-        return None
+        return False
     try:
-        return int(autograd._current_context()._context_id())
+        autograd._current_context()
     except RuntimeError:
-        return None
-
-
-def versions(parameters: Iterable[Parameter], context: int) -> list[int | None]:
-    """What changes when a distributed backward gives gradients to ``parameters``."""
-    given = autograd.get_gradients(context)
-    return [given[parameter]._version if parameter in given else None for parameter in parameters]
-
-
-@contextmanager
-def as_grad(named: Mapping[str, Parameter], context: int, empty: bool = False) -> Iterator[None]:
-    """Lets parameters have the gradients of a context for a while; what becomes of them is left in the context.
-
-    Args:
-        named: the parameters.
-        context: its number.
-        empty: let them have none to begin with.
-
-    Raises:
-        RuntimeError: a parameter without a gradient in the context has got one.
-    """
-    given = autograd.get_gradients(context)
-    kept = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in named.values()]
-    try:
-        for parameter in named.values():
-            parameter.grad = None if empty else given.get(parameter)
-        yield
-        for name, parameter in named.items():
-            if parameter.grad is None:
-                if parameter in given:
-                    given[parameter].zero_()
-            elif parameter in given:
-                given[parameter].copy_(parameter.grad)
-            else:
-                raise RuntimeError(NO_PLACE.format(name=name))
-    finally:
-        for parameter, grad, values in kept:
-            if grad is not None and values is not None:
-                grad.detach().copy_(values)  # it may be a place in a bucket
-            parameter.grad = grad
+        return False
+    return True
 
 
 # -- optimizers that step in the backward ------------------------------------------------------------------
@@ -236,10 +192,9 @@ class BackwardWatcher:
             hook.remove()
         self._leaf_hooks = []
         only = (outputs,) if isinstance(outputs, Tensor) else None
-        context = current_context()
         for output in only or find_tensors(outputs):
             if output.requires_grad:
-                hook = output.register_hook(self._make_hook(weakref.ref(output), sync, context))
+                hook = output.register_hook(self._make_hook(weakref.ref(output), sync))
                 if output.is_leaf:  # a parameter, handed out as it is: it outlives this forward
                     self._leaf_hooks.append(hook)
         self.expected = self.expected or (sync and expected)
@@ -247,19 +202,17 @@ class BackwardWatcher:
         self._sync = sync
         self._waiting = True
 
-    def _make_hook(
-        self, output: weakref.ref[Tensor], sync: bool, context: int | None
-    ) -> Callable[[Tensor | None], None]:
+    def _make_hook(self, output: weakref.ref[Tensor], sync: bool) -> Callable[[Tensor | None], None]:
         container = self._container()  # which the outputs' graph keeps alive by this hook
 
         def reached(grad: Tensor | None) -> None:
             if container is not None:
                 with self._reducer.lock:
-                    self._begin(sync, output, context)
+                    self._begin(sync, output)
 
         return reached
 
-    def _begin(self, sync: bool, output: weakref.ref[Tensor], context: int | None) -> None:
+    def _begin(self, sync: bool, output: weakref.ref[Tensor]) -> None:
         """Inside a backward: it may leave gradients in parameters from here on."""
         reducer = self._reducer
         if self._prepared:
@@ -270,9 +223,6 @@ class BackwardWatcher:
         if task in (self._passed, self._announced):
             return
         leaves = self._leaves_gradients(output())
-        if context is not None and sync and not leaves:
-            before = versions(self.parameters, context)
-            Variable._execution_engine.queue_callback(partial(self._end_in_context, context, before))
         if leaves is False:
             self._passed = task
             return
@@ -312,16 +262,6 @@ class BackwardWatcher:
             container = self._container()
             if container is not None:
                 container._backward_ended()
-
-    def _end_in_context(self, context: int, before: list[int | None]) -> None:
-        """At the end of what may have been a distributed backward: make the round of the gradients that it left."""
-        container = self._container()
-        if container is None or versions(self.parameters, context) == before:
-            return
-        if self._static:
-            raise RuntimeError(STATIC)
-        with as_grad(self._reducer._parameters, context, self.zero_weight):
-            container.skip_backward()
 
     def step(self) -> None:
         """After a reduction: step the optimizers that step inside the backward."""

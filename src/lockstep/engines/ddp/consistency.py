@@ -8,7 +8,7 @@ import itertools
 import re
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -401,16 +401,13 @@ def checksum(grad: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def named_failure(
-    group: comm.Group, doing: str, number: int, noted: Callable[[Exception], Exception]
-) -> Iterator[None]:
+def named_failure(group: comm.Group, doing: str, number: int) -> Iterator[None]:
     """Where a collective fails in this block, say which rank was not there, and what it has said of itself.
 
     Args:
         group: the ranks of the collective.
         doing: what it is for; with ``number`` alike on every rank, and used once.
         number: of the round that comes, or is under way.
-        noted: is given what is raised.
     """
     try:
         yield
@@ -418,11 +415,9 @@ def named_failure(
         lost = isinstance(error, dist.DistError) or LOST.search(QUOTED.sub("", str(error)))
         if not (lost and isinstance(error, RuntimeError)):
             report_failure(group, number, error)
-            noted(error)
             raise
         absent = describe_absent(group, f"{doing} of round {number}", number)
-        said = f"rank {comm.rank(group)}, {doing} of round {number}: {absent}"
-        raise noted(RuntimeError(said)) from error
+        raise RuntimeError(f"rank {comm.rank(group)}, {doing} of round {number}: {absent}") from error
 
 
 def report_failure(group: comm.Group, number: int, error: Exception) -> None:

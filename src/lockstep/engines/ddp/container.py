@@ -20,7 +20,13 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchContai
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import Parameter
 
-from lockstep.engines.ddp.backward_watcher import BackwardWatcher, hear_steps, waiting_for_steps
+from lockstep.engines.ddp.backward_watcher import (
+    IN_CONTEXT,
+    BackwardWatcher,
+    hear_steps,
+    is_in_context,
+    waiting_for_steps,
+)
 from lockstep.engines.ddp.bucket import infos_of, plan_buckets
 from lockstep.engines.ddp.consistency import (
     DesyncCheck,
@@ -50,8 +56,6 @@ from lockstep.ground.rank import warn_once
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lockstep.engines.ddp.mixed_precision import LowPrecision
-
 MADE_ANEW = (
     *("process_group", "_reducer", "_make_reducer", "_watch", "_checks", "_late", "_release", "_world", "_holders"),
 )
@@ -62,7 +66,7 @@ WHOLE = (
 )
 ALIKE = (
     *("bucket_cap_mb", "bucket_bytes_cap_list", "static_graph", "check_reduction", "shared_memory"),
-    *("skip_all_reduce_unused_params", "forward_sync_buffers", "mixed_precision"),
+    *("skip_all_reduce_unused_params", "forward_sync_buffers"),
 )
 """Attributes that have to be the same on all ranks, as they decide what is sent."""
 FORWARD = "DistributedDataParallel.forward"
@@ -99,8 +103,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         static_graph: every backward gives gradients to the same parameters in the same order: costs less.
         delay_all_reduce_named_params, param_to_hook_all_reduce: taken, both or none; buckets travel when they are
             full, so there is nothing to delay.
-        mixed_precision: torch's ``_MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)``: forwards with casts of
-            parameters and inputs, gradients sent in low precision; parameters and ``.grad`` stay in full.
+        mixed_precision: None; forwards in low precision run under ``torch.autocast``.
         device_mesh: a mesh of one dimension whose ranks are the group.
         skip_all_reduce_unused_params: leave out the buckets that no rank uses in the first backward; none of their
             parameters may be used later.
@@ -146,7 +149,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         static_graph: bool = False,
         delay_all_reduce_named_params: Sequence[tuple[str, Parameter]] | None = None,
         param_to_hook_all_reduce: Parameter | None = None,
-        mixed_precision: object = None,
+        mixed_precision: None = None,
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
@@ -167,6 +170,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         with raise_on_all(self.process_group):
             if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
                 raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: give both, or none")
+            if mixed_precision is not None:
+                raise MisconfigurationException(
+                    f"{mixed_precision=}: leave it out, and run the forward under torch.autocast"
+                )
             self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
             problem = find_unusable(module, self.parameters_to_ignore, self.process_group)
             if problem is not None:
@@ -179,13 +186,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self.find_unused_parameters = find_unused_parameters
             self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
             self.batched_grad_copy, self.lazy_bucket_allocation = batched_grad_copy, lazy_bucket_allocation
-            self.mixed_precision = mixed_precision
-            if mixed_precision is not None:
-                from lockstep.engines.ddp.mixed_precision import (
-                    LowPrecision,  # with hooks behind it: most runs have none
-                )
-
-                self._low = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
             self.gradient_as_bucket_view = gradient_as_bucket_view
             self.static_graph = static_graph
             self.check_reduction = check_reduction
@@ -206,9 +206,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if init_sync:
             buffers = forward_sync_buffers is not None or self.forward_sync_buffers
             broadcast_module_state(self.module, self.process_group, ignored=self.parameters_to_ignore, buffers=buffers)
-        if self._low is not None:
-            self._low.set_up()
-            self._comm_hook = self._low.comm_hook(self.process_group)
         self._attach()
 
     def _take_devices(self, device_ids: Sequence[Device] | str | None, output_device: Device | None) -> None:
@@ -224,7 +221,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             )
         self.device_ids = [as_id(device) for device in self._devices] or None
         self.output_device = None if out is None else as_id(out)
-        self.is_multi_device_module = len({p.device for p in module.parameters()}) > 1
 
     def _take_bucket_sizes(self, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
         """How large buckets may be, all or one by one; under torch's names, too."""
@@ -234,12 +230,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             raise ValueError(f"{bucket_cap_mb=}, {bucket_cap_mb_list=}: sizes above 0")
         self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
-        self.bucket_bytes_cap_default = bucket_cap_mb is None and not caps
 
     # -- the reducer
 
     _make_reducer: Callable[..., Reducer] = Reducer
-    _low: LowPrecision | None = None
     _holders: list[dict[str, Tensor | None]] | None = None
     broadcast_bucket_size = 250 * 2**20  # read by torch's libraries
 
@@ -262,7 +256,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         )
         if self._comm_hook is not None:
             reducer.register_comm_hook(*self._comm_hook)
-        self._first_plan = reducer.plan()
         self._world = comm.world_size(self.process_group)
         checked = self.check_reduction and self._world > 1
         self._checks = DesyncCheck(self.process_group, self.module) if checked else None
@@ -315,14 +308,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         from lockstep.engines.ddp.hooks.check import check_hook, prepare_state
         from lockstep.engines.ddp.hooks.local_sgd import marks_of
 
-        try:
-            check_hook(state, hook, self._watch.parameters, self.process_group)
-            state = prepare_state(state, self.process_group, hook)
-            round_group = marks_of(hook, state)
-            self.reducer.register_comm_hook(state, hook, round_group)
-        except Exception as error:
-            self._noted(error)
-            raise
+        check_hook(state, hook, self._watch.parameters, self.process_group)
+        state = prepare_state(state, self.process_group, hook)
+        round_group = marks_of(hook, state)
+        self.reducer.register_comm_hook(state, hook, round_group)
         self._comm_hook = (state, hook, round_group)
 
     # -- a step
@@ -386,9 +375,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if torch.compiler.is_compiling():
             warn_once(WHOLE.format(name=type(self.module).__name__))
         if sync:
-            problem = find_changed(self._frozen, self._late)
+            problem = IN_CONTEXT if is_in_context() else find_changed(self._frozen, self._late)
             if problem is not None:
-                raise self._noted(MisconfigurationException(f"rank {self._distributed_rank}: {problem}"))
+                raise MisconfigurationException(f"rank {self._distributed_rank}: {problem}")
         buffers = self._buffers_at(_BufferCommHookLocation.PRE_FORWARD)
         if self._join_config.enable:
             if self._weight is not None:
@@ -446,7 +435,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _named_failure(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Where a collective fails in the block: say which rank was not there, and why."""
-        return named_failure(self.process_group, doing, self.reducer.rounds + 1, self._noted)
+        return named_failure(self.process_group, doing, self.reducer.rounds + 1)
 
     def skip_backward(self) -> None:
         """In place of a backward, where this rank's loss depends on no output: let the others go on.
@@ -508,8 +497,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if kinds != [(parameter.dtype, parameter.device) for parameter in self.module.parameters()]:
             self._detach()  # its buffers are of the old kind
             self.device = next(self.module.parameters()).device
-            if self._low is not None:
-                self._low.tell()
         return self
 
     # -- uneven numbers of batches
@@ -585,10 +572,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         device = as_device(device_id)
         return (move_data_to_device(inputs, device),), (move_data_to_device(kwargs, device),)
 
-    def _run(self, inputs: Any, kwargs: Any, cast: bool = True) -> Any:
+    def _run(self, inputs: Any, kwargs: Any) -> Any:
         """The module's forward on its devices."""
-        if cast and self._low is not None:
-            return self._low.run(partial(self._run, cast=False), inputs, kwargs)
         module = self.module
         # another container, by its class's attribute: `isinstance` asks an abstract class in Python
         call: Any = module._run_within if hasattr(type(module), "_run_within") else module

@@ -208,14 +208,12 @@ class JoinState:
     Attributes:
         by_all: divide gradients by all ranks; else by those that still have batches.
         active: ranks that had batches in the last forward.
-        has_joined: a join was made.
         has_followed: this rank has run out in the present one.
     """
 
     def __init__(self) -> None:
         self.by_all = True
         self.active = 0
-        self.has_joined = False
         self.has_followed = False
 
 
@@ -225,7 +223,7 @@ _joined: weakref.WeakSet[JoinedContainer] = weakref.WeakSet()
 
 def join_hook(container: JoinedContainer, by_all: bool) -> JoinHook:
     """What ``Join`` calls on a rank that has run out."""
-    container.joining.by_all, container.joining.has_joined = by_all, True
+    container.joining.by_all = by_all
     _joined.add(container)
     return FollowingHook(partial(_follow, container), partial(_leave, container))
 

@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 START = "DDPStrategy(shard_optimizer=True)"
 
 
-def check_options(parts: bool, offload_optimizer: bool) -> None:
+def check_options(parts: bool) -> None:
     """Refuse arguments of the strategy that do not go together with owners.
 
     Args:
         parts: whether a communication hook lets the ranks part for a while.
-        offload_optimizer: the argument of this name.
 
     Raises:
         MisconfigurationException: with the argument and the way out.
@@ -31,11 +30,6 @@ def check_options(parts: bool, offload_optimizer: bool) -> None:
         raise MisconfigurationException(
             f"{START} with local steps (post-local SGD, model_averaging_period, outer_optimizer): ranks go their own "
             "ways there, and here each has the values of a parameter from its owner: use one of them."
-        )
-    if offload_optimizer:
-        raise MisconfigurationException(
-            f"{START} with offload_optimizer=True: each rank's states stay on its device: use one of them, or "
-            'strategy="fsdp_cpu_offload".'
         )
 
 

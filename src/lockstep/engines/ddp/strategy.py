@@ -94,8 +94,6 @@ class DDPStrategy(RankedStrategy):
         find_unused_parameters: accepted; unused parameters need no flag here.
         shard_optimizer: share out the optimizers' work and states: each parameter has one owner, which alone updates it
             (ZeRO stage 1).
-        offload_optimizer: keep the optimizers' states on the CPU; a part of them at a time is on the device, while
-            the optimizer steps.
         activation_checkpointing: compute activations again in the backward, in place of keeping them: True (of the
             repeated blocks), or classes of layers.
         activation_checkpointing_policy: the same by classes or a policy function.
@@ -139,7 +137,6 @@ class DDPStrategy(RankedStrategy):
         activation_checkpointing: Layers | Literal[False] | None = None,
         activation_checkpointing_policy: Policy | None = None,
         activation_checkpointing_save: Save = None,
-        offload_optimizer: bool = False,
         **others: Any,
     ) -> None:
         known = inspect.signature(DDPStrategy).parameters
@@ -165,7 +162,6 @@ class DDPStrategy(RankedStrategy):
             nccl,
         )
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
-        self._offload_optimizer(offload_optimizer)
         self._shared_memory = shared_memory
         self._caps = [cap * MIB for cap in checked_caps("bucket_cap_mb_list", bucket_cap_mb_list, 25)]
         self._bucket_cap_mb = max(self._caps) / MIB if self._caps else checked_cap("bucket_cap_mb", bucket_cap_mb, 25)
@@ -182,7 +178,7 @@ class DDPStrategy(RankedStrategy):
         self.undoes_steps = self._hook is None and not shard_optimizer  # hooks keep errors, and owners states
         if shard_optimizer:
             self.saves_memory_by.add("sharded optimizer")
-            check_options(self._hook is not None and self._hook.is_local, offload_optimizer)
+            check_options(self._hook is not None and self._hook.is_local)
         self._owned: OwnedOptimizers | None = None
         self._reducer: Reducer | None = None
         self._late: LateRefusal | None = None

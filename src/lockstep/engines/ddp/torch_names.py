@@ -12,7 +12,6 @@ from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocati
 from torch.nn.parameter import Parameter
 
 from lockstep.engines.ddp.consistency import broadcast_buffers, sparse_names
-from lockstep.engines.ddp.logging_data import logging_data, names_by_place
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground.errors import MisconfigurationException
 
@@ -33,42 +32,16 @@ class TorchNames:
     parameters_to_ignore: set[str]
     buffer_hook: _BufferCommHook
     _buffer_futures: list[Any]
-    _error: str | None = None
 
     @property
     def reducer(self) -> Reducer:
         """What averages the gradients."""
         raise NotImplementedError
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce the buckets."""
-        raise NotImplementedError
-
     def _detach(self) -> None:
         raise NotImplementedError
 
-    # -- hooks and optimizers
-
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        hooks = {
-            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-        }
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
-
-    def _register_fused_optim(
-        self, optim: type, *args: object, optim_params: Iterable[Parameter] | None = None, **kwargs: object
-    ) -> None:
-        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
-
-        try:
-            _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
-        except NotImplementedError as error:
-            raise RuntimeError(
-                f"_register_fused_optim({optim.__name__}): torch has no form of it that steps bucket by bucket"
-            ) from error
+    # -- parameters
 
     def _build_params_for_reducer(self) -> tuple[list[Parameter], list[bool]]:
         sparse, named = sparse_names(self.module), self._averaged()
@@ -79,7 +52,17 @@ class TorchNames:
         return [(name, p) for name, p in named if p.requires_grad and name not in self.parameters_to_ignore]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[Parameter]) -> dict[int, str]:
-        return names_by_place(self._averaged(), parameters)
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        names: dict[int, str] = {}
+        for name, parameter in self._averaged():
+            if id(parameter) not in places:
+                raise ValueError(f"Param with name {name} of the module is not among the given parameters")
+            names[places[id(parameter)]] = name
+        if len(names) != len(places):
+            raise ValueError(
+                f"Expected param to name mapping of {len(names)} parameters that are averaged, and not of {len(places)}"
+            )
+        return names
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
@@ -87,30 +70,15 @@ class TorchNames:
             return
         if self.reducer.rounds:
             said = "should be called before training loop starts, and a backward has been: give static_graph=True"
-            raise self._noted(RuntimeError(f"_set_static_graph() {said} to the container"))
+            raise RuntimeError(f"_set_static_graph() {said} to the container")
         self.static_graph = True
         self._detach()
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.detach()
 
-    def _check_reducer_finalized(self) -> None:
-        names = self.reducer.missing()
-        if names:
-            error = f"the last backward ended before the gradient of parameter {names[0]!r} was reduced"
-            raise self._noted(RuntimeError(error))
-
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        if dist.get_rank(new_process_group) >= 0:
-            self._detach()
-            self.process_group = new_process_group
-
     def _set_ddp_sink_clone(self, val: bool) -> None:
         pass  # outputs are never cloned here
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ValueError(f"_set_ddp_runtime_logging_sample_rate({sample_rate}): equal or greater than 1")
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -120,15 +88,6 @@ class TorchNames:
     @property
     def _distributed_rank(self) -> int:
         return dist.get_rank(self.process_group)
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        parameters, _ = self._build_params_for_reducer()
-        return logging_data(self, parameters, self._build_debug_param_to_name_mapping(parameters))
-
-    def _noted(self, error: Exception) -> Exception:
-        """``error``, after it has been noted for `_get_ddp_logging_data`."""
-        self._error = f"{type(error).__name__}: {error}"
-        return error
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

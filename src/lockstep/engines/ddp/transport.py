@@ -209,15 +209,12 @@ class SkipUnused:
     Attributes:
         inner: as given; all-reduces where it has no memory for a layout.
         skipped: indices of the buckets that are left out; the same on all ranks.
-        skipped_collectives, skipped_bytes: what the reducer has counted and was not sent.
     """
 
     def __init__(self, inner: Transport, group: comm.Group) -> None:
         self.inner = inner
         self.divides, self.inline_used, self.alignment = inner.divides, inner.inline_used, inner.alignment
         self.skipped: set[int] = set()
-        self.skipped_collectives = 0
-        self.skipped_bytes = 0
         self._group = group
         self._unused: set[int] = set()
         self._count = 0
@@ -246,8 +243,6 @@ class SkipUnused:
             return
         if 1 in bucket.used:
             raise RuntimeError(USED_LATER.format(name=bucket.names[bucket.used.index(1)]))
-        self.skipped_collectives += 1
-        self.skipped_bytes += bucket.nbytes
 
     def flush(self) -> None:
         self.inner.flush()

@@ -166,6 +166,11 @@ class FSDPStrategy(ShardedStrategy):
         self._ends_calls: Callable[[], None] | None = None
         self._frees: list[Any] = []
         if self._mode == "NO_SHARD":
+            if self._offloads:
+                raise MisconfigurationException(
+                    'FSDPStrategy(cpu_offload=True, sharding_strategy="NO_SHARD"): what is not in shards stays on its '
+                    "device; give another sharding_strategy, or leave cpu_offload out."
+                )
             self.instead = self._unsharded()
 
     def _save_by(self, state_dict_type: str, async_save: bool) -> None:
@@ -190,7 +195,6 @@ class FSDPStrategy(ShardedStrategy):
         made.launcher = self.launcher
         made.plugins, made._nccl, made._recomputation = self.plugins, self._nccl, self._recomputation
         made.saves_memory_by |= self.saves_memory_by & {"recomputation"}
-        made._offload_optimizer(self._offloads)
         return made
 
     # -- set up
