@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import Self
 
-from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
+from lockstep.checkpoint.arguments import init_arguments, restricted_classmethod, where_there_is_a_device
 from lockstep.checkpoint.sharded import load as load_checkpoint
 from lockstep.data.combined import flatten
 from lockstep.data.source import length_of
@@ -147,7 +147,7 @@ class LightningDataModule(HyperparametersMixin):
             MisconfigurationException: the file holds more than tensors and plain values.
         """
         checkpoint = load_checkpoint(checkpoint_path, map_location or where_there_is_a_device, weights_only)
-        datamodule: Self = make(cls, *init_arguments(cls, checkpoint, hparams_file, kwargs))
+        datamodule: Self = cls(**init_arguments(cls, checkpoint, hparams_file, kwargs))
         state = checkpoint.get(cls.__qualname__)
         if state:
             datamodule.load_state_dict(state)

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import Self, Unpack
 
 from lockstep.checkpoint import frozen
-from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
+from lockstep.checkpoint.arguments import init_arguments, restricted_classmethod, where_there_is_a_device
 from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.sharded import load as load_checkpoint
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
@@ -454,7 +454,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """
         checkpoint = load_checkpoint(checkpoint_path, map_location or where_there_is_a_device, weights_only)
         check_weights(checkpoint, checkpoint_path)
-        module: Self = make(cls, *init_arguments(cls, checkpoint, hparams_file, kwargs))
+        module: Self = cls(**init_arguments(cls, checkpoint, hparams_file, kwargs))
         module.configure_model()
         fill_whole(module)
         module.on_load_checkpoint(checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ class Backboned(BoringModel):
         super().__init__()
         self.save_hyperparameters()
         self.backbone = backbone
+
+
+@dataclass
+class Size:
+    width: int
+
+    def __post_init__(self) -> None:
+        self.width *= 2
 
 
 class Contained(BoringModel):
@@ -160,3 +169,19 @@ def test_notes_of_lightnings_command_line_are_no_arguments(tmp_path: Path) -> No
     checkpoint["hyper_parameters"] = {"depth": 3, **notes}
     torch.save(checkpoint, tmp_path / "b.ckpt")
     assert Child.load_from_checkpoint(tmp_path / "b.ckpt").hparams.depth == 3
+
+
+class Parsed(BoringModel):
+    def __init__(self, size: Size, sizes: tuple[int, ...] = (1,), root: Path = Path("data")) -> None:
+        super().__init__()
+        self.given = (size, sizes, root)
+
+
+def test_what_a_command_line_has_parsed_becomes_objects(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    path = saved(Parsed(Size(1)), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint.pop("lockstep")
+    parsed = {"size": {"width": 3}, "sizes": [4, 5], "root": "x", "_instantiator": "lockstep.cli.instantiate_module"}
+    torch.save({**checkpoint, "hyper_parameters": parsed}, path)
+    assert Parsed.load_from_checkpoint(path).given == (Size(3), (4, 5), Path("x"))

@@ -254,19 +254,6 @@ def refused_call(program: Program, d: Difference, theirs: Record, ours: Record) 
     return refused(ours, "no data: pass", 'ckpt_path="best"', 'ckpt_path="last"', "ckpt_path='best'", "'last'")
 
 
-def environments(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Another exception, or another answer to whether ranks are there."""
-    if d.call != "environment" or program.environment is None:
-        return False
-    kind, given = program.environment
-    if ("Elastic" in kind and d.name == "detect") or ("SLURM" in kind and d.name == "main_port"):
-        return True
-    if kind == "LightningEnvironment" and d.name == "creates_processes_externally":
-        return d.ours is False
-    missing = str(d.theirs).startswith("raises KeyError") or "RANK" not in given
-    return missing and str(d.ours).startswith("raises Misconf")
-
-
 def of_averaging(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
     if averages and d.kind == "checkpoint" and d.name == "keys":
@@ -381,13 +368,6 @@ def made_early(program: Program, d: Difference, theirs: Record, ours: Record) ->
     return averages and program.late and shown and d.where.endswith(("setup", "configure_model"))
 
 
-def drawn_in_float32(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Weights of layers that Lightning's averaging callbacks have made outside of the precision's type."""
-    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
-    of_type = program.flags.get("precision", "").endswith("-true") and program.flags["precision"] != "32-true"
-    return averages and program.late and of_type and d.name == "weights"
-
-
 def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Names of files with a metric, and rows with values, that only a resumed fit of ours knows."""
     if not any("resume" in call for call in program.calls):
@@ -433,10 +413,6 @@ def first_batch(record: Record, call: str) -> int:
 def no_least(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     least = program.flags.get("min_steps") or program.flags.get("min_epochs")
     return bool(program.flags.get("fast_dev_run") and least and d.kind == "order")
-
-
-def measured(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    return d.kind == "files" and d.where == "names" and all(name.endswith(".prof") for name in [*d.theirs, *d.ours])
 
 
 def mixed_with_interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -549,13 +525,6 @@ def only_last(program: Program, d: Difference, theirs: Record, ours: Record) -> 
     return saves and any(part.get("save_top_k") == 0 for part in lasts)
 
 
-def better_pickles(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    if d.name != "pickled" or "-" in (d.theirs, d.ours):
-        return False
-    unlike = [name for name in d.theirs if d.theirs[name] != d.ours.get(name) and " _" not in name]  # of a search's own
-    return all(d.theirs[name].startswith("raises") for name in unlike)
-
-
 def kept_on_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     places = {
         f"{part['dirpath']}/{part.get('filename', 'on_exception')}.ckpt"
@@ -576,6 +545,19 @@ def without_early_configure_model(program: Program, theirs: Record, ours: Record
             taken = "module.configure_model"
         kept += [event for i, event in enumerate(events) if len(places) < 2 or i != places[0]]
     theirs.events = kept
+    return taken
+
+
+def without_load_of_trained_weights(program: Program, theirs: Record, ours: Record) -> str:
+    """The module's hook on the weights that train beside an average, behind its call on the average."""
+    if not (has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")):
+        return ""
+    hook, kept = "module.on_load_checkpoint", ours.events[:1]
+    for event in ours.events[1:]:
+        if event[0] != hook or kept[-1][0] != hook:
+            kept.append(event)
+    taken = hook if len(kept) < len(ours.events) else ""
+    ours.events = kept
     return taken
 
 
@@ -689,17 +671,6 @@ def average_judged(program: Program, d: Difference, theirs: Record, ours: Record
     return averages and judges and d.name in ("weights", "arguments", "returned")
 
 
-def not_counted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Steps whose closure was not run, and what Lightning saves of a run that has made no others."""
-    if program.optimizers != ("closure never",):
-        return False
-    if d.name == "global_step":
-        return bool(d.theirs > d.ours)
-    saves = any(part.get("save_on_exception") for _, part in program.callbacks)
-    missing = (d.kind == "order" and begins(d.theirs, "on_save_checkpoint")) or d.where == "names"
-    return saves and missing and (not d.ours or begins(d.ours, "on_exception"))
-
-
 def nothing_to_save(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What Lightning's OnExceptionCheckpoint saves of a fit whose training has not begun."""
     began = "callback.on_train_epoch_start" in [label for label, _ in by_call(ours.events).get(d.call, [])]
@@ -712,6 +683,8 @@ def one_last(program: Program, d: Difference, theirs: Record, ours: Record) -> b
     """A second last.ckpt of a run that goes on from the first."""
     named = d.where == "names" or d.name == "ModelCheckpoint"
     resumes = any("resume" in call for call in program.calls)
+    if resumes and d.kind == "checkpoint" and d.where.endswith("/last.ckpt"):
+        return d.where.replace("last", "last-v1") in theirs.files.keys() - ours.files.keys()
     return resumes and named and "last-v" in str(d.theirs) and "last-v" not in str(d.ours)
 
 

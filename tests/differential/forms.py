@@ -1,24 +1,20 @@
 """The forms in which users write the same thing: hooks that are decorated or set on an instance, metric objects in odd
-places, loaders with a state, copies within a hook, optimization by hand, checkpoints ranked by a validation."""
+places, loaders with a state, optimization by hand, checkpoints ranked by a validation."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.differential.further import program_of
-from tests.differential.program import VAL, Act, Program, some
+from tests.differential.program import VAL, Program, some
 from tests.golden.recorder import CALLBACK_HOOKS, MODULE_HOOKS
 
 if TYPE_CHECKING:
@@ -56,8 +52,7 @@ METRICS = (
     "named",
 )
 """Where a metric object lies, and how it is logged."""
-HOOKS = ("method", "no_grad", "rank_zero_only", "wraps", "instance", "wraps on the instance", "mock", "partial")
-COPIED = ("training_step", "on_train_batch_end", "on_train_epoch_end", "validation_step", "on_validation_end")
+HOOKS = ("keyword", "no_grad", "rank_zero_only", "wraps", "instance")
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------
@@ -99,9 +94,6 @@ def put_on_instance(player: Player, thing: Any, names: list[str]) -> Any:
     """The object, whose hooks are attributes of its own where the program has it so."""
     wrap: Callable[[Any], Any] | None = {
         "instance": lambda bound: lambda *args, **kwargs: bound(*args, **kwargs),
-        "wraps on the instance": with_wraps,
-        "mock": lambda bound: Mock(wraps=bound),
-        "partial": partial,
     }.get(player.program.form)
     for name in names if wrap is not None else ():
         assert wrap is not None
@@ -202,40 +194,12 @@ def with_state(player: Player, first: list[Tensor], second: list[Tensor]) -> Any
     return player.part("utilities.combined_loader").CombinedLoader(pair, mode=player.program.train.split()[-1])
 
 
-# -- copies -----------------------------------------------------------------------------------------------------
-
-
-def copied(player: Player) -> dict[str, str]:
-    """What comes of copies of the parts of a Trainer within a hook."""
-    trainer = player.trainer
-    things: dict[str, Any] = {"optimizers": list(trainer.optimizers)}
-    things |= {type(callback).__name__: callback for callback in trainer.callbacks}
-    things |= {"metrics": trainer.callback_metrics, "state": trainer.state, "trainer": trainer}
-    if player.module is not None:
-        things["module"] = player.module
-    found = {}
-    for name, thing in things.items():
-        local = any(part in name for part in ("optimizer", "trainer", "module", "Recording"))  # classes of a function
-        ways = {"deepcopy": copy.deepcopy} if local else {"deepcopy": copy.deepcopy, "pickle": by_pickle}
-        for way, take in ways.items():
-            try:
-                take(thing)
-                found[f"{way} {name}"] = "made"
-            except Exception as error:
-                found[f"{way} {name}"] = f"raises {type(error).__name__}"
-    return found
-
-
-def by_pickle(thing: Any) -> Any:
-    return pickle.loads(pickle.dumps(thing))
-
-
 # -- drawing ----------------------------------------------------------------------------------------------------
 
 
 def _hooks(p: Program, r: random.Random) -> Program:
     hooks = p.hooks if p.hooks != "callback" else r.choice(("all", "working"))
-    return replace(p, form=r.choice(("keyword", *HOOKS[1:])), hooks=hooks)
+    return replace(p, form=r.choice((*HOOKS, *HOOKS[1:4])), hooks=hooks)
 
 
 def _lambdas(p: Program, r: random.Random) -> Program:
@@ -264,13 +228,12 @@ def _by_hand(p: Program, r: random.Random) -> Program:
     flags["precision"] = r.choice(("32-true", "32-true", "bf16-mixed", "64-true"))
     way = r.choice(BY_HAND)
     optimizers = tuple(r.choice(("sgd", "adam")) for _ in range(r.choice((1, 1, 2))))
-    kinds = ("GradientAccumulationScheduler", "StochasticWeightAveraging", "LearningRateFinder", "BatchSizeFinder")
-    kinds += ("BackboneFinetuning", "Unfreezing")
+    kinds = ("GradientAccumulationScheduler", "StochasticWeightAveraging", "BackboneFinetuning", "Unfreezing")
     callbacks = tuple(part for part in p.callbacks if part[0] not in kinds)
     schedulers = p.schedulers[:1] if len(optimizers) == 1 else ()
-    calls = ("fit",) if p.search is not None or "barebones" in flags else p.calls
+    calls = ("fit",) if "barebones" in flags else p.calls
     p = replace(p, flags=flags, manual=True, by_hand=way, optimizers=optimizers, callbacks=callbacks, calls=calls)
-    return replace(p, schedulers=schedulers, search=None, iter_step=False, backbone=False, late=False)
+    return replace(p, schedulers=schedulers, iter_step=False, backbone=False, late=False)
 
 
 def _ranked(p: Program, r: random.Random) -> Program:
@@ -298,10 +261,6 @@ def _ranked(p: Program, r: random.Random) -> Program:
     )
 
 
-def _copied(p: Program, r: random.Random) -> Program:
-    return replace(p, acts=(*p.acts, Act("copy", r.choice(COPIED), r.choice((1, 2)))), pickles=True)
-
-
 WAYS: list[Callable[[Program, random.Random], Program]] = [
     _hooks,
     _hooks,
@@ -316,7 +275,7 @@ WAYS: list[Callable[[Program, random.Random], Program]] = [
     _by_hand,
     _ranked,
     _ranked,
-    _copied,
+    _ranked,
 ]
 
 
@@ -325,8 +284,7 @@ def program_in_forms(seed: int) -> Program:
     r = random.Random(f"forms of {seed}")
     program = program_of(seed)
     if r.random() < 0.7:  # else its odd parts stay, too
-        program = replace(program, environment=None, profiler=None, search=None, acts=program.acts[:1])
-        program = replace(program, calls=tuple(call for call in program.calls if "_" not in call) or ("fit",))
+        program = replace(program, profiler=None, acts=program.acts[:1])
     for way in r.sample(WAYS, r.choice((1, 1, 2))):
         program = way(program, r)
     return program

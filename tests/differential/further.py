@@ -1,4 +1,4 @@
-"""What random programs have besides: searches, finetuning, writers of predictions, checkpoints by name, and times."""
+"""What random programs have besides: finetuning, writers of predictions, checkpoints by name, and times."""
 
 from __future__ import annotations
 
@@ -28,60 +28,6 @@ OFF = ("log_every_n_steps", "num_sanity_val_steps", "fast_dev_run", "detect_anom
 """Flags that contradict ``barebones``."""
 
 
-def _by_pytorch(p: Program, r: random.Random) -> Program:
-    settings = some(
-        r,
-        0.4,
-        dirpath=("profiles",),
-        filename=("perf",),
-        export_to_chrome=(False,),
-        record_module_names=(False,),
-        row_limit=(3,),
-        sort_by_key=("cpu_time",),
-    )
-    return replace(p, profiler=("PyTorchProfiler", settings))
-
-
-def _one_optimizer(p: Program) -> Program:
-    flags = {name: value for name, value in p.flags.items() if name not in ("limit_train_batches", "overfit_batches")}
-    optimizers = tuple("sgd" if each in ("lbfgs", "none", "closure") else each for each in p.optimizers[:1])
-    return replace(p, flags=flags, manual=False, optimizers=optimizers, schedulers=p.schedulers[:1], acts=())
-
-
-def _rates(r: random.Random) -> dict[str, Any]:
-    return some(
-        r,
-        0.5,
-        mode=("linear", "exponential"),
-        early_stop_threshold=(None, 1.5),
-        update_attr=(True, False),
-        max_lr=(0.1, 2.0),
-        min_lr=(1e-4,),
-    )
-
-
-def _sizes(r: random.Random) -> dict[str, Any]:
-    given = some(r, 0.5, mode=("power", "binsearch"), max_trials=(1, 3), init_val=(1, 4), margin=(0.3,), max_val=(5,))
-    return given | some(r, 0.3, steps_per_trial=(1, 2))
-
-
-def _tuner(p: Program, r: random.Random) -> Program:
-    p = _one_optimizer(p)
-    if r.random() < 0.6:
-        return replace(p, calls=("lr_find", *p.calls), search={"num_training": r.choice((5, 14, 20)), **_rates(r)})
-    data = "module" if p.data == "arguments" and r.random() < 0.8 else p.data
-    return replace(p, calls=("scale_batch_size", *p.calls), search=_sizes(r), data=data)
-
-
-def _finder(p: Program, r: random.Random) -> Program:
-    p = _one_optimizer(p)
-    if r.random() < 0.6:
-        given = {"num_training_steps": r.choice((5, 14, 20)), **_rates(r)}
-        return replace(p, callbacks=(*p.callbacks, ("LearningRateFinder", given)))
-    data = "module" if p.data == "arguments" else p.data
-    return replace(p, callbacks=(*p.callbacks, ("BatchSizeFinder", _sizes(r))), data=data)
-
-
 def _finetuned(p: Program, r: random.Random) -> Program:
     kind, settings = "Unfreezing", {"epoch": r.choice((0, 1, 2)), "train_bn": r.random() < 0.5}
     if r.random() < 0.6:
@@ -99,7 +45,9 @@ def _finetuned(p: Program, r: random.Random) -> Program:
     calls = r.choice((p.calls, ("fit", "resume"), ("fit", "resume mid")))
     optimizers = tuple("sgd" if each == "none" else each for each in p.optimizers[:1])
     whole = tuple(
-        (name, {key: value for key, value in part.items() if key != "save_weights_only"}) for name, part in p.callbacks
+        (name, {key: value for key, value in part.items() if key != "save_weights_only"})
+        for name, part in p.callbacks
+        if name != "StochasticWeightAveraging"
     )
     flags = {**p.flags, "max_epochs": r.choice((2, 3))}
     p = replace(p, calls=calls, callbacks=(*whole, (kind, settings)), flags=flags, late=False)
@@ -162,11 +110,11 @@ def _times(p: Program, r: random.Random) -> Program:
 
 
 WAYS: list[Callable[[Program, random.Random], Program]] = [
-    _by_pytorch,
-    _tuner,
-    _tuner,
-    _finder,
-    _finder,
+    _finetuned,
+    _paths,
+    _now_and_then,
+    _times,
+    _writer,
     _finetuned,
     _finetuned,
     _now_and_then,

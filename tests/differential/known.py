@@ -18,29 +18,24 @@ from tests.differential.causes import (
     average_judged,
     average_put_back,
     before_average,
-    better_pickles,
     by_time,
-    drawn_in_float32,
     dry_run_saves,
     end,
     ends_before_limit,
     ends_epoch,
     ends_in_batch_end,
-    environments,
     goes_on,
     has,
     interrupted,
     kept_on_exception,
     kept_thawed,
     made_early,
-    measured,
     mixed_with_interrupted,
     monitor_kept,
     named_by_known,
     newest_as_last,
     newest_is_last,
     no_least,
-    not_counted,
     nothing_to_save,
     of_averaging,
     of_none,
@@ -65,6 +60,7 @@ from tests.differential.causes import (
     warned,
     without_early_configure_model,
     without_empty_hyperparameters,
+    without_load_of_trained_weights,
     without_loader_of_nothing,
     without_repeated,
     without_restored_metrics,
@@ -146,6 +142,12 @@ TAKEN_OUT = [
         take=without_early_configure_model,
     ),
     Row(
+        "A module's on_load_checkpoint is called for the weights that train beside an average, too.",
+        PAGE,
+        replace(PLAIN, calls=("fit", "resume"), callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
+        take=without_load_of_trained_weights,
+    ),
+    Row(
         "A resumed fit knows the metrics of its checkpoint.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume"), logs=(LOSS, Log("on_train_epoch_end", "a", "module", {}))),
@@ -189,14 +191,6 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "Environments that lack a variable raise MisconfigurationException, Lightning's a KeyError; RANK and "
-        "LOCAL_RANK are enough for TorchElasticEnvironment; LightningEnvironment never says that others start the "
-        "ranks; the port of a SLURM job follows from step and attempt, too.",
-        PAGE,
-        replace(PLAIN, environment=("TorchElasticEnvironment", {"LOCAL_RANK": "0", "WORLD_SIZE": "1"})),
-        environments,
-    ),
-    Row(
         "Where a training batch is None, nothing is logged; Lightning logs the last values again. A window that has "
         "other batches is stepped with those.",
         PAGE,
@@ -215,12 +209,6 @@ ROWS = [
         ),
         again,
         then="all",
-    ),
-    Row(
-        "Callbacks and profilers that hold the Trainer or the module weakly can be pickled after a fit.",
-        PAGE,
-        replace(PLAIN, pickles=True, callbacks=(("Timer", {}),)),
-        better_pickles,
     ),
     Row(
         "OnExceptionCheckpoint keeps its file until a fit ends well; in Lightning any other call deletes it.",
@@ -487,15 +475,6 @@ ROWS = [
         then="all",
     ),
     Row(
-        "ModelPruning prunes in fits only; Lightning's validation without a fit raises.",
-        PAGE,
-        widen(draw(2163)),
-        lambda program, d, theirs, ours: (
-            has(program, "ModelPruning") and "expected a non-empty list of Tensors" in str(theirs.ends)
-        ),
-        then="all",
-    ),
-    Row(
         "Every rewind of ModelPruning goes to the initial values; Lightning's copy of them is trained along.",
         f"{PAGE}: ModelPruning",
         replace(PLAIN, callbacks=(("ModelPruning", {"pruning_fn": "l1_unstructured", "amount": 0.5}),)),
@@ -504,12 +483,6 @@ ROWS = [
             and (d.name in ("weights", "gradients") or (d.name == "callbacks" and "ModelPruning" in d.ours))
         ),
         then="numbers",
-    ),
-    Row(
-        "A step whose closure was not run is not counted.",
-        PAGE,
-        replace(PLAIN, optimizers=("closure never",)),
-        not_counted,
     ),
     Row(
         "In on_train_start and before, current_epoch is that of the checkpoint; in Lightning the one after, where the "
@@ -582,7 +555,7 @@ ROWS = [
     Row(
         "A run that an exception has ended goes on at the hook where it was saved; Lightning repeats some.",
         PAGE,
-        program_of(850),
+        replace(PLAIN, acts=(Act("raise", "on_validation_epoch_end", 1),), calls=("fit", "resume")),
         after_exception,
         then="all",
     ),
@@ -615,45 +588,11 @@ ROWS = [
         rate_of_window,
     ),
     Row(
-        "Layers of configure_model are made in the precision's type with WeightAveraging, too; in Lightning, where its "
-        "setup makes them, in float32.",
-        PAGE,
-        widen(draw(1385)),
-        drawn_in_float32,
-        then="numbers",
-    ),
-    Row(
         "A fit that is asked to stop within an accumulation window ends with the window; Lightning drops what it has.",
         PAGE,
         replace(PLAIN, flags=_flags(accumulate_grad_batches=3), acts=(Act("stop", "training_step", 2),)),
         stopped_at_boundary,
         then="all",
-    ),
-    Row(
-        "A second fit with ModelPruning goes on from the masks; Lightning's raises where they are not permanent.",
-        PAGE,
-        replace(
-            PLAIN,
-            calls=("fit", "fit"),
-            callbacks=(
-                ("ModelPruning", {"pruning_fn": "l1_unstructured", "amount": 0.5, "make_pruning_permanent": False}),
-            ),
-        ),
-        lambda program, d, theirs, ours: (
-            has(program, "ModelPruning") and "support the deepcopy protocol" in str(theirs.ends)
-        ),
-        then="all",
-    ),
-    Row(
-        "A hook that a callback does not override is not called, and so not measured.",
-        PAGE,
-        replace(
-            PLAIN,
-            loggers=("csv",),
-            profiler=("AdvancedProfiler", {"filename": "a", "dump_stats": True}),
-            callbacks=(("LearningRateMonitor", {}),),
-        ),
-        measured,
     ),
     Row(
         "Metrics of a call have nothing of an interrupted one before; Lightning adds to the results of its validation.",
@@ -698,17 +637,8 @@ ROWS = [
     Row(
         "fast_dev_run has no least length.",
         PAGE,
-        widen(draw(459)),
+        replace(PLAIN, flags=_flags(fast_dev_run=2, min_steps=2), acts=(Act("stop", "training_step", 1),)),
         no_least,
-        then="all",
-    ),
-    Row(
-        "A resume with ModelPruning loads the masks; Lightning's raises where they have not been made permanent.",
-        PAGE,
-        widen(draw(797)),
-        lambda program, d, theirs, ours: (
-            has(program, "ModelPruning") and "Error(s) in loading state_dict" in str(theirs.ends)
-        ),
         then="all",
     ),
     Row(
@@ -723,19 +653,6 @@ ROWS = [
         PAGE,
         replace(PLAIN, optimizers=("none",), flags=_flags(gradient_clip_val=0.1, gradient_clip_algorithm="value")),
         lambda program, d, theirs, ours: "nested_tensorlist" in str(theirs.ends),
-        then="all",
-    ),
-    Row(
-        "An average with a callback that changes the module's parameters (ModelPruning) is refused.",
-        PAGE,
-        replace(
-            PLAIN,
-            callbacks=(
-                ("WeightAveraging", {}),
-                ("ModelPruning", {"pruning_fn": "l1_unstructured", "amount": 0.5}),
-            ),
-        ),
-        lambda program, d, theirs, ours: refused(ours, "have changed since training began", "(ModelPruning makes"),
         then="all",
     ),
     Row(

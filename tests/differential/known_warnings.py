@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tests.differential.causes import PAGE, Row, warned
 from tests.differential.further import program_of
-from tests.differential.program import PLAIN, Program, Scheduler
+from tests.differential.program import PLAIN, Act, Program, Scheduler
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
@@ -50,16 +50,6 @@ FEWER: dict[str, tuple[str, Program]] = {
         "A save in manual optimization holds the weights after the step, as any other; Lightning warns of it.",
         replace(PLAIN, manual=True, callbacks=(SAVED_MID_EPOCH,)),
     ),
-    "MASTER_ADDR": (
-        "Where no variable names the main node it is this one; Lightning warns of it.",
-        replace(
-            PLAIN,
-            environment=(
-                "TorchElasticEnvironment",
-                {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0"},
-            ),
-        ),
-    ),
     "folder of checkpoints": (
         "A folder may hold checkpoints, which no other overwrites; Lightning warns of it.",
         replace(PLAIN, calls=("fit", "fit on"), callbacks=(("ModelCheckpoint", {}),)),
@@ -92,10 +82,6 @@ FEWER: dict[str, tuple[str, Program]] = {
         "GradientAccumulationScheduler with a module that overrides optimizer_step: nothing is said of when it is "
         "called, which accumulate_grad_batches decides as ever.",
         replace(PLAIN, hooks="working", callbacks=(("GradientAccumulationScheduler", {"scheduling": {0: 2}}),)),
-    ),
-    "no trace": (
-        "PyTorchProfiler without a folder says that it wrote no trace only where one was asked for.",
-        program_of(405),
     ),
     "best of several": (
         "A call without a module says which checkpoint it takes as information, with several ModelCheckpoints, too.",
@@ -131,7 +117,12 @@ MORE: dict[str, tuple[str, Program]] = {
     ),
     "uneven loaders": (
         "Loaders side by side that give parts of other sizes are told of once.",
-        program_of(26),
+        replace(
+            PLAIN,
+            train="dict max_size_cycle",
+            train_samples=(9, 3),
+            flags={**PLAIN.flags, "accumulate_grad_batches": 2},
+        ),
     ),
     "loaders that stay": (
         "reload_dataloaders_every_n_epochs with loaders that are given as objects, which stay the same, says so.",
@@ -139,11 +130,12 @@ MORE: dict[str, tuple[str, Program]] = {
     ),
     "average begins anew": (
         "WeightAveraging has nothing to save before training, and says so where a fit goes on from that.",
-        program_of(120),
-    ),
-    "another batch size": (
-        "A resume with another batch size says what that changes.",
-        program_of(160),
+        replace(
+            PLAIN,
+            acts=(Act("raise", "on_fit_start", 1),),
+            calls=("fit", "resume"),
+            callbacks=(("EMAWeightAveraging", {"decay": 0.5}),),
+        ),
     ),
     "checkpoint without its metric": (
         "A save by steps whose metric is never logged is told of; Lightning's waits for it in silence.",

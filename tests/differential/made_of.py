@@ -30,13 +30,6 @@ class ClosureTwice(torch.optim.SGD):
         return closure()
 
 
-class ClosureNever(torch.optim.SGD):
-    """Takes a closure and forgets it."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return super().step()
-
-
 def samples(seed: int, count: int) -> list[Tensor]:
     source = torch.Generator().manual_seed(seed)
     return list(torch.randn(count, 3, generator=source))

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING
 from tests.differential.causes import (
     PAGE,
     Row,
-    by_call,
     end,
-    ended_before,
     has,
     later,
     refused,
     saved_besides,
     validates_nothing,
 )
-from tests.differential.forms import program_in_forms
 from tests.differential.further import program_of
 from tests.differential.program import PLAIN, Program
 from tests.differential.record import same
@@ -28,25 +25,12 @@ if TYPE_CHECKING:
     from tests.differential.record import Record
 
 
-def thawed_under_swa(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """A call that ends in an error of SWALR's about a group that came after it."""
-    failed = [call for call, facts in theirs.ends if facts.get("message") == "'swa_lr'"]
-    return bool(failed) and (d.call >= failed[0] or not d.call)
-
-
 def all_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Files of a ModelCheckpoint that keeps all and looks at no value, where some have the same name."""
     kept = [part for kind, part in program.callbacks if kind == "ModelCheckpoint" and part.get("save_top_k") == -1]
     versions = [name for name in ours.files if re.search(r"-v\d+\.ckpt$", name) and name not in theirs.files]
     alike = versions and any("monitor" not in part for part in kept)
     return bool(alike) and (d.kind in ("files", "checkpoint") or d.name == "ModelCheckpoint")
-
-
-def dumps_nowhere(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """A call at whose end Lightning's AdvancedProfiler misses a folder."""
-    profiles = program.profiler is not None and program.profiler[0] == "AdvancedProfiler"
-    failed = [call for call, facts in theirs.ends if facts.get("raised") == ["AssertionError"]]
-    return profiles and bool(failed) and not ended_before(ours, d) and (d.call >= failed[0] or not d.call)
 
 
 def logged_at_end(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -91,22 +75,6 @@ def saved_in_evaluation(program: Program, d: Difference, theirs: Record, ours: R
     return bool(raised) and d.where == "names" and not d.ours and all(name.endswith(".ckpt") for name in d.theirs)
 
 
-def profiled_too_little(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Reports of fits that have at most one step."""
-    calls = by_call(ours.events).values()
-    steps = [sum(label == "module.training_step" for label, _ in events) for events in calls]
-    reports = d.where == "names" and not d.ours and all(re.search(r"(^|/)fit-[^/]*\.txt$", name) for name in d.theirs)
-    profiles = program.profiler is not None and program.profiler[0] == "PyTorchProfiler"
-    return profiles and reports and max(steps) <= 1
-
-
-def profiled_nothing(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """A call at whose end Lightning's PyTorchProfiler misses its profile."""
-    profiles = program.profiler is not None and program.profiler[0] == "PyTorchProfiler"
-    failed = [call for call, facts in theirs.ends if facts.get("raised") == ["AssertionError"]]
-    return profiles and bool(failed) and not ended_before(ours, d) and (d.call >= failed[0] or not d.call)
-
-
 def cut_without_metric(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """An epoch that ended before its last batch, in which Lightning's EarlyStopping misses its metric."""
     cut = any("The epoch ended before its last batch" in text for _, text in ours.warned)
@@ -118,28 +86,11 @@ JUDGES, LOADS = ("validate", "test", "predict"), ("best", "last", "path", "untol
 
 OF_CALLBACKS = [
     Row(
-        "ModelPruning works with 64-true; in Lightning a pruned layer may have weights of float32 behind an epoch.",
-        PAGE,
-        program_in_forms(85660),
-        lambda program, d, theirs, ours: (
-            any(kind == "ModelPruning" for kind, _ in program.callbacks)
-            and "must have the same dtype" in str(theirs.ends)
-        ),
-        then="all",
-    ),
-    Row(
         "A scheduler that was made for fewer groups than a finetuning callback leaves is named; in Lightning torch's "
         "own error comes through, or the group is not added where a run goes on.",
         PAGE,
         program_of(80508),
         lambda program, d, theirs, ours: refused(ours, "parameter groups by now, and the lr scheduler"),
-        then="all",
-    ),
-    Row(
-        "Layers that are thawed while SWA sets the rate take its last one; Lightning ends in a KeyError.",
-        PAGE,
-        program_of(10028),
-        thawed_under_swa,
         then="all",
     ),
     Row(
@@ -152,25 +103,10 @@ OF_CALLBACKS = [
         all_kept,
     ),
     Row(
-        "AdvancedProfiler(dump_stats=True) without a dirpath or a logger's folder writes to default_root_dir; "
-        "Lightning's ends in an AssertionError.",
-        PAGE,
-        program_of(10187),
-        dumps_nowhere,
-        then="all",
-    ),
-    Row(
         "Of an epoch that ended before its last batch EarlyStopping misses no metric, and says so; Lightning's raises.",
         PAGE,
         program_of(20087),
         cut_without_metric,
-        then="all",
-    ),
-    Row(
-        "PyTorchProfiler ends well where it has seen no step; Lightning's ends in an AssertionError.",
-        PAGE,
-        program_of(5119),
-        profiled_nothing,
         then="all",
     ),
     Row(
@@ -209,13 +145,6 @@ OF_CALLBACKS = [
         PAGE,
         program_of(40688),
         saved_in_evaluation,
-    ),
-    Row(
-        "PyTorchProfiler writes a report where its schedule has recorded a step; Lightning's for a fit of one step or "
-        "none, too, of what came before.",
-        PAGE,
-        program_of(40357),
-        profiled_too_little,
     ),
     Row(
         "What an epoch's last hooks have logged is there, too, where one of them raises.",

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from tests.differential.causes import BATCH, PAGE, SHOWN, Row, begins, end, refused
 from tests.differential.further import program_of
-from tests.differential.parts import SEARCHES
 from tests.differential.program import LOSS, PLAIN, Act, Log, Program, Scheduler
 from tests.differential.record import same
 
@@ -55,14 +54,6 @@ def plateau_was_due(program: Program, d: Difference, theirs: Record, ours: Recor
     if "resume" not in d.call or d.name != "rates" or len(d.theirs) != len(d.ours):
         return False
     return all(mine >= other for mine, other in zip(d.theirs, d.ours, strict=True))
-
-
-def plateau_was_due_without_metric(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """A fit of ours, resumed or behind a search, that ends at a plateau; Lightning takes it for restarted."""
-    behind = any(label.endswith(SEARCHES) and label < d.call for label, _ in theirs.ends)
-    if not ("resume" in d.call or behind) or d.kind != "order" or not begins(d.ours, "on_exception"):
-        return False
-    return "monitors 'missing', which was not logged" in str(end(ours, d.call).get("message"))
 
 
 def loader_made_anew(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -157,14 +148,6 @@ OF_FITS = [
         ),
         plateau_was_due,
         then="numbers",
-    ),
-    Row(
-        "A plateau whose metric is missing ends a resumed fit, and one behind a search, as any; Lightning's leave the "
-        "plateau's first step out.",
-        PAGE,
-        program_of(300319),
-        plateau_was_due_without_metric,
-        then="all",
     ),
     Row(
         "A fit that goes on behind an epoch's end makes its loader anew where reload_dataloaders_every_n_epochs is due "

@@ -102,11 +102,12 @@ def beside(program: Program, d: Difference, theirs: Record, ours: Record) -> boo
     return program.train.startswith("with state beside") and "resume" in d.call and d.name == "arguments"
 
 
+EACH_STEP = ("ModelCheckpoint", {"every_n_train_steps": 1, "save_top_k": -1})
 OF_FORMS = [
     Row(
         "A metric object that is computed by hand goes on from its checkpoint; Lightning's begins anew.",
         PAGE,
-        program_in_forms(1649),
+        replace(PLAIN, train_samples=(8, 4), metrics="computed", calls=("fit", "resume mid"), callbacks=(EACH_STEP,)),
         metrics_go_on,
         then="numbers",
     ),

@@ -1,11 +1,7 @@
-"""Parts of Lightning that a program tries by themselves: environments, pickles, searches, edited checkpoints, and
-callbacks of the user's own."""
+"""Parts of Lightning that a program tries by themselves: searches, edited checkpoints, callbacks of the user's own."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,55 +10,6 @@ from tests.differential.record import plain
 
 if TYPE_CHECKING:
     from tests.differential.play import Player
-
-ASKED = ("world_size", "global_rank", "local_rank", "node_rank", "main_address", "main_port", "detect", "job_id")
-NAMES = ("creates_processes_externally", "job_name")
-CLUSTERS = ("SLURM_", "TORCHELASTIC", "RANK", "LOCAL_", "GROUP_", "NODE_", "WORLD_SIZE", "MASTER_")
-
-
-def environment(package: str, kind: str, variables: dict[str, str]) -> dict[str, Any]:
-    """What a class of environments says where ``variables`` are the only ones of a cluster."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith(CLUSTERS)}
-    for name in kept:
-        del os.environ[name]
-    os.environ.update(variables)
-    found: dict[str, Any] = {}
-    try:
-        cluster = getattr(importlib.import_module(f"{package}.plugins.environments"), kind)()
-        asked = [name for name in ASKED if name != "main_port" or "MASTER_PORT" in variables]  # else a free one
-        for name in (*asked, *NAMES):
-            try:
-                value = getattr(cluster, name)
-                found[name] = value() if callable(value) else value
-            except Exception as error:
-                found[name] = f"raises {type(error).__name__}"
-        for name, value in (("set_world_size", 8), ("set_global_rank", 5)):
-            getattr(cluster, name)(value)
-        found["after setting"] = [cluster.world_size(), cluster.global_rank()]
-    except Exception as error:
-        found["made"] = f"raises {type(error).__name__}"
-    finally:
-        importlib.import_module(f"{package}.plugins.environments").LightningEnvironment().set_global_rank(0)
-        for name in [name for name in os.environ if name.startswith(CLUSTERS)]:
-            del os.environ[name]
-        os.environ.update(kept)
-    return found
-
-
-def pickled(trainer: Any) -> dict[str, str]:
-    """Whether parts of the Trainer come out of a pickle as what they were."""
-    things = {type(callback).__name__: callback for callback in trainer.callbacks}
-    things |= {type(logger).__name__: logger for logger in trainer.loggers}
-    things |= {"state": trainer.state, "metrics": dict(trainer.callback_metrics), "profiler": trainer.profiler}
-    found = {}
-    for name, thing in things.items():
-        if name in ("Recording", "Rows", "LambdaCallback"):
-            continue  # classes and functions of the program's own
-        try:
-            found[name] = type(pickle.loads(pickle.dumps(thing))).__name__
-        except Exception as error:
-            found[name] = f"raises {type(error).__name__}"
-    return found
 
 
 def edit(call: str, path: str) -> None:

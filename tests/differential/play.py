@@ -22,7 +22,6 @@ from tests.differential import forms, parts
 from tests.differential.by_hand import ByHand
 from tests.differential.made_of import (
     Batches,
-    ClosureNever,
     ClosureTwice,
     NeedsClosure,
     Stream,
@@ -106,7 +105,6 @@ class Player:
         self.trainer: Any = None
         self.module: Any = None
         self.counts: Counter[str] = Counter()
-        self.copied: dict[str, str] = {}
         self.metrics: forms.Metrics | None = None
 
     def part(self, name: str) -> ModuleType:
@@ -181,8 +179,6 @@ class Player:
                     raise KeyboardInterrupt
                 if act.kind == "stop":
                     self.trainer.should_stop = True
-                if act.kind == "copy":
-                    self.copied |= forms.copied(self)
                 if act.kind == "write row":
                     self.trainer.logger.log_metrics({"mine": 1.5})
                 return act.kind
@@ -414,7 +410,6 @@ class Player:
             "lbfgs": torch.optim.LBFGS,
             "closure": NeedsClosure,
             "closure twice": ClosureTwice,
-            "closure never": ClosureNever,
         }[kind]
         player = self
 
@@ -537,8 +532,6 @@ class Player:
 
     def play(self) -> Record:
         torch.manual_seed(self.program.seed)
-        if self.program.environment is not None:
-            self.record.ends.append(("environment", parts.environment(self.package, *self.program.environment)))
         try:
             self.module = self.make_module()
             self.make_trainer()
@@ -573,8 +566,6 @@ class Player:
         end.update(self.state("end"))
         for callback in self.trainer.callbacks if self.trainer is not None else ():
             end[type(callback).__name__] = self.callback_facts(callback)
-        if self.program.pickles and self.trainer is not None:
-            end["pickled"] = parts.pickled(self.trainer) | self.copied
         self.record.ends.append((label, end))
 
     def callback_facts(self, callback: Any) -> dict[str, Any]:

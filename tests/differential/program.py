@@ -108,8 +108,6 @@ class Program:
     outputs: str = "tensor"  # what training_step returns: "tensor", "dict"
     profiler: tuple[str, dict[str, Any]] | None = None  # a name or a class with its arguments
     late: bool = False  # layers are made in configure_model
-    environment: tuple[str, dict[str, str]] | None = None  # a class used by itself, and the variables in force
-    pickles: bool = False  # parts of the Trainer are pickled after each call
     single_device: str = ""  # the device of a SingleDeviceStrategy that is given as an object
     backbone: bool = False  # the first layer has another name, and the optimizer is given what is trainable alone
     search: dict[str, Any] | None = None  # the arguments of a search by the Tuner, which is one of the calls
@@ -226,7 +224,7 @@ def _schedulers(r: random.Random, optimizers: tuple[str, ...], validates: bool) 
         if r.random() < 0.2:
             settings["name"] = "rate"
         if kind == "plateau":
-            settings["monitor"] = r.choice(("loss", "val", "missing") if r.random() < 0.3 else ("loss",))
+            settings["monitor"] = r.choice(("loss", "val", "loss") if r.random() < 0.3 else ("loss",))
             if r.random() < 0.5:
                 settings["strict"] = False
         found.append(Scheduler(kind, settings))

@@ -7,19 +7,18 @@ import csv
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import update_wrapper
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lockstep.checkpoint.annotated import Rebuilding, annotations_of, argument_at
+from lockstep.checkpoint.annotated import allowed_by, annotations_of, made, named, rebuilt
 from lockstep.ground import plain_yaml
 from lockstep.ground.device import is_there
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import AttributeDict
 from lockstep.ground.rank import rank_zero_warn
-
-T = TypeVar("T")
+from lockstep.ground.tree import is_made_again
 
 
 class HasHyperparameters(Protocol):
@@ -64,10 +63,26 @@ def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) ->
             f"{kind.__name__}.load_from_checkpoint."
         )
     saved = {key: value for key, value in saved.items() if key not in CLI_KEYS}
-    inner = {key: value for key, value in saved.items() if key not in given and any(_paths(value))}
+    annotations = annotations_of(cls)
+    inner = {
+        key: value
+        for key, value in saved.items()
+        if key not in given and (any(_paths(value)) or _is_of_values(annotations.get(key)))
+    }
     if not inner:
         return saved
     return {**saved, **_instantiated(cls, inner)}
+
+
+def _is_of_values(annotation: object) -> bool:
+    """Return True if an annotation names tuples, sets, dataclasses and the like, and no class that is imported for it.
+
+    The command line has their plain forms, which jsonargparse takes.
+    """
+    kinds = set(named(annotation))
+    values = {kind for kind in kinds if kind in (tuple, set) or is_made_again(kind)}
+    python = [kind.__module__ in ("builtins", "collections.abc") for kind in kinds - values]
+    return bool(values) and all(python) and not kinds & {type, Callable}
 
 
 def _instantiated(cls: type, described: dict[str, Any]) -> dict[str, Any]:
@@ -86,8 +101,8 @@ def _instantiated(cls: type, described: dict[str, Any]) -> dict[str, Any]:
         ) from None
     parser = ArgumentParser(exit_on_error=False)
     others = {name for name in _parameters(cls) if name not in described}
-    parser.add_class_arguments(cls, "built", fail_untyped=False, skip=others)
-    built = parser.instantiate(parser.parse_object({"built": described}), instantiate_groups=False).built
+    parser.add_class_arguments(cls, "built", fail_untyped=False, skip=others, instantiate=False)
+    built = parser.instantiate(parser.parse_object({"built": described})).built
     return {key: built[key] for key in described}
 
 
@@ -117,61 +132,72 @@ def _imported(path: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
+CONTAINERS = ("Namespace", "DictConfig")
+"""Of which class an argument may be that takes all hyperparameters at once."""
+
 # -- objects again -------------------------------------------------------------------------------------------
 
 
-def _rebuilding(saved: dict[str, Any], noted: object, given: dict[str, Any], from_file: bool) -> Rebuilding:
-    """How saved hyperparameters become objects.
+def _as_they_were(cls: type, saved: dict[str, Any], noted: object, given: Collection[str]) -> dict[str, Any]:
+    """Return saved hyperparameters as the objects that they were; what stays plain is warned about.
 
     Args:
-        saved: of the checkpoint.
-        noted: the classes that the checkpoint notes of them; None for one of Lightning's, or of lockstep before it did.
-        given: arguments that go before them, and stay as they are.
-        from_file: whether others stand in for them, of a file.
-    """
-    parsed = any(key in saved for key in CLI_KEYS)
-    notes = noted if isinstance(noted, dict) and not parsed else None
-    return Rebuilding(
-        classes={at: kind for at, kind in (notes or {}).items() if argument_at(at) not in given},
-        complete=notes is not None and not from_file,
-        text=from_file or parsed,
-        computed=not parsed,
-    )
-
-
-def _rebuilt_arguments(cls: type, saved: dict[str, Any], whole: object, rebuilding: Rebuilding) -> dict[str, Any]:
-    """Saved hyperparameters as the objects that they were, as far as the annotations of ``cls.__init__`` tell.
+        cls: its ``__init__`` has annotations, which name the classes that may be made.
+        saved: in their plain forms.
+        noted: the classes of these, as the checkpoint has them.
+        given: names of arguments that are given.
 
     Raises:
-        MisconfigurationException: one cannot be made, which it names.
+        MisconfigurationException: an object cannot be made.
     """
-    annotations, found = annotations_of(cls), {}
-    for name, value in saved.items():
+    if not isinstance(noted, dict):
+        return saved
+    found, annotations = dict(saved), annotations_of(cls)
+    names = {next((step for step in at if step is not None), None) for at in noted if isinstance(at, tuple)}
+    for name in [name for name in saved if name in names and name not in given]:
+        left: set[str] = set()
+        allowed = allowed_by(annotations.get(name))
         try:
-            found[name] = rebuilding.made(value, annotations.get(name), () if name == whole != "kwargs" else (name,))
-        except (TypeError, ValueError, RecursionError) as error:
+            found[name] = rebuilt(saved[name], (name,), noted, allowed, left)
+        except Exception as error:  # of a user's class, say, which may fail in any way
             raise MisconfigurationException(
                 f"{cls.__name__}.load_from_checkpoint: a checkpoint holds the plain form of each hyperparameter, and "
-                f"the object that the annotation names cannot be made of it ({name}: {error}). Give it: "
-                f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
+                f"the object cannot be made of it ({name}: {error}). Give it: {cls.__name__}.load_from_checkpoint("
+                f"path, {name}=...)."
             ) from error
-    _say_not_sure(cls, rebuilding)
+        if left:
+            rank_zero_warn(
+                f"{cls.__name__}.load_from_checkpoint: {name!r} held {' and '.join(sorted(left))}, which comes back in "
+                f"its plain form, as no annotation names an imported class of that name, or a base of it: annotate "
+                f"the argument of {cls.__name__}.__init__ with it, or give it: {cls.__name__}.load_from_checkpoint("
+                f"path, {name}=...)."
+            )
     return found
 
 
-def _say_not_sure(cls: type, rebuilding: Rebuilding) -> None:
-    for name, was in rebuilding.left.items():
-        rank_zero_warn(
-            f"{cls.__name__}.load_from_checkpoint: {name!r} held a {was}, which comes back in its plain form, as no "
-            f"annotation names the class: annotate the argument of {cls.__name__}.__init__ with it, or give it: "
-            f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
-        )
-    for name, kinds in rebuilding.doubtful.items():
-        rank_zero_warn(
-            f"{cls.__name__}.load_from_checkpoint: {name!r} may have held any of {', '.join(kinds)}, which have the "
-            f"same fields, and is taken for the first. Where that is wrong, give it: {cls.__name__}."
-            f"load_from_checkpoint(path, {name}=...)."
-        )
+def _of_file(cls: type, path: str | PathLike[str], saved: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a file; those that it has as a logger writes them are the checkpoint's.
+
+    Args:
+        cls: for messages.
+        path: of the file.
+        saved: the checkpoint's, as the objects that they were.
+        plain: in their plain forms.
+    """
+    from lockstep.loggers.base import as_yaml
+
+    found = _read_file(path)
+    written = plain if fspath(path).endswith(".csv") else plain_yaml.parse(as_yaml(saved))
+    for name in [name for name in found if name in saved]:
+        if repr(found[name]) == repr(written[name]):
+            found[name] = saved[name]
+        elif saved[name] is not plain[name]:
+            rank_zero_warn(
+                f"{cls.__name__}.load_from_checkpoint(hparams_file=...): {name!r} is another in the file than in the "
+                f"run, where it was or held objects, and is taken as the file has it. To have objects, give it: "
+                f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
+            )
+    return {**{key: saved[key] for key in CLI_KEYS if key in saved}, **found}
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
@@ -190,11 +216,17 @@ def _taken(
     """
     if whole in parameters and whole != "kwargs":
         own = {key: value for key, value in given.items() if key in parameters}
-        return {str(whole): AttributeDict({**saved, **given}), **own}
+        return {str(whole): _container(cls, str(whole), {**saved, **given}), **own}
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return {**saved, **given}
     _say_left_out(cls, [key for key in given if key not in parameters], list(parameters)[1:])
     return {key: value for key, value in {**saved, **given}.items() if key in parameters}
+
+
+def _container(cls: type, name: str, values: dict[str, Any]) -> Any:
+    """Return all hyperparameters as the argument takes them: a Namespace or DictConfig if its annotation says so."""
+    kinds = [kind for kind in allowed_by(annotations_of(cls).get(name)) if kind.__name__ in CONTAINERS]
+    return made(kinds[0], values) if kinds else AttributeDict(values)
 
 
 def init_arguments(
@@ -202,8 +234,8 @@ def init_arguments(
     checkpoint: dict[str, Any],
     hparams_file: str | PathLike[str] | None,
     given: dict[str, Any],
-) -> tuple[dict[str, Any], list[str]]:
-    """The keyword arguments to make ``cls`` with; and those of them that may be other than they were.
+) -> dict[str, Any]:
+    """The keyword arguments to make ``cls`` with.
 
     Args:
         cls: has CHECKPOINT_HYPER_PARAMS_KEY and CHECKPOINT_HYPER_PARAMS_NAME, which say where its
@@ -218,49 +250,15 @@ def init_arguments(
     key = cls.CHECKPOINT_HYPER_PARAMS_KEY
     if key == MODULES_KEY and key not in checkpoint:
         key = next((past for past in PAST_KEYS if isinstance(checkpoint.get(past), dict)), key)
-    saved = dict(checkpoint.get(key) or {})
-    rebuilding = _rebuilding(saved, checkpoint.get(f"{key}_classes"), given, hparams_file is not None)
+    plain = dict(checkpoint.get(key) or {})
+    saved = _as_they_were(cls, plain, checkpoint.get(f"{key}_classes"), given)
     if hparams_file is not None:
-        saved = _read_file(hparams_file)
+        saved = _of_file(cls, hparams_file, saved, plain)
     saved = without_cli_keys(cls, saved, given)
     parameters = inspect.signature(cls.__init__).parameters
-    whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
-    found = _taken(cls, parameters, whole, saved, given)
+    found = _taken(cls, parameters, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME), saved, given)
     _check_complete(cls, list(parameters.values())[1:], found)
-    plain = {name: value for name, value in found.items() if name not in given}
-    rebuilt = _rebuilt_arguments(cls, plain, whole, rebuilding)
-    return {**found, **rebuilt}, [name for name in rebuilt if _is_suspect(name, plain[name], rebuilt[name], rebuilding)]
-
-
-def _is_suspect(name: str, saved: object, rebuilt: object, rebuilding: Rebuilding) -> bool:
-    """Whether an argument may be other than it was: left plain, or made of a class that only its annotation tells."""
-    if rebuilding.complete:
-        return name in rebuilding.left
-    return isinstance(rebuilt, (dict, list, tuple)) or rebuilt is not saved
-
-
-def make(cls: type[T], arguments: dict[str, Any], suspects: list[str]) -> T:
-    """``cls(**arguments)``; where that fails, an error that says which of them may be other than they were.
-
-    Args:
-        cls: what is made.
-        arguments, suspects: as of `init_arguments`.
-
-    Raises:
-        MisconfigurationException: with what to give.
-    """
-    build: Callable[..., T] = cls
-    try:
-        return build(**arguments)
-    except (AttributeError, TypeError, KeyError) as error:
-        if not suspects:
-            raise
-        raise MisconfigurationException(
-            f"{cls.__name__}.load_from_checkpoint: {cls.__name__}.__init__ failed ({type(error).__name__}: {error}). A "
-            f"checkpoint holds hyperparameters in their plain form, and {', '.join(map(repr, suspects))} came back as "
-            f"{type(arguments[suspects[0]]).__name__}: annotate the argument with its class, a dataclass say, and it "
-            f"is made again, or give it: {cls.__name__}.load_from_checkpoint(path, {suspects[0]}=...)."
-        ) from error
+    return found
 
 
 def _say_left_out(cls: type, names: list[str], known: list[str]) -> None:

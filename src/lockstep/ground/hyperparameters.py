@@ -82,8 +82,8 @@ class HyperparametersMixin:
         :attr:`hparams` keeps the objects; a checkpoint, which carries no code, holds their plain form (a path as a
         string, an ``Enum`` as its value, a ``Namespace`` or dataclass as a dict) and the names of their classes.
         ``load_from_checkpoint`` makes the same of them again: a path, ``Namespace`` or frozen set always, an object of
-        your own class where the argument's annotation names it, or a base of it. Without an annotation the plain form
-        stays, which is said; one that names other classes is an error. A module is left out: its weights are there.
+        your own class where the argument's annotation names it, or a base of it. Otherwise the plain form stays, and
+        a warning says so. A module is left out: its weights are there.
 
         Called in a base class, this collects the arguments of the subclasses' ``__init__`` too (where names meet, the
         outermost call wins). Several calls add to what is there.
@@ -169,7 +169,7 @@ def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | No
         return found, "kwargs" if found else None
     containers = [arg for arg in args if not isinstance(arg, str)]
     if len(containers) == 1:
-        return containers[0], next((n for n, value in found.items() if _same(value, containers[0])), None)
+        return containers[0], next((n for n, value in found.items() if is_same(value, containers[0])), None)
     if containers:
         raise MisconfigurationException(
             f"save_hyperparameters() was given {len(containers)} containers; give it names of arguments, or "
@@ -184,12 +184,13 @@ def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | No
     return {name: found[name] for name in args}, "kwargs"
 
 
-def _same(value: object, container: object) -> bool:
+def is_same(value: object, container: object) -> bool:
+    """Return True if two values are of one class and equal; False for those that cannot be compared."""
     if value is container:
         return True
     try:
         return type(value) is type(container) and bool(value == container)
-    except (RuntimeError, ValueError):  # tensors and arrays inside have no single truth value
+    except (RuntimeError, TypeError, ValueError):  # tensors and arrays inside have no single truth value
         return False
 
 
@@ -243,7 +244,7 @@ def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:
         if not getattr(source, "_log_hyperparams", False):
             continue
         for name, value in source.hparams_initial.items():
-            if name in merged and not _same(merged[name], value):
+            if name in merged and not is_same(merged[name], value):
                 raise MisconfigurationException(
                     f"The hyperparameter {name!r} is {merged[name]!r:.100} in the module and {value!r:.100} in the "
                     "data module, so that loggers cannot tell which: rename one, or keep one of the two to itself by "
