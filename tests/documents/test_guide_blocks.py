@@ -42,7 +42,8 @@ def test_every_code_block_of_the_guide_stands_here() -> None:
 
 
 def test_every_part_of_a_block_is_run_by_a_test() -> None:
-    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    folders = (Path(__file__).parent, Path(__file__).parents[1] / "extensions")
+    tests = "".join(path.read_text() for folder in folders for path in folder.rglob("test_*_blocks.py"))
     names = [name for name, value in vars(guide).items() if name.isupper() and isinstance(value, str)]
     assert {text for block in guide.BLOCKS for text in block} == {getattr(guide, name) for name in names}
     assert [name for name in names if not re.search(rf"guide\.{name}\b", tests)] == []

@@ -16,7 +16,7 @@ from lockstep.loop.uncalled import EPOCH_ENDS
 from lockstep.names.former_methods import former_methods
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE = ROOT / "src" / "lockstep" / "cli" / "differences.json"
+FILE = ROOT / "src" / "lockstep" / "extensions" / "lightning" / "differences.json"
 PAGE = ROOT / "docs" / "from-lightning.md"
 
 RANKS = ("flag Trainer(devices)", "flag Trainer(strategy)", "flag Trainer(num_nodes)", "flag Trainer(gpus)")

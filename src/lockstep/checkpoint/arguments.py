@@ -186,8 +186,11 @@ def _of_file(cls: type, path: str | PathLike[str], saved: dict[str, Any], plain:
     """
     from lockstep.loggers.base import as_yaml
 
-    found = _read_file(path)
-    written = plain if fspath(path).endswith(".csv") else plain_yaml.parse(as_yaml(saved))
+    found, written = _read_file(path), plain
+    if not fspath(path).endswith(".csv"):
+        import yaml  # type: ignore[import-untyped]  # there: the file was read with it
+
+        written = yaml.safe_load(as_yaml(saved))
     for name in [name for name in found if name in saved]:
         if repr(found[name]) == repr(written[name]):
             found[name] = saved[name]

@@ -123,8 +123,6 @@ class Engine:
         shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
         step_device: where steps run while parameters are on several devices; None: where the parameters are.
-        saves_memory_by: what is in use of "recomputation", "sharded optimizer", "sharded parameters" and
-            "offload".
     """
 
     launcher: str | None = None
@@ -152,7 +150,6 @@ class Engine:
         self.context: Callable[[], AbstractContextManager[Any]] | None = None
         self._own_backward: Callable[..., Any] | None = None
         self._recomputation = Recomputation(type(self).__name__)
-        self.saves_memory_by: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has; engines leave out what works with a process group, or belongs to the call that runs.
@@ -216,8 +213,6 @@ class Engine:
             self._recomputation = Recomputation(type(self).__name__, *asked)
         except ValueError as error:
             raise MisconfigurationException(f"{error}.") from None
-        if self._recomputation.is_on:
-            self.saves_memory_by.add("recomputation")
 
     def _begin_recomputation(self) -> None:
         """Recompute the layers that the strategy was asked for, and those in torch's wrappers."""

@@ -177,7 +177,6 @@ class DDPStrategy(RankedStrategy):
         )
         self.undoes_steps = self._hook is None and not shard_optimizer  # hooks keep errors, and owners states
         if shard_optimizer:
-            self.saves_memory_by.add("sharded optimizer")
             check_options(self._hook is not None and self._hook.is_local)
         self._owned: OwnedOptimizers | None = None
         self._reducer: Reducer | None = None

@@ -151,7 +151,6 @@ class FSDPStrategy(ShardedStrategy):
             )
         self._given_mesh = device_mesh
         self._offloads = self.keeps_parameters_on_cpu = _is_on("cpu_offload", cpu_offload, "offload_params")
-        self.saves_memory_by |= {"sharded parameters", "sharded optimizer", *(["offload"] if self._offloads else [])}
         self._mixed = mixed_precision
         if mixed_precision is not None:
             _mixed_policy(mixed_precision)  # what it cannot be is said here
@@ -194,7 +193,6 @@ class FSDPStrategy(ShardedStrategy):
         made = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
         made.launcher = self.launcher
         made.plugins, made._nccl, made._recomputation = self.plugins, self._nccl, self._recomputation
-        made.saves_memory_by |= self.saves_memory_by & {"recomputation"}
         return made
 
     # -- set up

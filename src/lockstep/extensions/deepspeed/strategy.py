@@ -20,7 +20,6 @@ from lockstep.checkpoint.engine_folder import Place, is_engines
 from lockstep.checkpoint.first_values import fill, stand_in
 from lockstep.checkpoint.flat_part import FlatPart
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
-from lockstep.checkpoint.sharded_io import EngineCheckpointIO
 from lockstep.cluster.local import told_local_rank
 from lockstep.cluster.world import World
 from lockstep.engines.ddp.consistency import broadcast_buffers, check_same_module
@@ -31,6 +30,7 @@ from lockstep.engines.sharded.strategy import ShardedStrategy
 from lockstep.extensions.deepspeed import config as settings
 from lockstep.extensions.deepspeed import folder as deepspeed_folder
 from lockstep.extensions.deepspeed import package
+from lockstep.extensions.deepspeed.checkpoint_io import EngineCheckpointIO
 from lockstep.extensions.deepspeed.partition import partition, put, span
 from lockstep.ground import comm
 from lockstep.ground.combined import CombinedOptimizer
@@ -177,10 +177,6 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._config = settings.merged(settings.whole_numbers(given), self._user)
         zero = self._config[settings.ZERO]
         self._stage = int(zero["stage"])
-        self.saves_memory_by |= {"sharded optimizer", *(["sharded parameters"] if self._stage == 3 else [])}
-        offloaded = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
-        if offloaded != ["none", "none"]:
-            self.saves_memory_by.add("offload")
         if offload_parameters and self._stage != 3:
             rank_zero_info(
                 f"DeepSpeedStrategy(offload_parameters=True, stage={self._stage}) has no effect: parameters are whole "
