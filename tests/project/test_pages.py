@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.fresh import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,6 +66,26 @@ def test_a_strategy_of_ones_own_gives_the_numbers_of_one_process(ranks: RankPool
         weights.append(float(re.findall(r"weight (\S+)", done[0].stdout)[0]))
     assert weights[0] == pytest.approx(weights[1], abs=1e-6)
     assert weights[0] != 0
+
+
+def test_a_package_brings_a_strategy_and_a_command(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "extending.md").read_text().partition("## A package of its own")[2]
+    (project,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "pyproject.toml").write_text(project)
+    (tmp_path / "package" / "lockstep_timed.py").write_text(EXTENDING["A package of its own"][0])
+    pip = ("-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    done = python(*pip, "--target", tmp_path / "site", tmp_path / "package", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    installed = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    fit = 'Trainer(accelerator="cpu", devices=2, strategy="ddp_timed", max_steps=4, logger=False).fit(Line(), loader)\n'
+    (tmp_path / "train.py").write_text(MODEL + fit)
+    done = python("train.py", folder=tmp_path, PYTHONPATH=installed)
+    assert done.returncode == 0, done.stderr
+    done = python("-m", "lockstep", "timed", folder=tmp_path, PYTHONPATH=installed)
+    assert re.fullmatch(r"4 updates, \d\.\d+ s each\n", done.stdout), done.stderr
+    done = python("-m", "lockstep", "--help", folder=tmp_path, PYTHONPATH=installed)
+    assert re.search(r"^  timed +a command of lockstep-timed 1\.0$", done.stdout, re.MULTILINE)
 
 
 def test_ranks_of_a_grid(ranks: RankPool, tmp_path: Path) -> None:
