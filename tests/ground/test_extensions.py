@@ -159,7 +159,7 @@ def test_other_distributions_bring_strategies_and_commands(tmp_path: Path) -> No
         tmp_path,
         "quiet",
         "[lockstep.strategies]\nquiet = quiet:Quiet\ntwice = quiet:Quiet\nnothing = quiet:Never\n"
-        "number = quiet:int\nddp = quiet:Quiet\n[lockstep.commands]\nhello = quiet:hello\n",
+        "number = quiet:int\nddp = quiet:Quiet\n[lockstep.commands]\nhello = quiet:hello\nenv = quiet:hello\n",
     )
     distribution(tmp_path, "loud", "[lockstep.strategies]\ntwice = loud:Quiet\n")
     distribution(tmp_path, "broken", "[lockstep.strategies]\nbroken = broken:Quiet\n", "raise OSError('no card')")
@@ -168,6 +168,7 @@ def test_other_distributions_bring_strategies_and_commands(tmp_path: Path) -> No
     lines = run.stdout.splitlines()
     assert lines[:3] == ["Quiet", "hello world", "0"]
     assert "  hello      a command of quiet 1.5" in lines
+    assert sum(line.startswith("  env ") and "quiet" not in line for line in lines) == 1
     said = {line.partition(":")[0]: line for line in lines[4:]}
     claimed = "twice: the strategy 'twice' is claimed by loud 1.5 and by quiet 1.5: uninstall one of them."
     assert said["twice"] == claimed

@@ -94,8 +94,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 
 def _all_commands() -> dict[str, str]:
-    """Every command with a line of help: those of the core first."""
-    return COMMANDS | commands()
+    """Every command with a line of help: those of the core first, whose names nobody can take."""
+    return COMMANDS | {name: line for name, line in commands().items() if name not in COMMANDS}
 
 
 def _help() -> str:
