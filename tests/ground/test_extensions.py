@@ -113,6 +113,56 @@ def test_what_is_of_a_deleted_extension_is_missing_by_name(without: Path) -> Non
     assert call.startswith("MissingExtension: the service 'trainer.verify' is of the extension 'verify'")
 
 
+TRAIN = """
+import hashlib, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import lockstep
+from lockstep.callbacks import ModelCheckpoint
+
+class Line(lockstep.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+assert lockstep.__file__.startswith(sys.argv[1]), lockstep.__file__
+lockstep.seed_everything(1, verbose=False)
+loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4, shuffle=True)
+saves = ModelCheckpoint("saved", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+trainer = lockstep.Trainer(accelerator="cpu", devices=2, strategy=sys.argv[2], max_steps=8, callbacks=saves,
+                           logger=False, enable_progress_bar=False, enable_model_summary=False)
+model = Line()
+trainer.fit(model, loader, ckpt_path=sys.argv[3] if len(sys.argv) > 3 else None)
+weights = trainer.strategy.save(weights_only=True).module
+if trainer.is_global_zero:
+    print("weights", hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest())
+    print("extensions", [name for name in sys.modules if name.startswith("lockstep.extensions.")])
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_train_save_and_resume_without_extensions(strategy: str, without: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    said = []
+    for more in ([], ["saved/step=3.ckpt"]):
+        run = python("train.py", str(without), strategy, *more, folder=tmp_path, PYTHONPATH=str(without))
+        assert run.returncode == 0, run.stderr
+        said.append([line for line in run.stdout.splitlines() if line.startswith(("weights", "extensions"))])
+    assert said[0] == said[1]
+    assert len(said[0]) == 2
+
+
+def test_a_fit_imports_no_extension(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    run = python("train.py", str(FOLDER.parent), "ddp", folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "extensions []"
+
+
 # -- of others -----------------------------------------------------------------------------------------------
 
 MODULE = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guards.border import crossings
+from tests.guards.border import between, crossings
 from tests.guards.source import PROJECT, Source, Sources, house, imports, numbers, read
 
 # Part -> floor. A part is a folder or file directly under lockstep/; it imports from its floor or below.
@@ -322,6 +322,10 @@ def test_no_crossing_is_allowed_that_is_gone() -> None:
         used |= {(engines_file(source.module), engines_file(name)) for _, name in inner_imports(source, house())}
     listed = {(file, other) for file, others in CROSSINGS.items() for other in others.split()}
     assert listed - used == set()
+
+
+def test_extensions_import_no_other_extension() -> None:
+    assert list(between(house())) == []
 
 
 def test_the_architecture_page_names_every_part() -> None:
