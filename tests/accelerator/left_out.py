@@ -51,7 +51,6 @@ LEFT_OUT = {
     "tests/loop/test_empty_shares.py::test_a_padding_batch_leaves_no_trace_in_the_module": THEIRS,
     "tests/loop/test_metrics.py::test_a_metric_that_the_user_computes_on_a_rank*": THEIRS,
     "tests/loop/test_ready_made.py::test_a_list_of_ready_made_nests_was_taken_for_several*arrays*": THEIRS,
-    "tests/loop/test_mistakes.py::*Resized*": THEIRS,
     "tests/loop/test_balance.py::test_a_step_that_is_measured_has_one_frame*": CPUS,
     "tests/loop/test_balance.py::test_a_resume_goes_on_with_the_shares*": SLOWER,
     "tests/loop/test_balance.py::test_a_checkpoint_of_a_balanced_run_goes_on*": SLOWER,

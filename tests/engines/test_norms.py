@@ -270,18 +270,6 @@ def test_it_is_refused_where_one_process_drives_all_devices() -> None:
         quiet(strategy="dp", devices=2, sync_batchnorm=True)
 
 
-def lonely(flags: dict[str, Any], length: int) -> str:
-    with pytest.raises(ValueError, match="more than 1 value per channel") as error:
-        fit(seeded(), length, **flags)
-    return str(error.value)
-
-
-def test_a_rank_with_one_sample_learns_of_both_ways_out(ranks: RankPool) -> None:
-    for said in ranks(2).run(lonely, {}, 10, timeout=40):
-        assert "drop_last=True" in said
-        assert "sync_batchnorm=True" in said
-
-
 def lonely_fit() -> None:
     fit(seeded(), 9, sync_batchnorm=True)
 
@@ -289,9 +277,3 @@ def lonely_fit() -> None:
 def test_one_sample_for_all_ranks_together_cannot_be_normalized(ranks: RankPool) -> None:
     with pytest.raises(Exception, match=r"all ranks together have 1[\s\S]*drop_last=True"):
         ranks(2).run(lonely_fit, timeout=40)
-
-
-def test_one_process_with_one_sample_learns_of_drop_last() -> None:
-    trainer = quiet(max_epochs=1, num_sanity_val_steps=0)
-    with pytest.raises(ValueError, match=r"more than 1 value per channel.*drop_last=True"):
-        trainer.fit(Normed().double(), rows(5)(4), rows(4)(4))

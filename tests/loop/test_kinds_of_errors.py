@@ -42,11 +42,6 @@ class Scheduled(BoringModel):
         return [optimizer], [{"scheduler": self.make(optimizer), **self.entry}]
 
 
-class Wants(BoringModel):
-    def validation_step(self, batch: Any, batch_idx: int, loader: int) -> None:  # type: ignore[override]
-        pass
-
-
 class ClipsByWord(BoringModel):
     def configure_gradient_clipping(self, optimizer: Any, *settings: Any) -> None:
         self.clip_gradients(optimizer, "much")  # type: ignore[arg-type]
@@ -65,12 +60,11 @@ def loader() -> DataLoader[Any]:
         lambda: Trainer(accelerator="cpu", devices=[0, 1]),
         lambda: quiet(max_steps=1).fit(ClipsByWord(), loader()),
         lambda: quiet(max_steps=1).fit(Scheduled(NoState), loader()),
-        lambda: quiet().validate(Wants(), loader()),
         lambda: quiet().fit(BoringModel(), object()),
         lambda: quiet().validate(BoringModel(), object()),
         lambda: quiet().predict(BoringModel(), {"a": 3}),
     ],
-    ids=["module", "no module", "flag", "devices", "clipping", "scheduler", "step", "train", "val", "predict"],
+    ids=["module", "no module", "flag", "devices", "clipping", "scheduler", "train", "val", "predict"],
 )
 def test_what_is_of_a_wrong_type_is_a_type_error_too(mistake: Callable[[], Any]) -> None:
     with pytest.raises(TypeError) as caught:

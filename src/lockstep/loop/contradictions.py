@@ -28,7 +28,7 @@ def check_contradictions(session: Session) -> None:
 
 def _check_averages(callbacks: Sequence[Callback]) -> None:
     """Two averages: each takes the other's for the weights, and only one is left in the module at the end."""
-    averages = [each for each in callbacks if each.averages_weights]
+    averages = [each for each in callbacks if each.averages_weights is True]  # a stand-in has every attribute
     if len(averages) > 1:
         names = " and ".join(type(each).__name__ for each in averages)
         raise MisconfigurationException(

@@ -138,10 +138,12 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
         return elsewhere
     rows = table()["pytorch"].get(name)
     reason: str | None = rows if isinstance(rows, Refused) else refusal(*name.rpartition(".")[::2])
-    reason = reason or extensions.absent(name)
     if reason is not None:
         # without its name: `from lockstep import fabric` would drop an error that says which module is missing
         raise ModuleNotFoundError(f"{fullname}: {reason}")
+    absent = extensions.absent(name)
+    if absent is not None:
+        raise ModuleNotFoundError(absent)
     return None if rows is None else ModuleSpec(fullname, _Names(), origin="lockstep.names", is_package=True)
 
 

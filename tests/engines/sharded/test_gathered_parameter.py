@@ -432,14 +432,3 @@ class PenaltyOfOwn(Penalty):
 
 def test_a_gradient_penalty_through_layers_of_the_modules_own_is_that_of_one_process(ranks: RankPool) -> None:
     agree(ranks, PenaltyOfOwn)
-
-
-def message(module: Callable[[], LightningModule]) -> str:
-    with pytest.raises(RuntimeError) as raised:
-        fitted(module)
-    return str(raised.value)
-
-
-def test_a_gradient_penalty_through_blocks_is_told_by_name(ranks: RankPool) -> None:
-    for found in ranks(2).run(partial(message, Penalty), timeout=60):
-        assert "Gradients of gradients" in found

@@ -871,7 +871,7 @@ def test_the_package_has_lightnings_names() -> None:
 
 
 def test_without_jsonargparse_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name == "lockstep.cli" or name.startswith("lockstep.cli.")]:
+    for name in [name for name in sys.modules if name.startswith(("lockstep.cli", "lockstep.extensions.lightning"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     with pytest.raises(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.run import COMMANDS, main, planned
+from lockstep.cli.run import main, planned
+from lockstep.ground.extensions import commands
 from tests.extensions.search.fake_slurm import FakeSlurm
 
 
@@ -112,4 +113,4 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["trials", "--help"])
     assert "--resubmit failed|preempted|unsubmitted|TRIAL" in capsys.readouterr().out
-    assert {"submit", "trials"} <= set(COMMANDS)
+    assert {"submit", "trials"} <= set(commands())

@@ -419,12 +419,12 @@ class DeepSpeedStrategy(ShardedStrategy):
             way = 'precision="32-true" or "bf16-mixed"'
         for callback in callbacks:
             name = type(callback).__name__
-            if callback.replaces_parameters:
+            if callback.replaces_parameters is True:
                 raise MisconfigurationException(
                     f"DeepSpeedStrategy with {name}: it puts other parameters in the place of those that the engine "
                     'trains: use strategy="ddp".'
                 )
-            if where is not None and callback.averages_weights:
+            if where is not None and callback.averages_weights is True:
                 raise MisconfigurationException(
                     f'DeepSpeedStrategy with {name}, which changes parameters: {where}. Use {way}, or strategy="fsdp".'
                 )

@@ -43,7 +43,7 @@ class Waiting:
         try:
             importlib.import_module("lockstep.ground.extensions").load("services", "Lightning's names").enter()
         except ModuleNotFoundError as error:
-            if error.name != "lockstep":
+            if (error.name or "").partition(".")[0] != "lockstep":
                 raise
             return False
         return True

@@ -34,7 +34,11 @@ class Net(L.LightningModule):
 def real_lightning():
     """Files of an installed Lightning that are imported."""
     files = [str(getattr(module, "__file__", "")) for module in list(sys.modules.values())]
-    return [file for file in files if any(f"/{name}/" in file for name in ("lightning", "pytorch_lightning"))]
+    return [
+        file
+        for file in files
+        if any(f"/{name}/" in file for name in ("lightning", "pytorch_lightning")) and "/lockstep/" not in file
+    ]
 
 
 if __name__ == "__main__":
