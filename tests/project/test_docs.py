@@ -130,7 +130,7 @@ def test_the_page_of_an_extension_names_its_files_and_links_to_what_is_there(fol
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_can_be_read(page: str) -> None:
     for language, code in re.findall(r"^```(\w*)\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE):
-        assert language in ("python", "bash", "yaml", "text", ""), language
+        assert language in ("python", "bash", "yaml", "toml", "text", ""), language
         if language == "python":
             compile(code, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         elif language == "bash":
