@@ -20,6 +20,8 @@ FILE = Path(__file__).with_name("names.json")
 PLACES = ("README.md", "docs/*.md", "examples/*.py")
 TOOLS = {"lockstep.testing.SharedCard"}
 """Tools of the tests, which a page names to say how something was measured: they may move out of the package."""
+GROUPS = {"lockstep.commands"}
+"""Groups of entry points that are not modules."""
 DOTTED = re.compile(r"(?<![\w./-])lockstep(?:\.[A-Za-z_]\w*)+")
 IMPORTED = re.compile(r"from (lockstep[\w.]*) import (\w+(?:, \w+)*)")
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -51,7 +53,7 @@ def in_text(text: str, python: bool = False) -> set[str]:
         found |= {f"{module}.{name}" for name in names.split(", ")}
     for code in [text] if python else PYTHON.findall(text):
         found |= set(in_code(list(ast.walk(ast.parse(code)))))
-    return {name for name in found - TOOLS if name.startswith("lockstep.")}
+    return {name for name in found - TOOLS - GROUPS if name.startswith("lockstep.")}
 
 
 def in_the_project() -> dict[str, list[str]]:

@@ -16,6 +16,7 @@ from tests.guards.source import house, parsed
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 PAGES = sorted(str(page.relative_to(ROOT)) for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+EXTENSIONS = sorted(str(page.parent.relative_to(ROOT)) for page in PACKAGE.glob("extensions/*/__init__.py"))
 PROSE = re.compile(r"```.*?```", re.DOTALL)
 
 
@@ -116,10 +117,20 @@ def test_every_page_is_reached_from_the_readme() -> None:
     assert set(PAGES) - reached == set()
 
 
+@pytest.mark.parametrize("folder", EXTENSIONS)
+def test_the_page_of_an_extension_names_its_files_and_links_to_what_is_there(folder: str) -> None:
+    text = text_of(f"{folder}/README.md")
+    assert broken_links(text, ROOT / folder) == []
+    files = {path.relative_to(ROOT / folder).as_posix() for path in (ROOT / folder).rglob("*.py")}
+    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)}
+    assert named == {file for file in files if not file.endswith("__init__.py")}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_can_be_read(page: str) -> None:
     for language, code in re.findall(r"^```(\w*)\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE):
-        assert language in ("python", "bash", "yaml", "text", ""), language
+        assert language in ("python", "bash", "yaml", "toml", "text", ""), language
         if language == "python":
             compile(code, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         elif language == "bash":
