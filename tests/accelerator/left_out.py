@@ -91,7 +91,6 @@ LEFT_OUT = {
     "tests/loop/test_resume_on_others.py::*Table*": SPARSE,
     "tests/engines/sharded/test_gathered_dtype.py::test_a_rank_alone_has*GRU*": LACKS,
     "tests/checkpoint/test_export.py::test_one_process_saves*mixtral*": LACKS,
-    "tests/loop/test_compile_layers.py::test_without_a_compiler*": CPUS,
 }
 """Patterns of the tests' names, and the reason, on the made-up device."""
 

@@ -375,13 +375,6 @@ class LikeMuon(Net):
         return made(self.parameters(), 0.1)
 
 
-class Vectors(Net):
-    """Gives all parameters to Muon."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Muon(self.parameters())
-
-
 class Two(Net):
     """Returns two optimizers."""
 
@@ -393,14 +386,6 @@ def _refused(made: type[Net], strategy: Any) -> str:
     with pytest.raises(Exception) as said:  # of any kind: what it says is looked at
         quiet(max_steps=1, strategy=strategy(), devices=dist.get_world_size()).fit(made(), rows(24)(4))
     return str(said.value)
-
-
-def test_muon_with_a_vector_says_on_every_rank_whose_it_is_and_what_to_do(ranks: RankPool) -> None:
-    for strategy in (FSDPStrategy, DDPStrategy):
-        for said in ranks(2).run(_refused, Vectors, strategy):
-            assert "Vectors.configure_optimizers: Muon updates matrices" in said
-            assert "'net.0.bias'" in said
-            assert "CombinedOptimizer(Muon(" in said
 
 
 def test_an_unknown_optimizer_of_such_a_name_is_refused_until_it_is_declared(ranks: RankPool) -> None:
