@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.ground.device_numbers import widest
+from lockstep.ground.device import widest
 
 
 def floats(values: Sequence[Any]) -> list[float]:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lockstep.ground.device_numbers import widest
+from lockstep.ground.device import widest
 from lockstep.ground.moving import pinned
 
 Part: TypeAlias = tuple[float, float, float]

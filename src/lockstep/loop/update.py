@@ -11,7 +11,7 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 
 from lockstep.ground.closures import PlayedFirst, demands_closure, may_ignore, takes_closure
-from lockstep.ground.device_numbers import widest
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.loop.hooks import is_overridden, is_replaced
 from lockstep.loop.optimizers import LightningOptimizer
