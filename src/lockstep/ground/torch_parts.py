@@ -97,7 +97,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch.UntypedStorage._cdata",
-        "checkpoint/io.py ground/host_memory.py engines/ planner/trace.py",
+        "checkpoint/io.py ground/transfer.py engines/ planner/trace.py",
         "which tensors share memory",
         EVERYTHING,
     ),
@@ -147,7 +147,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch._C._storage_Use_Count",
-        "ground/host_memory.py engines/ddp/bucket.py",
+        "ground/transfer.py engines/ddp/bucket.py",
         "whether memory is used elsewhere",
         EVERYTHING,
     ),

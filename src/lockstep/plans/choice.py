@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_unflatten
 from lockstep.data.combined import unpack
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.memory_use import host_memory, total_memory
-from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import isolate_rng
+from lockstep.ground.transfer import move_data_to_device
 from lockstep.launch.environment import cores
 from lockstep.loop.hooks import Transfer
 from lockstep.memory.meter import readable
