@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter, is_lazy
 
-from lockstep.ground.tensor_groups import grouped
+from lockstep.ground.comm import grouped
 from lockstep.ground.transfer import has_pinned_memory
 
 TOGETHER = 2**24
