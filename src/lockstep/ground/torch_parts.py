@@ -251,7 +251,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(f"{_PARAM}._unsharded_param", "engines/", "the whole parameter, for its gradient's hooks", FSDP),
     Part(f"{_PARAM}._module_info", "engines/", "the layers that a parameter belongs to", FSDP),
-    Part("torch.distributed.tensor.DTensor._local_tensor", "ground/parts.py planner/trace.py", "a shard", FSDP),
+    Part("torch.distributed.tensor.DTensor._local_tensor", "ground/parameters.py planner/trace.py", "a shard", FSDP),
     Part(
         "torch.distributed.tensor._dtensor_spec.DTensorSpec", "engines/sharded/fully_shard.py", "shards of states", FSDP
     ),

@@ -40,8 +40,7 @@ from lockstep.ground import comm
 from lockstep.ground.compiled import has_compiled
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.overrides import innermost
-from lockstep.ground.parameters import beside, clip_by_value
-from lockstep.ground.parts import stands_in
+from lockstep.ground.parameters import beside, clip_by_value, stands_in
 from lockstep.ground.rank import does, rank_zero_info, warn_once
 from lockstep.ground.torch_parts import ONE_PROCESS, PIPELINES, refuse_without
 from lockstep.ground.types import LRSchedulerConfig
