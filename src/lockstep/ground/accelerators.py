@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lockstep.ground.device import device_module
 from lockstep.ground.errors import MisconfigurationException, WrongType
-from lockstep.ground.whole_numbers import whole_number
+from lockstep.ground.numbers import whole_number
 
 
 class Accelerator:
