@@ -13,8 +13,8 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.engines.optimizer_states import states_to_parameters
-from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.methods import kept
 from lockstep.ground.optimizers import PlayedFirst, takes_closure
 from lockstep.ground.parameters import DEEPSPEED, FSDP, PIPELINE, beside, clip_by_value, cut_by, plain_name, refuse_lazy
 from lockstep.ground.types import LRSchedulerConfig

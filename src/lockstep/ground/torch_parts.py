@@ -392,7 +392,7 @@ PARTS: tuple[Part, ...] = (
     Part("torch.nn.Module._call_impl", "engines/pipeline/chain.py", "forward with the hooks around it", PIPELINES),
     Part(
         "torch.nn.Module._compiled_call_impl",
-        "ground/compiled.py engines/ddp/container.py",
+        "ground/methods.py engines/ddp/container.py",
         "module.compile()",
         COMPILE,
     ),

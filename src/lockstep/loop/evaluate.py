@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
 from lockstep.data.feed import EvaluationFeed
 from lockstep.ground.columns import padded
-from lockstep.ground.copies import kept
+from lockstep.ground.methods import kept
 from lockstep.ground.rank import warn_once
 from lockstep.ground.seed import random_states_of
 from lockstep.ground.transfer import move_data_to_device

@@ -37,9 +37,8 @@ from lockstep.engines.pipeline.times import StageTimes
 from lockstep.engines.pipeline.weights import WholeModule
 from lockstep.engines.ranks import HALF_AN_HOUR, RankedStrategy
 from lockstep.ground import comm
-from lockstep.ground.compiled import has_compiled
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.overrides import innermost
+from lockstep.ground.methods import has_compiled, innermost
 from lockstep.ground.parameters import beside, clip_by_value, stands_in
 from lockstep.ground.rank import does, rank_zero_info, warn_once
 from lockstep.ground.torch_parts import ONE_PROCESS, PIPELINES, refuse_without
