@@ -22,7 +22,7 @@ from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.device import make_current, widest
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.fork import protect_forks
+from lockstep.ground.fork_and_exit import protect_forks
 from lockstep.ground.parameters import beside, state_dicts_without
 from lockstep.ground.tree import tensors_in
 from lockstep.memory.recompute import Layers, Policy, Save

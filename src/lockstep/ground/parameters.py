@@ -1,7 +1,6 @@
-"""Parameters: the norms of their gradients, clipping by value, the names under which a module has and takes them, the part
-that is on this rank.
+"""Parameters: norms of their gradients, clipping by value, names under which a module has and takes them, their parts.
 
-The part of a DTensor is its own shard; of weights that another rank holds it is nothing.
+The part of a tensor is what this rank has: of a DTensor its own shard, of weights that another rank holds nothing.
 """
 
 from __future__ import annotations
