@@ -53,7 +53,7 @@ from lockstep.ground.errors import MisconfigurationException, NotThere
 from lockstep.ground.extensions import load
 from lockstep.ground.methods import kept
 from lockstep.ground.rank import rank_zero_only, warn_once
-from lockstep.ground.tried import warn_of_untried_torch
+from lockstep.ground.torch_support import warn_of_untried_torch
 from lockstep.ground.types import RunningStage, TrainerFn, Verified
 from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher

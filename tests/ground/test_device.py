@@ -25,8 +25,8 @@ from lockstep.ground.accelerators import (
 )
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.memory_use import garbage_collection_cuda, is_oom_error
+from lockstep.ground.torch_support import untried
 from lockstep.ground.transfer import move_data_to_device, recursive_detach
-from lockstep.ground.tried import untried
 
 META = torch.device("meta")
 

@@ -1,4 +1,4 @@
-"""Forks and exits beside torch's threads, and files that the script has open where a process does not end as Python does.
+"""Forks and exits beside torch's threads, and open files of the script where a process does not end as Python does.
 
 A forked child must not begin its life with a lock that nobody will open, and no process may end while such a thread
 still wants the interpreter.

@@ -29,7 +29,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.optimizers import CombinedOptimizer, by_parts
 from lockstep.ground.parameters import clip_by_value, takes_names_as_they_are
 from lockstep.ground.rank import does
-from lockstep.ground.torch_parts import FSDP, refuse_without
+from lockstep.ground.torch_support import FSDP, refuse_without
 from lockstep.ground.transfer import has_pinned_memory
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.memory.recompute import Layers, Save
