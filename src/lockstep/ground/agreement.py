@@ -55,8 +55,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
-from lockstep.ground.pages import close_handle, common_pages, host_number, on_one_host
 from lockstep.ground.rank import waits
+from lockstep.ground.shared_pages import close_handle, common_pages, host_number, on_one_host
 
 BITS = 63
 """How many flags can be registered."""
