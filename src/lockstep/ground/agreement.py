@@ -32,8 +32,8 @@ window takes seconds.
 In both, what is agreed on is the number of the window in which the bit was wanted, so that `ConsensusFlags.lower`
 answers every request up to now, on whichever rank, and what was asked for later still counts.
 
-**The largest of each number over all ranks** (`HostMaximum`), begun at one boundary and read at a later one.
-Ranks of one host write into a page that they share. One of them, the host's leader, exchanges what is largest there
+**The largest of each number over all ranks** (`HostMaximum`), begun at one boundary and read at a later one:
+ranks of one host write into a page that they share. One of them, the host's leader, exchanges what is largest there
 with the leaders of other hosts: eight of them by messages to each other, more along a tree of eights. The messages go
 over the connections that the ranks' group has, where that is a gloo group.
 """

@@ -1,5 +1,8 @@
 """Collectives that also answer at world size 1: without a process group, a world of one rank is taken.
 
+Every function that communicates takes a process group or ``None``, the default group. Tensors are made contiguous
+before they travel: gloo reduces a strided view wrongly and says nothing. Ranks (``src``) are counted within the group.
+
 With them: torch's collectives as a table, how logged values are reduced, objects as bytes for other processes, and
 groups of tensors that are copied or sent as one.
 

@@ -1,5 +1,4 @@
-"""Numbers: tensors searched for NaN and Inf, values as Python's numbers, and whole numbers as scripts and configs write
-them.
+"""Numbers: the search of tensors for NaN and Inf, values as Python's numbers, whole numbers of scripts and configs.
 
 Values on a device become numbers by one copy: each copy waits for all that the device has yet to do.
 """

@@ -1,8 +1,7 @@
-"""The private parts of torch that lockstep uses: where, for what, since when, and what is refused without them.
+"""What lockstep needs of torch, and where this release was tried: releases of torch, and kinds of devices.
 
-A release may rename a private part. What needs it is then refused by name where it is asked for; all else goes on.
-
-Also where this release was tried: releases of torch, and kinds of devices.
+The private parts of torch that lockstep uses are listed with where, for what, since when, and what is refused without
+them. A release may rename one. What needs it is then refused by name where it is asked for; all else goes on.
 """
 
 from __future__ import annotations
