@@ -96,7 +96,7 @@ def cut(module: Any, layers: Any) -> None:
 def by_trainer(asked: str, folder: str, ranks: int) -> dict[str, float]:
     import lockstep
     from lockstep import LightningModule, Trainer
-    from lockstep.ground.parts import local_part, stands_in
+    from lockstep.ground.parameters import local_part, stands_in
     from lockstep.strategies import ModelParallelStrategy
 
     found: dict[str, float] = {}

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lockstep import Callback, LightningModule, Trainer
-from lockstep.ground import pages
+from lockstep.ground import shared_pages
 from lockstep.testing.pool import RankPool
 from tests.tools.scale import Cost, SimulatedRun, draw, meet
 from tests.tools.scale_messages import agree, reduce_logged
@@ -173,7 +173,7 @@ def real(path: str) -> tuple[int, int, int]:
     world = dist.get_world_size()
     dist.all_reduce(torch.ones(1))
     before = sockets()
-    with mock.patch.object(pages, "host", return_value=f"host {2 * dist.get_rank() // world}"):
+    with mock.patch.object(shared_pages, "host", return_value=f"host {2 * dist.get_rank() // world}"):
         Trainer(accelerator="cpu", strategy="ddp", devices=world, max_epochs=1, callbacks=[Save()], **flags).fit(
             Big(), DataLoader(torch.randn(3 * world, 850), 1)
         )

@@ -196,7 +196,7 @@ def write_tables(out: Path, commit: str) -> int:
     README.write_text(with_rows(README.read_text(), rows_of(found)))
     print(f"{PAGE.relative_to(ROOT)} and {README.relative_to(ROOT)} have the run of {found['began']}")
     if rows_of(found):
-        print(f'Put "{found["kind"]}" into RAN of src/lockstep/ground/tried.py, which goes with the table.')
+        print(f'Put "{found["kind"]}" into RAN of src/lockstep/ground/torch_support.py, which goes with the table.')
     return 0
 
 

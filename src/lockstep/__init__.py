@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.engines.owners import parameter_wise as parameter_wise
     from lockstep.extensions.search.cluster import SlurmCluster as SlurmCluster
     from lockstep.extensions.search.parser import HyperOptArgumentParser as HyperOptArgumentParser
-    from lockstep.ground.combined import CombinedOptimizer as CombinedOptimizer
+    from lockstep.ground.optimizers import CombinedOptimizer as CombinedOptimizer
     from lockstep.ground.seed import seed_everything as seed_everything
     from lockstep.loop.fit import Result as Result
     from lockstep.module import LightningModule as LightningModule
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Imported when they are asked for: the commands of a search need no torch, whose import takes 2 s.
 _FILES = {
     "Callback": "callbacks.base",
-    "CombinedOptimizer": "ground.combined",
+    "CombinedOptimizer": "ground.optimizers",
     "DataParallel": "engines.dp.replicas",
     "DistributedDataParallel": "engines.ddp.container",
     "LightningDataModule": "datamodule",

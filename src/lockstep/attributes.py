@@ -25,7 +25,7 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import Inner, no_inner_part
-from lockstep.ground.floats import floats
+from lockstep.ground.numbers import floats
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerState
 from lockstep.loggers.base import Logger
 from lockstep.loop.evaluate import EvaluationLoop

@@ -17,7 +17,7 @@ from lockstep.data.source import length_of
 from lockstep.ground.device import is_there
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import HyperparametersMixin
-from lockstep.ground.moving import move_data_to_device
+from lockstep.ground.transfer import move_data_to_device
 from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.ground.moving import move_data_to_device
+from lockstep.ground.transfer import move_data_to_device
 from lockstep.ground.types import STEP_OUTPUT
 
 

@@ -48,12 +48,12 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
 from lockstep.engines.table import check_balances, drives_all_devices, make_strategy
 from lockstep.ground.accelerators import Accelerator, find_accelerator
-from lockstep.ground.copies import kept
-from lockstep.ground.creating import creating
+from lockstep.ground.device import creating
 from lockstep.ground.errors import MisconfigurationException, NotThere
 from lockstep.ground.extensions import load
+from lockstep.ground.methods import kept
 from lockstep.ground.rank import rank_zero_only, warn_once
-from lockstep.ground.tried import warn_of_untried_torch
+from lockstep.ground.torch_support import warn_of_untried_torch
 from lockstep.ground.types import RunningStage, TrainerFn, Verified
 from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher

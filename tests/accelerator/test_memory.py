@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from lockstep.ground.device_memory import is_oom_error
+from lockstep.ground.memory_use import is_oom_error
 from tests.accelerator.on_device import on_device
 
 

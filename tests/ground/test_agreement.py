@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import agreement as module
-from lockstep.ground import pages
+from lockstep.ground import shared_pages
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.testing.pool import RankPool
 
@@ -30,7 +30,7 @@ def _flags(mode: str, every: int | None = None) -> ConsensusFlags:
     """Flags by "shared" memory, or by "messages", as where each rank has a host of its own."""
     if mode != "messages":
         return ConsensusFlags(every=every)
-    with mock.patch.object(pages, "host", return_value=str(dist.get_rank())):
+    with mock.patch.object(shared_pages, "host", return_value=str(dist.get_rank())):
         return ConsensusFlags(every=every)
 
 
@@ -98,7 +98,7 @@ def _sockets() -> set[str]:
 
 def _race_over_hosts(hosts: list[str], every: int | None, windows: int, seed: int) -> tuple[Any, int]:
     """The same, of ranks that are taken to be on these hosts; and the sockets that an agreement opens."""
-    with mock.patch.object(pages, "host", return_value=hosts[dist.get_rank()]):
+    with mock.patch.object(shared_pages, "host", return_value=hosts[dist.get_rank()]):
         _reduce()
         before = _sockets()
         agreement = ConsensusFlags(every=every)
@@ -143,7 +143,7 @@ def test_ranks_of_several_hosts_agree_over_the_sockets_that_they_have(
 
 def _race_without_reductions(hosts: list[str], every: int | None, windows: int) -> tuple[str, Any]:
     with (
-        mock.patch.object(pages, "host", return_value=hosts[dist.get_rank()]),
+        mock.patch.object(shared_pages, "host", return_value=hosts[dist.get_rank()]),
         mock.patch.object(module, "_shared_page", return_value=None),  # which needs reductions that hold up
     ):
         agreement = ConsensusFlags(every=every)
@@ -281,10 +281,10 @@ def test_now_answers_at_once_and_is_not_answered_again(ranks: RankPool, mode: st
 def _kind(hidden: bool) -> str:
     """The channel that is chosen; ``hidden``: as if rank 1 were on another host."""
     if hidden and dist.get_rank() == 1:
-        original, pages.host = pages.host, lambda: "elsewhere"
+        original, shared_pages.host = shared_pages.host, lambda: "elsewhere"
     agreement = ConsensusFlags()
     if hidden and dist.get_rank() == 1:
-        pages.host = original
+        shared_pages.host = original
     kind = type(agreement._channel).__name__
     agreement.close()
     return kind
@@ -297,10 +297,10 @@ def test_memory_on_one_host_messages_between_hosts(ranks: RankPool) -> None:
 
 def _unmapped() -> tuple[str, int]:
     if dist.get_rank() == 1:
-        original, pages._map = pages._map, lambda handle, size, part: None
+        original, shared_pages._map = shared_pages._map, lambda handle, size, part: None
     agreement = ConsensusFlags()
     if dist.get_rank() == 1:
-        pages._map = original
+        shared_pages._map = original
     kind = type(agreement._channel).__name__
     agreement.close()
     return kind, os.getpid()

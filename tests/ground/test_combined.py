@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon
 
 from lockstep import CombinedOptimizer
-from lockstep.ground.combined import by_parts, class_of, parts_of
+from lockstep.ground.optimizers import by_parts, class_of, parts_of
 
 
 def net() -> nn.Module:

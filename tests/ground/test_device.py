@@ -23,10 +23,10 @@ from lockstep.ground.accelerators import (
     find_accelerator,
     resolve_accelerator,
 )
-from lockstep.ground.device_memory import garbage_collection_cuda, is_oom_error
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.moving import move_data_to_device, recursive_detach
-from lockstep.ground.tried import untried
+from lockstep.ground.memory_use import garbage_collection_cuda, is_oom_error
+from lockstep.ground.torch_support import untried
+from lockstep.ground.transfer import move_data_to_device, recursive_detach
 
 META = torch.device("meta")
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from lockstep.ground import fork, installed
+from lockstep.ground import fork_and_exit, installed
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks
 
@@ -43,7 +43,7 @@ def test_a_fork_waits_for_a_thread_of_torchs_that_runs() -> None:
     busy = Busy(b"pt_gloo_runloop", 0.3)
     busy.start()
     busy.started.wait(10)
-    fork.wait_for_torch_threads()
+    fork_and_exit.wait_for_torch_threads()
     waited_until = time.monotonic()
     busy.join(10)
     assert waited_until >= busy.ended - 0.05  # what it still does at its end is Python's own
@@ -54,18 +54,18 @@ def test_other_threads_are_not_waited_for() -> None:
     busy = Busy(b"somebody's", 1.0)
     busy.start()
     busy.started.wait(10)
-    fork.wait_for_torch_threads()
+    fork_and_exit.wait_for_torch_threads()
     assert busy.ended == 0.0
     busy.join(10)
 
 
 @linux
 def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, "PATIENCE", 0.05)
+    monkeypatch.setattr(fork_and_exit, "PATIENCE", 0.05)
     busy = Busy(b"pt_gloo_runloop", 0.8)
     busy.start()
     busy.started.wait(10)
-    fork.wait_for_torch_threads()
+    fork_and_exit.wait_for_torch_threads()
     assert busy.ended == 0.0
     busy.join(10)
 
@@ -117,13 +117,13 @@ def test_a_child_leaves_its_parents_garbage_alone(how: str) -> None:
     in which it came upon memory that was pinned for a GPU, before lockstep had its say in the child, was aborted."""
     command = [sys.executable, "-c", BESIDE_GARBAGE, how]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "3\n"
-    assert subprocess.run([*command, str(fork.__file__)], capture_output=True, text=True).stdout == "0\n"
+    assert subprocess.run([*command, str(fork_and_exit.__file__)], capture_output=True, text=True).stdout == "0\n"
 
 
 ENDS = """
 import ctypes, hashlib, os, sys, threading, time, types
 package = types.ModuleType("lockstep"); package.__path__ = [sys.argv[1]]; sys.modules["lockstep"] = package
-from lockstep.ground.fork import settle_at_exit
+from lockstep.ground.fork_and_exit import settle_at_exit
 
 begun = threading.Event()
 
@@ -147,6 +147,6 @@ def test_a_process_does_not_end_while_a_thread_of_torchs_still_wants_the_interpr
     """A gloo group's thread that asks for the interpreter while it shuts down aborts the process: "terminate called
     without an active exception" after a script's last step. Python's own threads just end there. A busy machine can
     keep the thread from it for seconds."""
-    package = os.path.dirname(os.path.dirname(str(fork.__file__)))  # by itself: nothing here needs torch
+    package = os.path.dirname(os.path.dirname(str(fork_and_exit.__file__)))  # by itself: nothing here needs torch
     ended = subprocess.run([sys.executable, "-c", ENDS, package], capture_output=True, timeout=60, check=True)
     assert ended.stdout == b"let go"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.io import snapshot
-from lockstep.ground import host_memory
-from lockstep.ground.host_memory import HostMemory, ReusedCopies, power_of_two
+from lockstep.ground import transfer
+from lockstep.ground.transfer import HostMemory, ReusedCopies, power_of_two
 
 GPU = torch.device("cuda", 0)
 
@@ -28,8 +28,8 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
         made.append(weakref.ref(block))
         return block
 
-    monkeypatch.setattr(host_memory, "has_pinned_memory", lambda kind: kind == "cuda")
-    monkeypatch.setattr(host_memory, "_pinned", pinned)
+    monkeypatch.setattr(transfer, "has_pinned_memory", lambda kind: kind == "cuda")
+    monkeypatch.setattr(transfer, "_pinned", pinned)
     return made
 
 
@@ -40,7 +40,7 @@ def size_of(blocks: list[weakref.ref[Tensor]]) -> int:
 def test_blocks_are_little_more_than_what_is_in_them(
     blocks: list[weakref.ref[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "BLOCK", 2**16)
+    monkeypatch.setattr(transfer, "BLOCK", 2**16)
     memory = HostMemory(GPU)
     tensors = [torch.empty(shape) for shape in [(65, 65), (65,), (130, 129), (7, 3)] * 40]
     copies = [memory.like(tensor) for tensor in tensors]
@@ -82,7 +82,7 @@ def test_copies_of_a_checkpoint_lie_in_memory_that_is_used_again(
     blocks: list[weakref.ref[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As soon as the earlier checkpoint is written and let go of, and not before."""
-    monkeypatch.setattr(host_memory, "has_pinned_memory", lambda kind: True)
+    monkeypatch.setattr(transfer, "has_pinned_memory", lambda kind: True)
     weight, other = torch.arange(6.0), torch.ones(6)
     state = {"weight": weight, "part": weight[2:4], "other": other, "step": 3}
     memory = ReusedCopies()

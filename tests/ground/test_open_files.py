@@ -8,13 +8,13 @@ from tests.tools.fresh import python
 
 SCRIPT = """
 import gc, os
-from lockstep.ground.open_files import flush_open_files
+from lockstep.ground.fork_and_exit import flush_open_files
 
 parents = open("parents.csv", "w")
 parents.write("once")
 child = os.fork()
 if not child:
-    gc.freeze()  # as lockstep.ground.fork has it done
+    gc.freeze()  # as lockstep.ground.fork_and_exit has it done
     own = open("own.csv", "w")
     own.write("epoch,loss")
     raw = open("own.bin", "wb")

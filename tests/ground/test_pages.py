@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.ground import comm, pages
+from lockstep.ground import comm, shared_pages
 from lockstep.testing.pool import RankPool
 
 SIZE = 3 * 4096
@@ -22,13 +22,13 @@ def _own_files() -> list[str]:
 
 def _written(named: bool) -> tuple[bytes, str, list[str]]:
     """What a rank sees when each has written its number, where the pages lie, and what files there are."""
-    unnamed, rank = pages._unnamed, dist.get_rank()
+    unnamed, rank = shared_pages._unnamed, dist.get_rank()
     if named:
-        pages._unnamed = _refuse
+        shared_pages._unnamed = _refuse
     try:
-        found = pages.common_pages(None, SIZE, part=(rank * 4096, 4096))
+        found = shared_pages.common_pages(None, SIZE, part=(rank * 4096, 4096))
     finally:
-        pages._unnamed = unnamed
+        shared_pages._unnamed = unnamed
     assert found is not None
     comm.barrier()  # now rank 0, too, has returned
     where = os.readlink(f"/proc/self/fd/{found.handle}")
@@ -62,15 +62,15 @@ def test_a_file_is_taken_where_memory_needs_a_name_and_unlinked_at_once(ranks: R
 
 def _elsewhere() -> tuple[bool, bool, list[str]]:
     """Rank 1 in a container of its own: a process id means nothing to it, a file in common memory does."""
-    original = pages.space
+    original = shared_pages.space
     if dist.get_rank() == 1:
-        pages.space = lambda: "pid:[1]"
+        shared_pages.space = lambda: "pid:[1]"
     try:
-        named = pages.common_pages(None, SIZE)
-        folder, pages.FOLDER = pages.FOLDER, "/dev/no such folder"
-        nothing = pages.common_pages(None, SIZE)
+        named = shared_pages.common_pages(None, SIZE)
+        folder, shared_pages.FOLDER = shared_pages.FOLDER, "/dev/no such folder"
+        nothing = shared_pages.common_pages(None, SIZE)
     finally:
-        pages.space, pages.FOLDER = original, folder
+        shared_pages.space, shared_pages.FOLDER = original, folder
     assert named is not None
     os.close(named.handle)
     return True, nothing is None, _own_files()
@@ -86,7 +86,7 @@ def _full(on: int) -> tuple[bool, list[str]]:
     if dist.get_rank() == on:
         os.posix_fallocate = _refuse
     try:
-        return pages.common_pages(None, SIZE) is None, _own_files()
+        return shared_pages.common_pages(None, SIZE) is None, _own_files()
     finally:
         os.posix_fallocate = reserve
 
@@ -107,8 +107,8 @@ def test_a_full_memory_folder_is_passed_over(monkeypatch: pytest.MonkeyPatch, tm
         reserve(handle, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", full_twice)
-    monkeypatch.setattr(pages.tempfile, "gettempdir", lambda: str(tmp_path))
-    found = pages.common_pages(None, 4096, on_disk=True)
+    monkeypatch.setattr(shared_pages.tempfile, "gettempdir", lambda: str(tmp_path))
+    found = shared_pages.common_pages(None, 4096, on_disk=True)
     assert found is not None
     assert bytes(found.memory) == bytes(4096)
     os.close(found.handle)
@@ -126,9 +126,9 @@ def test_memory_is_reserved_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         reserve(handle, start, length)
 
     monkeypatch.setattr(os, "posix_fallocate", watched)
-    monkeypatch.setattr(pages, "PIECE", 2**14)
+    monkeypatch.setattr(shared_pages, "PIECE", 2**14)
     size = 3 * 2**14 + 8192
-    found = pages.common_pages(None, size, part=(4096, size - 4096))
+    found = shared_pages.common_pages(None, size, part=(4096, size - 4096))
     assert found is not None
     os.close(found.handle)
     assert max(length for _, length in pieces) == 2**14
@@ -138,16 +138,16 @@ def test_memory_is_reserved_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_file_of_another_process_of_that_id_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc may be that of another space, and a machine the copy of another, with the same numbers of files."""
-    ours, other = pages._make(pages._unnamed, 4096), pages._make(pages._unnamed, 4096)
+    ours, other = shared_pages._make(shared_pages._unnamed, 4096), shared_pages._make(shared_pages._unnamed, 4096)
     assert ours is not None
     assert other is not None
-    right = pages._open(ours[1])
+    right = shared_pages._open(ours[1])
     assert right is not None
     mistaken = other[1]._replace(path=ours[1].path, identity=ours[1].identity)
     opened: list[Any] = []
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", lambda *arguments: opened.append(arguments) or right)
-        assert pages._open(mistaken) is None
+        assert shared_pages._open(mistaken) is None
     assert opened == []
     for handle in (right, ours[0], other[0]):
         os.close(handle)
@@ -163,9 +163,9 @@ def test_a_file_that_somebody_has_tidied_away_is_no_error(monkeypatch: pytest.Mo
         gone.append(path)
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(pages, "_unnamed", _refuse)
+    monkeypatch.setattr(shared_pages, "_unnamed", _refuse)
     monkeypatch.setattr(os, "unlink", tidied)
-    found = pages.common_pages(None, 4096)
+    found = shared_pages.common_pages(None, 4096)
     assert found is not None
     os.close(found.handle)
     assert len(gone) == 1

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lockstep.ground.parts import box_in
+from lockstep.ground.parameters import box_in
 
 
 @dataclass

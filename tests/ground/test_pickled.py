@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from lockstep.engines import collectives
 from lockstep.engines.collectives import gather_on_zero
-from lockstep.ground import comm, pickled
-from lockstep.ground.pickled import packed, unpacked
+from lockstep.ground import comm
+from lockstep.ground.comm import packed, unpacked
 from lockstep.testing.pool import RankPool
 
 
@@ -24,15 +24,15 @@ def metric() -> SimpleNamespace:
 
 def _far() -> pytest.MonkeyPatch:
     """Takes this process's tensors for a device's: what comes to the CPU is one more."""
-    patch, own = pytest.MonkeyPatch(), pickled.on_host
+    patch, own = pytest.MonkeyPatch(), comm.on_host
 
     def on_host(value: torch.Tensor) -> torch.Tensor:
         moved = own(value)
         moved.data = moved.detach() + 1
         return moved
 
-    patch.setattr(pickled, "_HOSTS", ())
-    for module in (pickled, collectives):
+    patch.setattr(comm, "_HOSTS", ())
+    for module in (comm, collectives):
         patch.setattr(module, "on_host", on_host)
     return patch
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.ground.tensor_groups import ALONE, grouped
+from lockstep.ground.comm import ALONE, grouped
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 

@@ -12,9 +12,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "lockstep"
 
 CUDAS_ALONE = {
     "ground/accelerators.py": "CUDA's row of the accelerators, and its driver",
-    "ground/device_numbers.py": "what is known of CUDA, so that nothing is started in a process that only asks",
-    "ground/moving.py": "the same of pinned memory",
-    "ground/streams.py": "the same of futures",
+    "ground/device.py": "what is known of CUDA, so that nothing is started in a process that only asks",
+    "ground/transfer.py": "the same of pinned memory",
     "cli/env.py": "the CUDA that torch was built for",
     "cluster/nccl.py": "NCCL",
     "config/devices.py": "cuBLAS's workspaces",

@@ -8,10 +8,10 @@ from importlib import import_module
 
 import pytest
 
-from lockstep.ground import torch_parts
+from lockstep.ground import torch_support
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.extensions import is_there as is_installed
-from lockstep.ground.torch_parts import PARTS, Part, is_there, missing, refuse_without
+from lockstep.ground.torch_support import PARTS, Part, is_there, missing, refuse_without
 from lockstep.strategies import BalancedStrategy, FSDPStrategy, ModelParallelStrategy
 from tests.guards.border import extension_of
 from tests.guards.source import PACKAGE, house, names_made
@@ -94,8 +94,8 @@ def test_each_part_of_the_list_is_used_where_it_says(part: Part) -> None:
 
 
 def test_a_feature_whose_part_is_not_there_is_refused_by_name_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = Part("torch.nn.Module._of_another_release", "engines/", "a test", torch_parts.FSDP)
-    monkeypatch.setattr(torch_parts, "PARTS", (*PARTS, gone))
+    gone = Part("torch.nn.Module._of_another_release", "engines/", "a test", torch_support.FSDP)
+    monkeypatch.setattr(torch_support, "PARTS", (*PARTS, gone))
     missing.cache_clear()
     try:
         says = r"FSDPStrategy needs torch\.nn\.Module\._of_another_release \(a test\), which torch "
@@ -126,5 +126,5 @@ def test_what_is_there_is_found(name: str, there: bool) -> None:
 
 
 def test_nothing_is_refused_on_this_torch() -> None:
-    for feature in torch_parts.ASKED_FOR:
+    for feature in torch_support.ASKED_FOR:
         refuse_without(feature, feature, "never")

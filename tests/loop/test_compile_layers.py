@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks import Callback
-from lockstep.ground.compiled import CompiledForward, has_compiled
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.methods import CompiledForward, has_compiled
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Blocks

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep import LightningModule
 from lockstep.engines.ddp.hooks import PowerSGDState, power_sgd
 from lockstep.engines.owners import owners_of
-from lockstep.ground.device_memory import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.memory_use import is_oom_error
 from lockstep.memory.meter import Activations, MemoryUse, readable
 from lockstep.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from lockstep.testing import RankPool

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lockstep.ground.errors import MisconfigurationException, NonFiniteError
-from lockstep.ground.finite import not_finite
+from lockstep.ground.numbers import not_finite
 from lockstep.ground.rank import forget_warnings
 from lockstep.strategies import FSDPStrategy
 from lockstep.testing.pool import RankPool

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.balance.step_times import BACKWARD, DATA, FORWARD, PAUSE, WAITING, DeviceTimes, StepTimes
-from lockstep.ground.streams import TimedEvent
+from lockstep.ground.device import TimedEvent
 from lockstep.supervise.collective_trace import WAITS, wrapped
 from lockstep.testing.pool import RankPool
 from tests.loop.balanced import Clock

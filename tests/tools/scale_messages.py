@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
-from lockstep.ground.host_maximum import exchanged
+from lockstep.ground.agreement import exchanged
 from lockstep.loop.logged_rows import Rows, shown_value
 
 

@@ -132,7 +132,7 @@ def objects(device: str) -> Numbers:
 def exchanged(device: str) -> Numbers:
     """rows and maxima of all ranks"""
     from lockstep.ground import comm
-    from lockstep.ground.host_maximum import HostMaximum
+    from lockstep.ground.agreement import HostMaximum
 
     rank, world = dist.get_rank(), dist.get_world_size()
     heard = comm.RowsToCome([float(rank), 1.0]).read()

@@ -18,11 +18,10 @@ from lockstep.data.shares import Move, ShareControl
 from lockstep.data.window import Window
 from lockstep.engines.table import check_balances
 from lockstep.ground.comm import RowsToCome
-from lockstep.ground.device_memory import memory_held, memory_peak
+from lockstep.ground.device import has_timed_events
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.free_memory import free_memory
+from lockstep.ground.memory_use import free_memory, memory_held, memory_peak
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.ground.streams import has_timed_events
 from lockstep.ground.window_times import WindowTimes, typical
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.micro_batches import MicroBatches

@@ -15,8 +15,8 @@ from torch.compiler import is_compiling
 
 from lockstep.data.source import LoaderSource
 from lockstep.engines.strategy import Strategy
-from lockstep.ground.replaced import replace_until
-from lockstep.ground.streams import TimedEvent, current_stream, has_streams, timed_event
+from lockstep.ground.device import TimedEvent, current_stream, has_streams, timed_event
+from lockstep.ground.methods import replace_until
 from lockstep.ground.window_times import WindowTimes
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.micro_batches import MicroBatches

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.callbacks.base import Callback
-from lockstep.ground.device_memory import memory_stats
 from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.memory_use import memory_stats
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT

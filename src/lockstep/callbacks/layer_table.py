@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from lockstep.ground.columns import padded
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.parameters import whole_shape
 from lockstep.ground.rank import warn_once
 from lockstep.ground.seed import isolate_rng
+from lockstep.ground.text_table import padded
+from lockstep.ground.transfer import move_data_to_device
 from lockstep.ground.tree import tree_map
 
 UNKNOWN_SIZE = "?"

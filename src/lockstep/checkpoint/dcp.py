@@ -30,7 +30,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.storage import PathLike
-from lockstep.ground.parts import begins_of, is_cut_again, local_part
+from lockstep.ground.parameters import begins_of, is_cut_again, local_part
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a part of a tensor begins in the whole, and its size, in each dimension."""

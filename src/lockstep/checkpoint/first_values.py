@@ -17,7 +17,7 @@ from torch.nn.parameter import Parameter
 
 from lockstep.checkpoint import pretrained
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parts import box_of, local_part, stands_in
+from lockstep.ground.parameters import box_of, local_part, stands_in
 
 NO_RESET = (
     "{layer} has {name!r} on the meta device, and nothing that gives it values: add a method `reset_parameters` to "

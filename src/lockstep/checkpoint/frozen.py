@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.pretrained import FOLDER, shown
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import plain_name, state_dicts_without, whole_shape
-from lockstep.ground.parts import begins_of, local_part, stands_in
+from lockstep.ground.parameters import begins_of, local_part, plain_name, stands_in, state_dicts_without, whole_shape
 from lockstep.ground.rank import rank_zero_warn
 
 KEY = "base"

@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.checkpoint import format, sharded, storage
 from lockstep.checkpoint.storage import PathLike
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.host_memory import ReusedCopies
+from lockstep.ground.transfer import ReusedCopies
 
 # -- a copy that the run cannot change -----------------------------------------------------------------------
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
-from lockstep.ground.parameters import keep_dtype
-from lockstep.ground.parts import box_of, local_part
+from lockstep.ground.parameters import box_of, keep_dtype, local_part
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
 PLAN = "_lockstep_pretrained"

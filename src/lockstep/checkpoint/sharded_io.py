@@ -15,7 +15,7 @@ from lockstep.checkpoint.io import AsyncCheckpointIO, TorchCheckpointIO, snapsho
 from lockstep.checkpoint.storage import PathLike
 from lockstep.ground import comm
 from lockstep.ground.device import synchronize
-from lockstep.ground.host_memory import HostMemory
+from lockstep.ground.transfer import HostMemory
 
 
 class ShardedCheckpointIO(TorchCheckpointIO):

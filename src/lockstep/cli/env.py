@@ -14,7 +14,7 @@ from lockstep.cli.run import CommandParser
 from lockstep.cluster.detect import explained
 from lockstep.ground.accelerators import CUDAAccelerator
 from lockstep.ground.device import accelerator_kinds, device_name, devices_of
-from lockstep.ground.device_memory import total_memory
+from lockstep.ground.memory_use import total_memory
 from lockstep.launch.environment import cores, in_force
 
 ABOUT = """\

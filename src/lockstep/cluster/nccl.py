@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.ground.cuda_driver import cuda_driver_version
+from lockstep.ground.accelerators import cuda_driver_version
 from lockstep.ground.errors import MisconfigurationException
 
 # -- variables -----------------------------------------------------------------------------------------------

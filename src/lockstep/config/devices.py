@@ -16,7 +16,7 @@ from lockstep.config.run import RunConfig, check_writable, whole
 from lockstep.ground.accelerators import Accelerator
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.ground.tried import untried
+from lockstep.ground.torch_support import untried
 from lockstep.launch.environment import fix_cublas_workspaces
 
 # -- where a run takes place ---------------------------------------------------------------------------------

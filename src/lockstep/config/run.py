@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeGuard, get_args
 from lockstep.config.compile import CompileOptions, compile_options
 from lockstep.data.counting import batches_of_window
 from lockstep.ground.errors import MisconfigurationException, WrongType
+from lockstep.ground.numbers import whole_number
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.ground.whole_numbers import whole_number
 
 # -- names of flags ------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from lockstep.cluster.world import World
 from lockstep.data.source import Replicas
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
+from lockstep.ground.comm import on_host, packed, unpacked
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.pickled import on_host, packed, unpacked
 from lockstep.ground.rank import does
 from lockstep.ground.tree import tree_leaves, tree_map
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.io import snapshot
 from lockstep.engines.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.engines.collectives import ReplicaMap
-from lockstep.ground.copies import kept
+from lockstep.ground.methods import kept
 
 
 class Diverged(Protocol):

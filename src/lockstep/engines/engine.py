@@ -13,11 +13,10 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.engines.optimizer_states import states_to_parameters
-from lockstep.ground.closures import PlayedFirst, takes_closure
-from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import beside, clip_by_value, plain_name, refuse_lazy
-from lockstep.ground.parts import DEEPSPEED, FSDP, PIPELINE, cut_by
+from lockstep.ground.methods import kept
+from lockstep.ground.optimizers import PlayedFirst, takes_closure
+from lockstep.ground.parameters import DEEPSPEED, FSDP, PIPELINE, beside, clip_by_value, cut_by, plain_name, refuse_lazy
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.memory.recompute import Layers, Policy, Recomputation, Save
 from lockstep.module import LightningModule

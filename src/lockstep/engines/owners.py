@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.ground import comm
-from lockstep.ground.combined import parts_of
+from lockstep.ground.optimizers import parts_of
 from lockstep.ground.tree import tree_map
 
 # -- optimizers that work parameter by parameter -------------------------------------------------------------

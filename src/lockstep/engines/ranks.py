@@ -27,7 +27,7 @@ from lockstep.engines.strategy import Strategy
 from lockstep.ground import comm
 from lockstep.ground.accelerators import carries
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.fork import protect_forks, settle, settle_at_exit
+from lockstep.ground.fork_and_exit import protect_forks, settle, settle_at_exit
 from lockstep.ground.installed import EXIT_GROUP
 from lockstep.ground.rank import does, rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig

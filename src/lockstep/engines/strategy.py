@@ -20,10 +20,9 @@ from lockstep.engines.engine import Engine
 from lockstep.engines.gradients import Gradients
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
-from lockstep.ground.device import make_current
-from lockstep.ground.device_numbers import widest
+from lockstep.ground.device import make_current, widest
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.fork import protect_forks
+from lockstep.ground.fork_and_exit import protect_forks
 from lockstep.ground.parameters import beside, state_dicts_without
 from lockstep.ground.tree import tensors_in
 from lockstep.memory.recompute import Layers, Policy, Save

@@ -1,17 +1,21 @@
-"""Accelerators: the kinds of devices that a run can use, and the one that ``Trainer(accelerator=...)`` names."""
+"""Accelerators: the kinds of devices that a run can use, and the one that ``Trainer(accelerator=...)`` names.
+
+Also the values of ``Trainer(devices=...)`` (how many devices one names, and which), and the version of CUDA that the
+driver of this machine knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+import ctypes
+from collections.abc import Callable, Iterator, MutableSequence
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 
-from lockstep.ground.asked_devices import Devices, count_of, indices_of
-from lockstep.ground.cuda_driver import cuda_driver_version
 from lockstep.ground.device import device_module
 from lockstep.ground.errors import MisconfigurationException, WrongType
+from lockstep.ground.numbers import whole_number
 
 
 class Accelerator:
@@ -280,3 +284,65 @@ def _old_driver() -> str:
 
 def _make(name: str) -> Accelerator:
     return ACCELERATORS[name]()
+
+
+Devices = int | str | list[int] | tuple[int, ...]
+
+
+def count_of(devices: object) -> int | None:
+    """The count that ``2`` or ``"2"`` stands for; None for lists, ``"0,2"`` and everything else."""
+    if isinstance(devices, str):
+        try:
+            return int(devices)
+        except ValueError:
+            return None
+    return whole_number(devices)
+
+
+def _named(devices: Devices, present: int) -> list[int]:
+    """The devices that a value of the flag names; none where it is no such value."""
+    count = -1 if devices == "auto" else count_of(devices)
+    if count is not None:
+        return list(range(present if count == -1 else count))
+    if isinstance(devices, str):
+        try:
+            return [int(part) for part in devices.split(",") if part.strip()]
+        except ValueError:
+            return []
+    return list(devices) if isinstance(devices, MutableSequence | tuple) else []  # a config's own class of lists, too
+
+
+def indices_of(devices: Devices, present: int, kind: str) -> list[int]:
+    """Which of the devices 0 .. present - 1 were asked for."""
+    indices = _named(devices, present)
+    if not indices or any(type(index) is not int or index < 0 for index in indices):
+        raise MisconfigurationException(
+            f"devices={devices!r}: give a number, a list such as [0, 2], a string such as '0,2', -1 for all, or 'auto'"
+        )
+    if len(set(indices)) < len(indices):
+        raise MisconfigurationException(
+            f"devices={devices!r} names a device twice: give each one once, one rank works on each. Tests of several "
+            "ranks on one card take Trainer(accelerator=lockstep.testing.SharedCard(), devices=2)"
+        )
+    if max(indices) >= present:
+        raise MisconfigurationException(
+            f"devices={devices!r}, but this machine has {present} {kind} device(s), numbered from 0: "
+            f"use devices={present} or less, or -1 for all"
+        )
+    return indices
+
+
+@cache
+def cuda_driver_version() -> int:
+    """Asked of the driver itself, without using a GPU: torch has no name for it.
+
+    Returns:
+        as CUDA writes it: 12040 is 12.4. 0: there is no driver, or it does not say.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        version = ctypes.c_int(0)
+        failed = driver.cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return 0 if failed else version.value

@@ -1,12 +1,21 @@
 """Collectives that also answer at world size 1: without a process group, a world of one rank is taken.
 
-Every function takes a process group or ``None``, the default group. Tensors are made contiguous before they
-travel: gloo reduces a strided view wrongly and says nothing. Ranks (``src``) are counted within the group.
+Every function that communicates takes a process group or ``None``, the default group. Tensors are made contiguous
+before they travel: gloo reduces a strided view wrongly and says nothing. Ranks (``src``) are counted within the group.
+
+With them: torch's collectives as a table, how logged values are reduced, objects as bytes for other processes, and
+groups of tensors that are copied or sent as one.
+
+A pickled tensor of a device is unpickled onto the device of the same number: ranks would begin to use the devices of
+others, with some hundred megabytes for each, and hold there what they got. So objects are pickled with their tensors on
+the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import io
+import pickle
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
@@ -15,11 +24,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from lockstep.ground.device import current_device, current_of
-from lockstep.ground.pickled import packed, unpacked
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import waits
-from lockstep.ground.tensor_groups import grouped
 
 Group: TypeAlias = dist.ProcessGroup | None
 Operation = Literal["sum", "mean", "min", "max"]
@@ -440,3 +449,139 @@ def _messages(tensors: Iterable[Tensor], max_bytes: int, apart: bool) -> Iterato
 
 def _global_rank(member: int, group: Group) -> int:
     return member if group is None else dist.get_global_rank(group, member)
+
+
+COLLECTIVES = {
+    "all_reduce": "tensor",
+    "broadcast": "tensor",
+    "reduce": "tensor",
+    "all_gather": "tensor",
+    "all_gather_into_tensor": "input_tensor",
+    "reduce_scatter": "output",
+    "reduce_scatter_tensor": "input",
+    "gather": "tensor",
+    "scatter": "tensor",
+    "all_to_all": "",
+    "all_to_all_single": "input",
+    "barrier": "",
+    "monitored_barrier": "",
+    "all_gather_object": "",
+    "broadcast_object_list": "",
+    "gather_object": "",
+    "scatter_object_list": "",
+}
+"""The functions of ``torch.distributed`` that all ranks of a group call; "": no tensor says it."""
+
+RENAMED = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+"""Functions that call others since torch 2.13, which its FSDP2 calls by their new names."""
+
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+def reduction_of(name: str, reduce_fx: object) -> str:
+    """One of `REDUCTIONS`, for what ``self.log`` got as ``reduce_fx``: a name in any case, or a function.
+
+    Args:
+        name: that is logged.
+        reduce_fx: as given.
+
+    Raises:
+        MisconfigurationException: for another reduction.
+
+    Example:
+        >>> reduction_of("loss", torch.max), reduction_of("loss", "AVG")
+        ('max', 'mean')
+    """
+    op = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", sum: "sum", min: "min", max: "max"}
+    found = reduce_fx.lower() if isinstance(reduce_fx, str) else op.get(reduce_fx)  # type: ignore[call-overload]
+    if found == "avg":
+        found = "mean"
+    if found not in REDUCTIONS:
+        raise MisconfigurationException(
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): choose one of {', '.join(REDUCTIONS)}, or log a "
+            "torchmetrics.Metric for a reduction of your own."
+        )
+    return found
+
+
+_HOSTS = ("cpu", "meta")
+_PLAIN = (Tensor, Parameter)
+"""Classes of tensors that are moved; others say themselves how they are pickled."""
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) not in _PLAIN or value.device.type in _HOSTS:
+            return NotImplemented
+        return on_host(value).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+
+
+def on_host(value: Tensor) -> Tensor:
+    """A tensor of a device on the CPU; one that is there as it is."""
+    if type(value) not in _PLAIN or value.device.type in _HOSTS:
+        return value
+    copy = value.detach().cpu()
+    return Parameter(copy, value.requires_grad) if type(value) is Parameter else copy
+
+
+def packed(value: object) -> bytes:
+    """An object as bytes; tensors of a device arrive on the CPU."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.DEFAULT_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes) -> Any:
+    """The object of which `packed` made these bytes: only of a process that is trusted."""
+    return pickle.loads(data)
+
+
+ALONE = 2**20
+"""Bytes from which on a tensor is a group of its own: to copy it beside others would cost what is saved."""
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """The dtype of a tensor, as a kind for `grouped`."""
+    return tensor.dtype
+
+
+def grouped(
+    tensors: Sequence[Tensor], max_bytes: int, kind: Callable[[Tensor], Hashable] = dtype_of
+) -> Iterator[list[int]]:
+    """Group tensors of one kind, in their order, into groups of at most ``max_bytes``.
+
+    A tensor of `ALONE` bytes or more is a group of its own, and so is one that is not strided (a sparse one). The
+    groups depend on kinds and sizes alone, so that ranks with equal tensors make equal groups, in one order.
+
+    Args:
+        tensors: what is grouped.
+        max_bytes: of the tensors of a group together.
+        kind: what the tensors of a group have in common.
+
+    Yields:
+        the indices of a group's tensors. Each index comes once.
+
+    Example:
+        >>> tensors = [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(4), torch.ones(2)]
+        >>> list(grouped(tensors, max_bytes=28))
+        [[0, 2], [3], [1]]
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        alike.setdefault(kind(tensor), []).append(index)
+    for indices in alike.values():
+        group: list[int] = []
+        size = 0
+        for index in indices:
+            tensor = tensors[index]
+            if tensor.layout is not torch.strided or tensor.nbytes >= ALONE:
+                yield [index]
+                continue
+            if group and size + tensor.nbytes > max_bytes:
+                yield group
+                group, size = [], 0
+            group.append(index)
+            size += tensor.nbytes
+        if group:
+            yield group

@@ -1,12 +1,21 @@
-"""Devices of this process, by the module that torch has for their kind: which are here, which is the current one."""
+"""Devices of this process, by the module that torch has for their kind.
+
+Which are here and which is the current one, the numbers that a kind computes with, streams with the events and futures
+by which they wait for one another, and modules and tensors that are made on a device.
+"""
 
 from __future__ import annotations
 
 import platform
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 def device_module(device: torch.device | str) -> Any:
@@ -81,3 +90,128 @@ def device_name(device: torch.device) -> str:
         return platform.processor() or "cpu"
     named = getattr(device_module(device), "get_device_name", None)
     return device.type if named is None else str(named(device))
+
+
+@cache
+def has_float64(kind: str) -> bool:
+    """Whether a kind of device computes in double precision."""
+    if kind in ("cpu", "cuda", "meta"):
+        return True
+    try:
+        torch.ones((), dtype=torch.float64, device=kind) + 1
+    except (RuntimeError, TypeError, AssertionError):  # the last one: torch was built without such devices
+        return False
+    return True
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype in which sums are taken on a device: float64, or float32 where it has no such."""
+    return torch.float64 if has_float64(device.type) else torch.float32
+
+
+def has_autocast(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a kind of device has ``torch.autocast`` to a dtype."""
+    if kind == "cuda" or not torch.amp.is_autocast_available(kind):
+        return kind == "cuda"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # by which torch says that it leaves autocast off
+        try:
+            torch.autocast(kind, dtype=dtype)
+        except (UserWarning, RuntimeError):
+            return False
+    return True
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on a device can be put into several streams, which wait for one another by events."""
+    return device.type != "cpu" and all(hasattr(device_module(device), name) for name in ("Stream", "stream", "Event"))
+
+
+def new_stream(device: torch.device) -> Any:
+    """A stream of a device that has such."""
+    return device_module(device).Stream(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream into which this thread puts what it computes on a device that has streams."""
+    return device_module(device).current_stream(device)
+
+
+def in_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Inside, what is computed goes into ``stream``."""
+    made: AbstractContextManager[Any] = device_module(stream.device).stream(stream)
+    return made
+
+
+@cache
+def has_futures(kind: str) -> bool:
+    """Whether ``torch.futures`` knows a kind of device: the stream of who waits for one waits for that of who set."""
+    if kind in ("cpu", "cuda"):
+        return kind == "cuda"
+    try:
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[current_of(kind)])
+        future.set_result(torch.empty(1, device=current_of(kind)))
+        future.wait()
+    except RuntimeError:
+        return False
+    return True
+
+
+def has_timed_events(device: torch.device) -> bool:
+    """Whether a device notes the time at which it comes to an event, so that nobody waits for it."""
+    return device.type != "cpu" and hasattr(device_module(device), "Event")
+
+
+class TimedEvent(Protocol):
+    """A point in the work of a device: see `torch.Event`."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds to a later one."""
+        ...
+
+
+def timed_event(device: torch.device) -> TimedEvent:
+    """An event that knows its time, of a device that has such; it belongs to the current one of the kind."""
+    return device_module(device).Event(enable_timing=True)
+
+
+@contextmanager
+def creating(
+    device: torch.device, dtype: torch.dtype | None = None, empty: bool = False, in_parts: bool = False
+) -> Iterator[None]:
+    """Within the block, modules and tensors are made on ``device``.
+
+    Args:
+        device: of what names none itself.
+        dtype: of floating tensors that name none themselves; None: torch's default.
+        empty: leave the memory of parameters as it is, where ``torch.nn.init`` would fill it; for weights that a
+            checkpoint brings.
+        in_parts: this rank will have parts of the module only: with ``empty`` it gets no memory at all (meta).
+    """
+    if empty and in_parts:
+        device, empty = torch.device("meta"), False
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(device)
+        if empty:
+            stack.enter_context(_Uninitialized())
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+            stack.callback(torch.set_default_dtype, before)
+        yield
+
+
+class _Uninitialized(TorchFunctionMode):
+    """Skips the functions of ``torch.nn.init``."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)

@@ -168,11 +168,13 @@ STREAMS = Installation(
 )
 FORK_GARBAGE = Installation(
     "os.register_at_fork: the collector of garbage",
-    ("ground/fork.py",),
+    ("ground/fork_and_exit.py",),
     "a child must not collect its parent's process group, nor memory that is pinned for a device",
 )
 FORK_THREADS = Installation(
-    "os.register_at_fork: wait for torch's threads", ("ground/fork.py",), "a fork may copy a lock that is taken"
+    "os.register_at_fork: wait for torch's threads",
+    ("ground/fork_and_exit.py",),
+    "a fork may copy a lock that is taken",
 )
 FORK_WAKEUP = Installation(
     "os.register_at_fork: signal.set_wakeup_fd", ("supervise/signals.py",), "a child must not report Ctrl-C as its rank"
@@ -186,7 +188,9 @@ FORK_WORKERS = Installation(
     "os.register_at_fork: prctl", ("launch/environment.py",), "the system ends loader workers with their rank"
 )
 EXIT_THREADS = Installation(
-    "atexit: wait for torch's threads", ("ground/fork.py",), "one that wants the interpreter while it goes aborts it"
+    "atexit: wait for torch's threads",
+    ("ground/fork_and_exit.py",),
+    "one that wants the interpreter while it goes aborts it",
 )
 EXIT_ORDERED = Installation(
     "atexit: end the threads of ordered messages",

@@ -30,8 +30,7 @@ from lockstep.cluster.local import on_one_host, rank_variables
 from lockstep.cluster.world import World
 from lockstep.ground.device import accelerator_kinds, devices_of, in_bad_fork, is_there
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.fork import wait_for_torch_threads
-from lockstep.ground.open_files import flush_open_files
+from lockstep.ground.fork_and_exit import flush_open_files, wait_for_torch_threads
 from lockstep.ground.rank import log
 from lockstep.ground.seed import current_seed, hand_down_seed, random_states, set_random_states
 from lockstep.launch.environment import HeldPort, bind_loader_workers, inherit, share_cores

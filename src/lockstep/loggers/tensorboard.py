@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from lockstep.ground.errors import missing_extra
-from lockstep.ground.moving import move_data_to_device
 from lockstep.ground.rank import rank_zero_only, rank_zero_warn
+from lockstep.ground.transfer import move_data_to_device
 from lockstep.loggers.base import FolderLogger, Logger, as_dict, flattened, rank_zero_experiment
 from lockstep.loggers.csv import CSVLogger
 

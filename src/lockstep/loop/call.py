@@ -21,9 +21,9 @@ from lockstep.data.workers import name_death
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import merged_hyperparameters
+from lockstep.ground.methods import replace_until
 from lockstep.ground.parameters import whole_shapes
 from lockstep.ground.rank import does, rank_zero_info, rank_zero_warn
-from lockstep.ground.replaced import replace_until
 from lockstep.ground.seed import current_seed
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerFn, TrainerStatus
 from lockstep.hooks import ModuleHooks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.window import Window
-from lockstep.ground.device_numbers import widest
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.automatic import Automatic
 from lockstep.loop.backward import Backward

@@ -6,7 +6,7 @@ import contextlib
 
 from lockstep.engines.optimizer_states import states_to_cpu
 from lockstep.engines.strategy import Strategy
-from lockstep.ground.device_memory import empty_cache
+from lockstep.ground.memory_use import empty_cache
 from lockstep.ground.types import TrainerStatus
 from lockstep.loop.session import Session
 

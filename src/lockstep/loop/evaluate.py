@@ -12,11 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
 from lockstep.data.feed import EvaluationFeed
-from lockstep.ground.columns import padded
-from lockstep.ground.copies import kept
-from lockstep.ground.moving import move_data_to_device
+from lockstep.ground.methods import kept
 from lockstep.ground.rank import warn_once
 from lockstep.ground.seed import random_states_of
+from lockstep.ground.text_table import padded
+from lockstep.ground.transfer import move_data_to_device
 from lockstep.ground.types import RunningStage
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.call import Asked, call, take_up_changes

@@ -13,9 +13,8 @@ from lockstep.config.run import RunConfig
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import MisconfigurationException, NonFiniteError
-from lockstep.ground.finite import Parts, names_not_finite, not_finite, parts_with_values, total_norm
-from lockstep.ground.floats import floats
-from lockstep.ground.parts import is_freed
+from lockstep.ground.numbers import Parts, floats, names_not_finite, not_finite, parts_with_values, total_norm
+from lockstep.ground.parameters import is_freed
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.tree import tensors_in
 from lockstep.module import LightningModule

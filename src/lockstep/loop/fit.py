@@ -15,8 +15,8 @@ import torch
 from lockstep.config.run import set_flag
 from lockstep.data.feed import Feed
 from lockstep.data.window import Window
-from lockstep.ground.copies import kept
 from lockstep.ground.errors import Inner, MisconfigurationException, no_inner_part
+from lockstep.ground.methods import kept
 from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states_of
 from lockstep.ground.types import RunningStage, TrainerFn

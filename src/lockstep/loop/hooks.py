@@ -16,7 +16,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
-from lockstep.ground.overrides import innermost
+from lockstep.ground.methods import innermost
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.logging import LogCollector
 from lockstep.module import LightningModule

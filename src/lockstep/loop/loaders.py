@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.copies import kept
+from lockstep.ground.methods import kept
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.hooks import is_overridden

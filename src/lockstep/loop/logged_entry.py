@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.ground.device_numbers import widest
+from lockstep.ground.comm import reduction_of
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.reductions import reduction_of
 from lockstep.loop.logged_rows import NEUTRAL, extreme
 
 if TYPE_CHECKING:

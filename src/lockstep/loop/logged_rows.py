@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lockstep.ground.device_numbers import widest
-from lockstep.ground.moving import pinned
+from lockstep.ground.device import widest
+from lockstep.ground.transfer import pinned
 
 Part: TypeAlias = tuple[float, float, float]
 """Of one name: its value (of a mean, value x weight), the weight, and the micro-batch. Without a weight it is none."""

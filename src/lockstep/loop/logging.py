@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.comm import Combine
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.floats import floats
+from lockstep.ground.numbers import floats
 from lockstep.ground.rank import does, warn_once
 from lockstep.loop.logged_entry import LOGGING, Entry, Key, Options
 from lockstep.loop.logged_rows import (

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.ground.compiled import has_compiled
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.methods import has_compiled
 from lockstep.loop.session import Session
 from lockstep.loop.step import Step
 from lockstep.memory.meter import Activations, MemoryUse

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lockstep.data.feed import EvaluationFeed, Feed
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
-from lockstep.ground.replaced import replace_until
+from lockstep.ground.methods import replace_until
 from lockstep.ground.types import TrainerStatus
 from lockstep.loop.hooks import NAMES, CallbackMethod, Hooks, Transfer, is_overridden
 from lockstep.loop.micro_batches import MicroBatches

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lockstep.checkpoint.pretrained import is_of_transformers
-from lockstep.ground.device_memory import is_oom_error
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed, words_of
+from lockstep.ground.memory_use import is_oom_error
 from lockstep.module import LightningModule
 
 OWN = (MisconfigurationException, CorruptCheckpoint, RankFailed, KeyboardInterrupt)

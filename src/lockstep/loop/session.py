@@ -23,9 +23,9 @@ from lockstep.data.feed import Feed
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.agreement import ConsensusFlags
-from lockstep.ground.copies import kept
 from lockstep.ground.extensions import load
-from lockstep.ground.floats import floats
+from lockstep.ground.methods import kept
+from lockstep.ground.numbers import floats
 from lockstep.ground.rank import does
 from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.launch.attempts import trial_folder

@@ -22,9 +22,9 @@ from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.engine import EngineState
-from lockstep.ground.combined import class_of
 from lockstep.ground.errors import KeyNotThere, MisconfigurationException, raise_on_all
 from lockstep.ground.hyperparameters import noted_classes, plain_hyperparameters
+from lockstep.ground.optimizers import class_of
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.ground.types import TrainerFn, TrainerStatus

@@ -17,8 +17,8 @@ from lockstep.checkpoint import frozen
 from lockstep.checkpoint.format import first_line
 from lockstep.engines.engine import EngineState
 from lockstep.engines.owners import NOT_ELEMENTWISE
-from lockstep.ground.combined import class_of
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
+from lockstep.ground.optimizers import class_of
 from lockstep.ground.parameters import takes_names_as_they_are, whole_shape
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule

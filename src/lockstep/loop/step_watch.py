@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.engines.strategy import Strategy
 from lockstep.ground import comm
-from lockstep.ground.closures import demands_closure
+from lockstep.ground.optimizers import demands_closure
 from lockstep.ground.rank import warn_once
 from lockstep.loop.session import Session
 

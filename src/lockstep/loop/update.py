@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import Optimizer
 
-from lockstep.ground.closures import PlayedFirst, demands_closure, may_ignore, takes_closure
-from lockstep.ground.device_numbers import widest
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException, WrongType
+from lockstep.ground.optimizers import PlayedFirst, demands_closure, may_ignore, takes_closure
 from lockstep.loop.hooks import is_overridden, is_replaced
 from lockstep.loop.optimizers import LightningOptimizer
 from lockstep.loop.schedulers import Schedulers

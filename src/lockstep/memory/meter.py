@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lockstep.ground.parameters import plain_name
 from lockstep.ground.rank import warn_once
-from lockstep.ground.torch_parts import MEMORY, missing
+from lockstep.ground.torch_support import MEMORY, missing
 from lockstep.ground.tree import tensors_in
 from lockstep.memory.recompute import STATE
 

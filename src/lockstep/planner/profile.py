@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 
 from lockstep.engines.owners import NOT_ELEMENTWISE, TOGETHER
 from lockstep.engines.sharded.fully_shard import find_blocks
-from lockstep.ground.combined import parts_of
-from lockstep.ground.device import current_device, synchronize
+from lockstep.ground.device import current_device, has_timed_events, synchronize, timed_event
+from lockstep.ground.optimizers import parts_of
 from lockstep.ground.seed import isolate_rng
-from lockstep.ground.streams import has_timed_events, timed_event
-from lockstep.ground.torch_parts import PLAN, refuse_without
+from lockstep.ground.torch_support import PLAN, refuse_without
 from lockstep.ground.tree import tensors_in
 from lockstep.memory.recompute import recompute
 from lockstep.planner.trace import (

@@ -16,12 +16,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_unflatten
 
 from lockstep.data.combined import unpack
-from lockstep.ground.device_memory import total_memory
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.free_memory import host_memory
-from lockstep.ground.moving import move_data_to_device
+from lockstep.ground.memory_use import host_memory, total_memory
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import isolate_rng
+from lockstep.ground.transfer import move_data_to_device
 from lockstep.launch.environment import cores
 from lockstep.loop.hooks import Transfer
 from lockstep.memory.meter import readable

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.methods import replace_until
 from lockstep.ground.parameters import refuse_lazy
-from lockstep.ground.replaced import replace_until
 from lockstep.ground.tree import tensors_in
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.hooks import is_overridden

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.device import synchronize
-from lockstep.ground.device_memory import memory_peak
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.memory_use import memory_peak
 from lockstep.ground.parameters import plain_name
 from lockstep.ground.rank import rank_zero_info
 from lockstep.hooks import ModuleHooks

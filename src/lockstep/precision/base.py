@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.ground.device_numbers import widest
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.torch_parts import SCALER, refuse_without
+from lockstep.ground.torch_support import SCALER, refuse_without
 
 
 class LossScaler:

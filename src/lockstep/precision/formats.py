@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from lockstep.ground.compiled import has_compiled
-from lockstep.ground.device import is_there
-from lockstep.ground.device_numbers import has_autocast, has_float64
+from lockstep.ground.device import has_autocast, has_float64, is_there
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.methods import has_compiled
 from lockstep.ground.parameters import keeping_dtypes
 from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.tree import tree_map

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lockstep.ground.columns import padded
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
+from lockstep.ground.text_table import padded
 
 if TYPE_CHECKING:
     import cProfile

@@ -19,8 +19,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lockstep.cluster.world import World
+from lockstep.ground.fork_and_exit import flush_open_files
 from lockstep.ground.installed import EXIT_SUPERVISOR
-from lockstep.ground.open_files import flush_open_files
 from lockstep.ground.rank import log
 from lockstep.launch.environment import started_in
 from lockstep.launch.parent_death import PARENT

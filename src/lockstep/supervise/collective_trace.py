@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from torch.distributed.distributed_c10d import GroupMember
 
 from lockstep.ground import comm
-from lockstep.ground.collectives import COLLECTIVES, RENAMED
+from lockstep.ground.comm import COLLECTIVES, RENAMED
 from lockstep.ground.installed import DEVICE_MARKS, FORK_TRACE, TORCH_COLLECTIVES
 from lockstep.ground.rank import waits
 from lockstep.supervise.device_marks import DeviceMarks

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.ground.accelerators import CUDAAccelerator
-from lockstep.ground.asked_devices import Devices
+from lockstep.ground.accelerators import CUDAAccelerator, Devices
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import host_group
 

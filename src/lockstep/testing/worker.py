@@ -43,7 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.ground.fork import protect_forks, wait_for_torch_threads
+from lockstep.ground.fork_and_exit import protect_forks, wait_for_torch_threads
 from lockstep.ground.rank import forget_warnings
 from lockstep.ground.seed import hand_down_seed
 from lockstep.testing import leaks

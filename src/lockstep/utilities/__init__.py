@@ -9,7 +9,6 @@ from lockstep.names.finder import late
 if TYPE_CHECKING:
     from lockstep.data.combined import CombinedLoader as CombinedLoader
     from lockstep.ground.hyperparameters import AttributeDict as AttributeDict
-    from lockstep.ground.moving import move_data_to_device as move_data_to_device
     from lockstep.ground.parameters import grad_norm as grad_norm
     from lockstep.ground.rank import (
         rank_zero_debug as rank_zero_debug,
@@ -26,12 +25,13 @@ if TYPE_CHECKING:
     from lockstep.ground.rank import (
         rank_zero_warn as rank_zero_warn,
     )
+    from lockstep.ground.transfer import move_data_to_device as move_data_to_device
 
 _FILES = {
     "AttributeDict": ".ground.hyperparameters",
     "CombinedLoader": ".data.combined",
     "grad_norm": ".ground.parameters",
-    "move_data_to_device": ".ground.moving",
+    "move_data_to_device": ".ground.transfer",
     "rank_zero_debug": ".ground.rank",
     "rank_zero_deprecation": ".ground.rank",
     "rank_zero_info": ".ground.rank",

@@ -1,5 +1,5 @@
 """Moving nested data, by the name that users import it from."""
 
-from lockstep.ground.moving import move_data_to_device
+from lockstep.ground.transfer import move_data_to_device
 
 __all__ = ["move_data_to_device"]

@@ -1,6 +1,6 @@
 """Memory, by the names that users import."""
 
-from lockstep.ground.device_memory import garbage_collection_cuda, is_oom_error
-from lockstep.ground.moving import recursive_detach
+from lockstep.ground.memory_use import garbage_collection_cuda, is_oom_error
+from lockstep.ground.transfer import recursive_detach
 
 __all__ = ["garbage_collection_cuda", "is_oom_error", "recursive_detach"]

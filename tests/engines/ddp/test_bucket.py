@@ -14,7 +14,7 @@ from torch.nn.parameter import Parameter
 
 from lockstep.engines.ddp.bucket import ALIGNMENT, Bucket, GradBucket, ParameterInfo, fit_plan, offsets, plan_buckets
 from lockstep.engines.ddp.reducer import Reducer
-from lockstep.ground import moving
+from lockstep.ground import transfer
 from lockstep.testing.pool import RankPool
 
 # -- a bucket on a gpu, as far as it shows without one -------------------------------------------------------
@@ -34,7 +34,7 @@ def test_marks_go_to_a_gpu_from_pinned_memory_of_their_own(monkeypatch: pytest.M
     bucket.arm(True, False)
     bucket.parameters[0].grad = torch.ones(2)
     bucket.device = torch.device("cuda", 0)
-    monkeypatch.setattr(moving, "has_pinned_memory", lambda kind: True)
+    monkeypatch.setattr(transfer, "has_pinned_memory", lambda kind: True)
     monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
     monkeypatch.setattr(Tensor, "copy_", watched)
     bucket.collect(True, 0.5)

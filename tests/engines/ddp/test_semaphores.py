@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.engines.ddp.shared_memory import BYTES, Semaphores
-from lockstep.ground.pages import common_pages
+from lockstep.ground.shared_pages import common_pages
 from lockstep.testing.pool import RankPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

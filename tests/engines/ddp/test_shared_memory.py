@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.shared_memory import SMALL, SharedReduction
-from lockstep.ground import comm, pages
+from lockstep.ground import comm, shared_pages
 from lockstep.supervise.causes import cause_of
 from lockstep.testing.pool import RankFailure, RankPool, run_threads
 
@@ -315,22 +315,22 @@ def test_several_in_one_process(ranks: RankPool) -> None:
 
 
 def _files(process: int) -> list[str]:
-    return sorted(path.name for path in Path(pages.FOLDER).glob(f"lockstep-{process}-*"))
+    return sorted(path.name for path in Path(shared_pages.FOLDER).glob(f"lockstep-{process}-*"))
 
 
 def _kind(what: str) -> tuple[bool, list[str]]:
     """Whether there is a reduction, where rank 1 is on another host, or the library has no such semaphores."""
     from lockstep.engines.ddp import shared_memory
 
-    host, function = pages.host, shared_memory._function
+    host, function = shared_pages.host, shared_memory._function
     if what == "host" and dist.get_rank() == 1:
-        pages.host = lambda: "elsewhere"
+        shared_pages.host = lambda: "elsewhere"
     if what == "library" and dist.get_rank() == 0:
         shared_memory._function = lambda name, *types: lambda *arguments: -1 if name == "sem_init" else 0
     try:
         opened = SharedReduction.open(None)
     finally:
-        pages.host, shared_memory._function = host, function
+        shared_pages.host, shared_memory._function = host, function
     if opened is not None:
         opened.close()
     return opened is not None, _files(os.getpid())

@@ -19,7 +19,7 @@ from lockstep import LightningModule
 from lockstep.callbacks import Callback, ModelCheckpoint
 from lockstep.engines.pipeline.control import Resplit
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parts import stands_in
+from lockstep.ground.parameters import stands_in
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, rows

@@ -18,8 +18,8 @@ from lockstep.engines.table import NAMES, make_strategy
 from lockstep.extensions.deepspeed import config as settings
 from lockstep.extensions.deepspeed import package
 from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy
-from lockstep.ground.combined import CombinedOptimizer
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.optimizers import CombinedOptimizer
 from lockstep.memory.meter import MemoryUse
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, Weighted, rows

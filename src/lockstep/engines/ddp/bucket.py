@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, UninitializedParameter
 
-from lockstep.ground.moving import pinned
 from lockstep.ground.rank import warn_once
+from lockstep.ground.transfer import pinned
 
 # -- plans ---------------------------------------------------------------------------------------------------
 

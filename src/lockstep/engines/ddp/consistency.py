@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
-from lockstep.ground.torch_parts import DDP, refuse_without
+from lockstep.ground.torch_support import DDP, refuse_without
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -49,9 +49,9 @@ from lockstep.engines.dp import replicas as copies
 from lockstep.engines.dp.replicas import Device, as_device, as_id, choose_devices
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.fork import protect_forks, settle_at_exit
-from lockstep.ground.moving import move_data_to_device
+from lockstep.ground.fork_and_exit import protect_forks, settle_at_exit
 from lockstep.ground.rank import warn_once
+from lockstep.ground.transfer import move_data_to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,7 +18,7 @@ from lockstep.engines.ddp.backward_watcher import BackwardWatcher, find_tensors
 from lockstep.engines.ddp.consistency import broadcast_module_state
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground import comm
-from lockstep.ground.device_numbers import widest
+from lockstep.ground.device import widest
 from lockstep.ground.tree import tree_map
 
 # -- weights -------------------------------------------------------------------------------------------------

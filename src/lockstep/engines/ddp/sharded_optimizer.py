@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lockstep.engines.collectives import gather_on_zero
-from lockstep.ground.combined import by_parts
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.optimizers import by_parts
 from lockstep.ground.rank import log
 
 if TYPE_CHECKING:

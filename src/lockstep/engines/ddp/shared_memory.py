@@ -21,8 +21,8 @@ from torch.distributed.constants import default_pg_timeout
 from lockstep.engines.ddp.bucket import Bucket
 from lockstep.engines.ddp.transport import AllReduce, Size
 from lockstep.ground import comm
-from lockstep.ground.pages import Pages, common_pages, on_one_host, space
 from lockstep.ground.rank import waits
+from lockstep.ground.shared_pages import Pages, common_pages, on_one_host, space
 
 # -- semaphores ----------------------------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ from lockstep.engines.ranks import (
     checked_caps,
 )
 from lockstep.ground import comm
-from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.methods import kept
 from lockstep.ground.rank import does
 from lockstep.ground.tree import tensors_in
 from lockstep.ground.types import LRSchedulerConfig

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.engines.ddp.bucket import ALIGNMENT, Bucket
 from lockstep.ground import comm
-from lockstep.ground.moving import pinned
+from lockstep.ground.transfer import pinned
 
 Size = tuple[int, torch.dtype, torch.device]
 RoundGroup = Callable[[], "comm.Group | Literal[False]"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter, is_lazy
 
-from lockstep.ground.moving import has_pinned_memory
-from lockstep.ground.tensor_groups import grouped
+from lockstep.ground.comm import grouped
+from lockstep.ground.transfer import has_pinned_memory
 
 TOGETHER = 2**24
 """Bytes of small tensors that are copied together at most."""

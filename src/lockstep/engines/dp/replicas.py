@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.engines.dp.coalesced import copies_of
-from lockstep.ground.device import current_device, current_of
+from lockstep.ground.device import current_device, current_of, current_stream, has_streams, in_stream
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.moving import has_pinned_memory
-from lockstep.ground.streams import current_stream, has_streams, in_stream
+from lockstep.ground.transfer import has_pinned_memory
 from lockstep.ground.tree import tree_leaves, tree_map
 from lockstep.memory.recompute import Again
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lockstep.engines.dp.replicas import cut, gather, in_threads, join, replicate, rows_of, scatter
 from lockstep.engines.strategy import Strategy
+from lockstep.ground.comm import reduction_of
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.moving import has_pinned_memory, move_data_to_device
-from lockstep.ground.reductions import reduction_of
+from lockstep.ground.transfer import has_pinned_memory, move_data_to_device
 from lockstep.module import LightningModule
 
 

@@ -14,10 +14,10 @@ from lockstep.engines.gradients import Gradients
 from lockstep.engines.pipeline.layout import Ownership
 from lockstep.engines.pipeline.weights import WholeModule
 from lockstep.ground import comm
-from lockstep.ground.device_numbers import widest
-from lockstep.ground.moving import pinned
+from lockstep.ground.comm import grouped
+from lockstep.ground.device import widest
 from lockstep.ground.rank import waits
-from lockstep.ground.tensor_groups import grouped
+from lockstep.ground.transfer import pinned
 from lockstep.ground.tree import tree_leaves
 
 

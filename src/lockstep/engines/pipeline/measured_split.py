@@ -21,7 +21,7 @@ from lockstep.engines.pipeline.probe import Like, probe, states_of
 from lockstep.engines.pipeline.stages import Stages, Turn
 from lockstep.engines.pipeline.times import StageTimes, typical
 from lockstep.ground import comm
-from lockstep.ground.free_memory import free_memory
+from lockstep.ground.memory_use import free_memory
 from lockstep.ground.seed import forked_random_numbers
 from lockstep.planner.profile import kind_of
 from lockstep.planner.timeline import held

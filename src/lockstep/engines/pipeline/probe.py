@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lockstep.engines.pipeline.chain import Extras
 from lockstep.engines.pipeline.stages import Stages, extra_on
 from lockstep.ground.device import current_device, synchronize
-from lockstep.ground.parts import stands_in
+from lockstep.ground.parameters import stands_in
 from lockstep.ground.seed import forked_random_numbers
 
 PASSES = 5, 20

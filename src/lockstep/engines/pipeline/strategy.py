@@ -37,13 +37,11 @@ from lockstep.engines.pipeline.times import StageTimes
 from lockstep.engines.pipeline.weights import WholeModule
 from lockstep.engines.ranks import HALF_AN_HOUR, RankedStrategy
 from lockstep.ground import comm
-from lockstep.ground.compiled import has_compiled
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.overrides import innermost
-from lockstep.ground.parameters import beside, clip_by_value
-from lockstep.ground.parts import stands_in
+from lockstep.ground.methods import has_compiled, innermost
+from lockstep.ground.parameters import beside, clip_by_value, stands_in
 from lockstep.ground.rank import does, rank_zero_info, warn_once
-from lockstep.ground.torch_parts import ONE_PROCESS, PIPELINES, refuse_without
+from lockstep.ground.torch_support import ONE_PROCESS, PIPELINES, refuse_without
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.memory.recompute import Layers, Policy, Save
 from lockstep.module import LightningModule

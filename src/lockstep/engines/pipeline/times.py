@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.ground.device import current_device
-from lockstep.ground.streams import TimedEvent, has_timed_events, timed_event
+from lockstep.ground.device import TimedEvent, current_device, has_timed_events, timed_event
 
 BEFORE, BLOCKS, BEHIND, BACKWARD = range(4)
 """Parts of a stage's work: the step before the chain, the blocks' forward, the step behind the chain, the backward."""

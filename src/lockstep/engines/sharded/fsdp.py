@@ -25,12 +25,12 @@ from lockstep.engines.sharded.gradients import ShardedGradients
 from lockstep.engines.sharded.layer_states import bring_states, generate_together
 from lockstep.engines.sharded.strategy import ShardedStrategy
 from lockstep.ground import comm
-from lockstep.ground.combined import CombinedOptimizer, by_parts
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.moving import has_pinned_memory
+from lockstep.ground.optimizers import CombinedOptimizer, by_parts
 from lockstep.ground.parameters import clip_by_value, takes_names_as_they_are
 from lockstep.ground.rank import does
-from lockstep.ground.torch_parts import FSDP, refuse_without
+from lockstep.ground.torch_support import FSDP, refuse_without
+from lockstep.ground.transfer import has_pinned_memory
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.memory.recompute import Layers, Save
 from lockstep.module import LightningModule

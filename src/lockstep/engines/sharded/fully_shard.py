@@ -27,8 +27,7 @@ from lockstep.engines.sharded.fsdp_groups import (
 )
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import plain_name
-from lockstep.ground.parts import begins_of, box_in, box_of, local_part
+from lockstep.ground.parameters import begins_of, box_in, box_of, local_part, plain_name
 from lockstep.ground.tree import tensors_in, tree_map
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.nn.parameter import Parameter
 
 from lockstep.engines.sharded.fsdp_groups import own_gradient, refuse_accumulated, set_own_gradient
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parts import local_part
+from lockstep.ground.parameters import local_part
 
 ROUNDED = (
     "A step has written in parameter {name!r}, which is gathered in {low}, and whose shards are in {own}: they would "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lockstep.engines.gradients import Gradients
-from lockstep.ground.parts import local_part
+from lockstep.ground.parameters import local_part
 
 if TYPE_CHECKING:
     from lockstep.engines.sharded.fully_shard import ShardedModule  # noqa: F401  # named below, in a string

@@ -17,7 +17,7 @@ from lockstep.engines.ranks import HALF_AN_HOUR
 from lockstep.engines.sharded.fsdp import FSDPStrategy
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parts import is_split
+from lockstep.ground.parameters import is_split
 from lockstep.ground.rank import does
 from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.module import LightningModule

@@ -19,7 +19,7 @@ from lockstep.engines.ddp.consistency import checksum
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import random_states_of, set_random_states_of
-from lockstep.ground.torch_parts import INIT, refuse_without
+from lockstep.ground.torch_support import INIT, refuse_without
 
 BUDGET = 256 * 2**20
 """Bytes of tensors that are whole at a time, by default."""

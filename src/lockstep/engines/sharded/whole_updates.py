@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.checkpoint.flat_part import FlatPart
 from lockstep.engines.owners import Owners, owners_of, parameters_of, without_gradients
 from lockstep.ground import comm
-from lockstep.ground.parts import box_of, local_part
+from lockstep.ground.parameters import box_of, local_part
 from lockstep.ground.tree import tree_map
 
 ROUND = 2**25

@@ -21,7 +21,7 @@ from lockstep.extensions.deepspeed.left_alone import LeftAlone
 from lockstep.extensions.deepspeed.partition import align_numbers, lean_linear, span
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parts import is_partitioned
+from lockstep.ground.parameters import is_partitioned
 from lockstep.ground.tree import tensors_in
 
 DIFFERENT = (

@@ -13,7 +13,7 @@ from lockstep.checkpoint.flat_part import span
 from lockstep.checkpoint.pretrained import Source
 from lockstep.ground import comm
 from lockstep.ground.installed import Installation
-from lockstep.ground.parts import is_partitioned
+from lockstep.ground.parameters import is_partitioned
 
 DEEPSPEED_LINEAR = Installation(
     "torch.nn.functional.linear",

@@ -33,10 +33,9 @@ from lockstep.extensions.deepspeed import package
 from lockstep.extensions.deepspeed.checkpoint_io import EngineCheckpointIO
 from lockstep.extensions.deepspeed.partition import partition, put, span
 from lockstep.ground import comm
-from lockstep.ground.combined import CombinedOptimizer
 from lockstep.ground.errors import MisconfigurationException, missing_extra
-from lockstep.ground.parameters import whole_shape
-from lockstep.ground.parts import is_partitioned
+from lockstep.ground.optimizers import CombinedOptimizer
+from lockstep.ground.parameters import is_partitioned, whole_shape
 from lockstep.ground.rank import does, rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.memory.recompute import Layers, Policy, Save

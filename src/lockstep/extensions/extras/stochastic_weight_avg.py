@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 
 from lockstep.callbacks.base import Callback
 from lockstep.engines.ddp.sync_batchnorm import SyncBatchNorm
-from lockstep.ground.device_numbers import widest
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import refuse_lazy
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn

@@ -1,6 +1,6 @@
 """The private parts of torch that this extension uses."""
 
-from lockstep.ground.torch_parts import EVERYTHING, Part
+from lockstep.ground.torch_support import EVERYTHING, Part
 
 PARTS = (
     Part(

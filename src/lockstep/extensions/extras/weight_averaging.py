@@ -12,8 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import refuse_lazy
-from lockstep.ground.parts import is_freed
+from lockstep.ground.parameters import is_freed, refuse_lazy
 from lockstep.ground.rank import rank_zero_warn
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.extensions.search.search import COMPLETED, PRUNED, RUNNING, Status
-from lockstep.ground.columns import padded
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.text_table import padded
 
 WIDEST = 24
 """Letters that a cell shows of a value."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.extensions.verify import fake_group
 from lockstep.extensions.verify.settings import is_users, location
 from lockstep.extensions.verify.watch import Watch, note_collective, put
-from lockstep.ground.collectives import COLLECTIVES, RENAMED
+from lockstep.ground.comm import COLLECTIVES, RENAMED
 
 PATIENCE = timedelta(seconds=60)
 """How long a rank waits for another in a collective."""

@@ -21,7 +21,7 @@ from lockstep.extensions.verify.forwards import Forwards, plain
 from lockstep.extensions.verify.recordings import TensorPart, Value
 from lockstep.extensions.verify.settings import location, stack
 from lockstep.extensions.verify.watch import Stop, Watch, put
-from lockstep.ground.parts import begins_of
+from lockstep.ground.parameters import begins_of
 
 FOLLOW = "parameters of the ranks"
 """The override by which one process takes over rank 0's parameters behind each step."""

@@ -23,8 +23,8 @@ from torch import Tensor
 from lockstep.engines.ddp.bucket import Bucket, GradBucket
 from lockstep.engines.ddp.transport import AllReduce, RoundGroup, Size
 from lockstep.ground import comm
+from lockstep.ground.device import current_stream, has_futures, has_streams, in_stream, new_stream
 from lockstep.ground.installed import EXIT_ORDERED
-from lockstep.ground.streams import current_stream, has_futures, has_streams, in_stream, new_stream
 
 # -- the ordered queue ---------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from lockstep.extensions.extras.tuner.trial import (
     trial,
     values_of,
 )
-from lockstep.ground.device_memory import garbage_collection_cuda, is_oom_error
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.memory_use import garbage_collection_cuda, is_oom_error
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import STEP_OUTPUT, TrainerFn
 from lockstep.module import LightningModule

@@ -25,7 +25,7 @@ from lockstep.extensions.extras.tuner.trial import (
     values_of,
 )
 from lockstep.ground import comm
-from lockstep.ground.device_numbers import widest
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import STEP_OUTPUT, LRSchedulerConfig

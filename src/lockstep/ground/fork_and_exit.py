@@ -1,4 +1,4 @@
-"""Forks and exits beside torch's threads.
+"""Forks and exits beside torch's threads, and open files of the script where a process does not end as Python does.
 
 A forked child must not begin its life with a lock that nobody will open, and no process may end while such a thread
 still wants the interpreter.
@@ -23,7 +23,9 @@ shuts down, until these threads are done.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
 import sys
 import threading
@@ -121,3 +123,20 @@ def _asleep() -> dict[str, bytes] | None:
                 return None
             found[thread] = fields.get(b"voluntary_ctxt_switches", b"")
     return found
+
+
+BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+"""What keeps text or bytes back that were written to it."""
+
+
+def flush_open_files() -> None:
+    """Write out what waits in the buffers of open files: ``os._exit`` would leave it there.
+
+    Of a forked process these are its own files. Those of its parent, which writes them itself, are frozen
+    (`lockstep.ground.fork_and_exit`), and not among what is found.
+    """
+    with contextlib.suppress(MemoryError):
+        for each in gc.get_objects():
+            if type(each) in BUFFERED:
+                with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed, read only, or nobody reads it
+                    each.flush()

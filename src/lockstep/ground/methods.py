@@ -1,13 +1,69 @@
-"""Layers that are compiled: the ``forward`` that a run compiles, and whether a module has any."""
+"""Methods in the place of others: replaced for a while, seen through, left behind by copies, compiled.
+
+A compiled layer has another ``forward``; whether a module has such a layer is answered here, too. What a copy of a part
+of a run has, in this process or in another one, is what a call of the Trainer leaves behind.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def replace_until(end: ExitStack, owner: object, name: str, value: object) -> None:
+    """Give an object another attribute; when the stack is closed, it has its own again, or its class's.
+
+    Args:
+        end: puts back what was there.
+        owner: the object.
+        name: of the attribute.
+        value: that it has meanwhile.
+    """
+    own = vars(owner)
+    if name in own:
+        end.callback(setattr, owner, name, own[name])
+    else:
+        end.callback(own.pop, name, None)
+    setattr(owner, name, value)
+
+
+def innermost(method: Any) -> Any:
+    """The function behind a bound method, and behind whatever wraps it."""
+    while True:
+        if isinstance(method, partial):
+            method = method.func
+        elif getattr(method, "_mock_wraps", None) is not None:
+            method = method._mock_wraps
+        elif hasattr(method, "__func__"):
+            method = method.__func__
+        elif hasattr(method, "__wrapped__"):
+            method = method.__wrapped__
+        else:
+            return method
+
+
+def kept(part: object, *of_the_call: str) -> dict[str, Any]:
+    """The attributes of a part that its copies have; what `__getstate__` gives.
+
+    Methods that a call has put in the place of the class's own, to measure them, stay behind: they work on this object.
+
+    Args:
+        part: the object.
+        of_the_call: names of attributes that belong to the call that runs; they are None in a copy.
+    """
+    state = {name: value for name, value in vars(part).items() if not _stands_in(part, name, value)}
+    return state | dict.fromkeys(state.keys() & set(of_the_call))
+
+
+def _stands_in(part: object, name: str, value: object) -> bool:
+    own = getattr(type(part), name, None)
+    return callable(own) and callable(value) and str(getattr(value, "__module__", "")).startswith("lockstep.")
 
 
 class CompiledForward:

@@ -1,14 +1,20 @@
-"""Search tensors for NaN and Inf."""
+"""Numbers: the search of tensors for NaN and Inf, values as Python's numbers, whole numbers of scripts and configs.
+
+Values on a device become numbers by one copy: each copy waits for all that the device has yet to do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lockstep.ground.parts import stands_in
+from lockstep.ground.device import widest
+from lockstep.ground.parameters import stands_in
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -51,3 +57,29 @@ def _values_of(tensor: Tensor) -> Tensor | None:
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     plain = type(part) is Tensor and part.layout is torch.strided and not part.is_meta
     return part if plain and part.dtype in _FLOATS and part.numel() else None
+
+
+def floats(values: Sequence[Any]) -> list[float]:
+    """Numbers and tensors of one element as numbers, in their order."""
+    far = [value.detach().reshape(()) for value in values if _is_far(value)]
+    if len({value.device for value in far}) != 1:
+        return [float(value) for value in values]
+    dtype = widest(far[0].device)
+    found = iter(torch.stack([value.to(dtype) for value in far]).tolist())
+    return [next(found) if _is_far(value) else float(value) for value in values]
+
+
+def _is_far(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def whole_number(value: object) -> int | None:
+    """Return a whole number as an int, also one that is written as a float (1e3); None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    try:
+        return index(value)  # type: ignore[arg-type]  # an int, or one of NumPy's
+    except TypeError:
+        return None

@@ -1,17 +1,20 @@
-"""The private parts of torch that lockstep uses: where, for what, since when, and what is refused without them.
+"""What lockstep needs of torch, and where this release was tried: releases of torch, and kinds of devices.
 
-A release may rename a private part. What needs it is then refused by name where it is asked for; all else goes on.
+The private parts of torch that lockstep uses are listed with where, for what, since when, and what is refused without
+them. A release may rename one. What needs it is then refused by name where it is asked for; all else goes on.
 """
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
 
 EVERYTHING = "lockstep"
 DDP = "DistributedDataParallel"
@@ -97,7 +100,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch.UntypedStorage._cdata",
-        "checkpoint/io.py ground/host_memory.py engines/ planner/trace.py",
+        "checkpoint/io.py ground/transfer.py engines/ planner/trace.py",
         "which tensors share memory",
         EVERYTHING,
     ),
@@ -147,7 +150,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch._C._storage_Use_Count",
-        "ground/host_memory.py engines/ddp/bucket.py",
+        "ground/transfer.py engines/ddp/bucket.py",
         "whether memory is used elsewhere",
         EVERYTHING,
     ),
@@ -251,7 +254,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(f"{_PARAM}._unsharded_param", "engines/", "the whole parameter, for its gradient's hooks", FSDP),
     Part(f"{_PARAM}._module_info", "engines/", "the layers that a parameter belongs to", FSDP),
-    Part("torch.distributed.tensor.DTensor._local_tensor", "ground/parts.py planner/trace.py", "a shard", FSDP),
+    Part("torch.distributed.tensor.DTensor._local_tensor", "ground/parameters.py planner/trace.py", "a shard", FSDP),
     Part(
         "torch.distributed.tensor._dtensor_spec.DTensorSpec", "engines/sharded/fully_shard.py", "shards of states", FSDP
     ),
@@ -392,7 +395,7 @@ PARTS: tuple[Part, ...] = (
     Part("torch.nn.Module._call_impl", "engines/pipeline/chain.py", "forward with the hooks around it", PIPELINES),
     Part(
         "torch.nn.Module._compiled_call_impl",
-        "ground/compiled.py engines/ddp/container.py",
+        "ground/methods.py engines/ddp/container.py",
         "module.compile()",
         COMPILE,
     ),
@@ -495,3 +498,42 @@ def _gives(kind: type, attribute: str) -> bool:
         if any(attribute in getattr(getattr(method, "__code__", None), "co_names", ()) for method in methods):
             return True
     return False
+
+
+TRIED = (2, 15)
+"""The newest torch that this release was tested with; a test holds it to constraints.txt and pyproject.toml."""
+RAN = ("cpu", "cuda")
+"""Kinds of devices on which this release has run: the README's table says when, and a test holds the two together."""
+RAN_ON_SEVERAL = ("cpu",)
+"""The same of ranks with a device each."""
+
+
+def warn_of_untried_torch(version: str = torch.__version__) -> None:
+    """Warn, once and on rank 0, of a torch that is newer than all that were tried.
+
+    Args:
+        version: as torch writes its own, ``"2.13.0+cpu"``.
+    """
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) > TRIED and multiprocessing.parent_process() is None:  # not in loader workers
+        tried = ".".join(map(str, TRIED))
+        warn_once(
+            f"torch {version} is newer than {tried}, the newest that this release of lockstep was tested with: should "
+            f"something be wrong, `pip install 'torch=={tried}.*'` takes that one."
+        )
+
+
+def untried(kind: str, several: bool = False) -> str | None:
+    """What to say at the start of a run on devices on which this release never ran; None where it did.
+
+    Args:
+        kind: of the devices.
+        several: whether ranks have one each.
+    """
+    if kind in (RAN_ON_SEVERAL if several else RAN):
+        return None
+    where, reference = ("such a device", "the CPU") if kind not in RAN else ("several such devices", "one")
+    return (
+        f'accelerator={kind!r}: this release of lockstep has not run on {where} yet (README, "Where it has '
+        f'run"): compare the first losses with a run on {reference}, and report what differs.'
+    )
