@@ -68,7 +68,7 @@ class B:
     lr: float
 
 
-class Pair(NamedTuple):
+class ActAndPart(NamedTuple):
     one: Act
     two: A | B
 
@@ -84,7 +84,7 @@ class Net(BoringModel):
         hidden: list[int] = (4, 4),  # type: ignore[assignment]
         where: str | Path = "",
         mode: str = "",
-        pairs: dict[Act, list[Pair]] | None = None,
+        pairs: dict[Act, list[ActAndPart]] | None = None,
         acts: set[Act] | frozenset[Act] | None = None,
         others: Namespace | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class Net(BoringModel):
 
 
 def of_the_run() -> Net:
-    pairs = {Act.GELU: [Pair(Act.RELU, B(1.0)), Pair(Act.GELU, A(2.0))]}
+    pairs = {Act.GELU: [ActAndPart(Act.RELU, B(1.0)), ActAndPart(Act.GELU, A(2.0))]}
     more: dict[str, Any] = {"pairs": pairs, "acts": frozenset({Act.GELU}), "others": Namespace(to=Path("b"))}
     return Net(Computed(0.1, 512), Child(8, {Act.RELU: [1]}), B(0.3), where=Path("a"), mode=WrittenMode.FAST, **more)
 

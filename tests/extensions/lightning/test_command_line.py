@@ -871,7 +871,9 @@ def test_the_package_has_lightnings_names() -> None:
 
 
 def test_without_jsonargparse_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("lockstep.cli", "lockstep.extensions.lightning"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("lockstep.cli", LightningCLI.__module__.rpartition(".")[0]))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     with pytest.raises(
