@@ -171,6 +171,12 @@ from lockstep.strategies import SingleDeviceStrategy
 class Quiet(SingleDeviceStrategy):
     pass
 
+def make():
+    return Quiet()
+
+def count():
+    return 3
+
 def hello(words):
     print("hello", *words)
     return 0
@@ -191,7 +197,8 @@ import sys
 sys.path.insert(0, {path!r})
 from lockstep import Trainer
 from lockstep.cli.run import main
-print(type(Trainer(strategy="quiet", accelerator="cpu", logger=False).strategy).__name__)
+for name in ("quiet", "made"):
+    print(type(Trainer(strategy=name, accelerator="cpu", logger=False).strategy).__name__)
 code = main(["hello", "world"])
 print(code)
 main(["--help"])
@@ -208,18 +215,18 @@ def test_other_distributions_bring_strategies_and_commands(tmp_path: Path) -> No
     distribution(
         tmp_path,
         "quiet",
-        "[lockstep.strategies]\nquiet = quiet:Quiet\ntwice = quiet:Quiet\nnothing = quiet:Never\n"
-        "number = quiet:int\nddp = quiet:Quiet\n[lockstep.commands]\nhello = quiet:hello\nenv = quiet:hello\n",
+        "[lockstep.strategies]\nquiet = quiet:Quiet\nmade = quiet:make\ntwice = quiet:Quiet\nnothing = quiet:Never\n"
+        "number = quiet:count\nddp = quiet:Quiet\n[lockstep.commands]\nhello = quiet:hello\nenv = quiet:hello\n",
     )
     distribution(tmp_path, "loud", "[lockstep.strategies]\ntwice = loud:Quiet\n")
     distribution(tmp_path, "broken", "[lockstep.strategies]\nbroken = broken:Quiet\n", "raise OSError('no card')")
     run = python("-c", USE.format(path=str(tmp_path)))
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
-    assert lines[:3] == ["Quiet", "hello world", "0"]
+    assert lines[:4] == ["Quiet", "Quiet", "hello world", "0"]
     assert "  hello      a command of quiet 1.5" in lines
     assert sum(line.startswith("  env ") and "quiet" not in line for line in lines) == 1
-    said = {line.partition(":")[0]: line for line in lines[4:]}
+    said = {line.partition(":")[0]: line for line in lines[5:]}
     claimed = "twice: the strategy 'twice' is claimed by loud 1.5 and by quiet 1.5: uninstall one of them."
     assert said["twice"] == claimed
     assert said["broken"] == (
@@ -227,5 +234,5 @@ def test_other_distributions_bring_strategies_and_commands(tmp_path: Path) -> No
         "uninstall that package."
     )
     assert "'quiet:Never': AttributeError" in said["nothing"]
-    assert "int" in said["number"]
+    assert said["number"] == 'number: Trainer(strategy="number"): its entry point gives a int, and not a Strategy.'
     assert lines[-1] == "DDPStrategy"

@@ -21,7 +21,7 @@ Place = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
 class EngineFolders(Protocol):
-    """What the extension does with such folders; see `lockstep.extensions.deepspeed.folder`."""
+    """Reads and writes such folders; DeepSpeed's extension has it."""
 
     def read(self, path: PathLike, place: Place | None, weights_only: bool | None) -> dict[str, Any]:
         """Return the checkpoint as one process would have written it."""

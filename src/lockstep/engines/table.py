@@ -95,7 +95,8 @@ def drives_all_devices(asked: str | Strategy) -> bool:
     if is_plan(asked):
         return SavedPlan.read(asked).strategy == "dp"
     name = asked.lower()
-    return is_strategy(name) and class_of(name).drives_all_devices
+    # another distribution may have a function in the place of a class: what it makes has a device for each rank
+    return is_strategy(name) and bool(getattr(class_of(name), "drives_all_devices", False))
 
 
 def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = False) -> Strategy:
