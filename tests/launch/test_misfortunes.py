@@ -165,7 +165,7 @@ def test_ctrl_c_ends_a_fit_with_its_result(
 ) -> None:
     """One that only the parent got killed the ranks of ddp_spawn after 10 s; from a terminal, workers died of it."""
     run = Run(tmp_path, "nothing", strategy, workers, press)
-    assert run.code == 0, run.errors
+    assert run.code == 0, "\n".join(run.errors)
     assert run.out.count("result interrupted by Ctrl-C") == (2 if strategy == "ddp" else 1)
     assert sum("a second Ctrl-C ends it at once" in text for text in run.errors) == 1
     assert (run.left, run.seconds < at_most(SECONDS)) == ([], True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +70,18 @@ def test_a_further_ctrl_c_leaves_no_rank_behind(
         with pytest.raises(KeyboardInterrupt):
             children.stop(60)
     assert children.wait(20)
+
+
+def test_a_wait_that_ctrl_c_interrupted_still_waits_for_all(children: RankProcesses) -> None:
+    """A fit with ddp_fork read rank 0's result before it was there, where rank 1 had ended first: EOFError."""
+    start(children, SLEEP, "pass")
+    pressing = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        children.wait(60)
+    pressing.join()
+    assert not children.wait(1.0)
+    assert children.running[:1] == [1]
 
 
 def test_wait_gives_up_in_time(children: RankProcesses) -> None:

@@ -113,7 +113,8 @@ class RankProcesses:
         self._waits_since = waits_since
         self.hurries = True
         self._processes: dict[int, _Started | Foreign] = {}
-        self._watchers: dict[int, threading.Thread] = {}
+        # Events, since a `Thread.join` that Ctrl-C interrupts takes its thread for ended (CPython before 3.13).
+        self._watchers: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
         self._stopping = self._winding_up = False
         self._gone: set[int] = set()
@@ -181,11 +182,10 @@ class RankProcesses:
         for rank, process in list(self._processes.items()):
             if rank not in self._watchers:
                 self.memory_kills.add(process.pid)
-                name = f"lockstep-rank-{rank}"
-                self._watchers[rank] = threading.Thread(
-                    target=self._watch, args=(rank, process), name=name, daemon=True
-                )
-                self._watchers[rank].start()
+                over, name = threading.Event(), f"lockstep-rank-{rank}"
+                thread = threading.Thread(target=self._watch, args=(rank, process, over), name=name, daemon=True)
+                thread.start()
+                self._watchers[rank] = over
 
     @property
     def failed(self) -> list[Ended]:
@@ -224,9 +224,9 @@ class RankProcesses:
             whether they have, in that time.
         """
         until = None if seconds is None else time.monotonic() + seconds
-        for watcher in list(self._watchers.values()):
-            watcher.join(None if until is None else max(0.0, until - time.monotonic()))
-        return not any(watcher.is_alive() for watcher in self._watchers.values())
+        for over in list(self._watchers.values()):
+            over.wait(None if until is None else max(0.0, until - time.monotonic()))
+        return all(over.is_set() for over in self._watchers.values())
 
     def stop(self, grace: float = GRACE) -> None:
         """End all that still run, by SIGTERM and after ``grace`` seconds by SIGKILL, and see them gone."""
@@ -322,7 +322,13 @@ class RankProcesses:
         """Whether a rank has done all that it was to do: it has said so, or nobody knows better than its exit code."""
         return rank in self._ended or (code == 0 and not self._is_busy(rank))
 
-    def _watch(self, rank: int, process: _Started | Foreign) -> None:
+    def _watch(self, rank: int, process: _Started | Foreign, over: threading.Event) -> None:
+        try:
+            self._see_end(rank, process)
+        finally:
+            over.set()
+
+    def _see_end(self, rank: int, process: _Started | Foreign) -> None:
         code, at = process.end(), time.monotonic()
         excused = self._is_excused(rank, code)
         with self._lock:
