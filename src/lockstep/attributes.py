@@ -435,7 +435,7 @@ class Attributes:
     @property
     def wrapped_optimizers(self) -> list[LightningOptimizer]:
         """The optimizers as ``self.optimizers()`` gives them."""
-        return self.fit_loop.step.wrapped
+        return self.fit_loop.step.update.wrapped if self.fit_loop.has_step else []
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:

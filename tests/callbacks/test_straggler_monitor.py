@@ -115,7 +115,7 @@ def test_a_run_that_nobody_measures_keeps_its_methods() -> None:
         trainer = quiet(max_epochs=1, callbacks=callbacks)
         trainer.fit(module, DataLoader(torch.arange(1.0, 9.0, dtype=torch.float64), 1))  # type: ignore[arg-type]
         assert "backward" not in vars(trainer.strategy)
-        assert trainer.fit_loop.step.batches.training_step == module.training_step
+        assert trainer.fit_loop.step.training_step == module.training_step
         assert "evaluate" not in vars(trainer.fit_loop.validation)
         assert trainer.fit_loop.balance is None
 
@@ -130,7 +130,7 @@ def test_a_profiler_and_the_monitor_measure_side_by_side() -> None:
     assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.backward"]) == 20
     assert monitor.scores[0].times == pytest.approx((8, 0.008, 0.008, 0.008, 0, 0.008))
     assert "backward" not in vars(trainer.strategy)
-    assert trainer.fit_loop.step.batches.training_step == module.training_step
+    assert trainer.fit_loop.step.training_step == module.training_step
 
 
 @pytest.mark.parametrize("wrong", [{"threshold": 1}, {"threshold": "2"}, {"patience": 0}, {"patience": 1.5}])

@@ -159,8 +159,7 @@ def test_nothing_of_it_stays_behind() -> None:
     trainer, module = profiled(Notes(), max_epochs=1), Validated()
     trainer.fit(module, numbers(2), numbers(1))
     step = trainer.fit_loop.step
-    parts = (step, step.update, step.batches)
-    for owner in (trainer, trainer.strategy, trainer.fit_loop, *parts, trainer.hooks, module):
+    for owner in (trainer, trainer.strategy, trainer.fit_loop, step, step.update, trainer.hooks, module):
         assert not [name for name, value in vars(owner).items() if "Instruments" in repr(value)], owner
     assert step.update.module is module
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.loop.step_output import has_uneven_targets
+from lockstep.loop.step import has_uneven_targets
 from tests.loop.pieces import quiet
 
 PADDED = [[1, 2, 3], [4, -100, -100]]

@@ -24,8 +24,8 @@ from lockstep.ground.memory_use import free_memory, memory_held, memory_peak
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.window_times import WindowTimes, typical
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.session import Session
+from lockstep.loop.step import Step
 
 PERIOD = 8
 """Windows from one look at the ranks' times to the next."""
@@ -68,14 +68,12 @@ def _warn_of_batch_norm(session: Session) -> None:
             return
 
 
-def measure(
-    session: Session, batches: MicroBatches, validation: EvaluationLoop, listeners: Sequence[Callback]
-) -> Balance | None:
+def measure(session: Session, step: Step, validation: EvaluationLoop, listeners: Sequence[Callback]) -> Balance | None:
     """What measures the steps of this fit; None where nobody listens and there is nothing to balance.
 
     Args:
         session: of the fit.
-        batches: its micro-batches, set up.
+        step: of the fit.
         validation: of the fit.
         listeners: callbacks that are told of times.
 
@@ -96,7 +94,7 @@ def measure(
             f"{type(listeners[0]).__name__}: {name} plays forward and backward of all ranks or of whole windows by "
             'itself, so that their times cannot be told apart; use strategy="ddp" or "fsdp", or leave it out.'
         )
-    return Balance(session, batches, validation, listeners, shares)
+    return Balance(session, step, validation, listeners, shares)
 
 
 # -- the looks ------------------------------------------------------------------------------------------------
@@ -110,7 +108,7 @@ class Balance:
 
     Args:
         session: of the fit.
-        batches: its micro-batches, set up.
+        step: of the fit.
         validation: of the fit.
         listeners: callbacks that are told of each look.
         shares: whether shares change.
@@ -119,12 +117,12 @@ class Balance:
     def __init__(
         self,
         session: Session,
-        batches: MicroBatches,
+        step: Step,
         validation: EvaluationLoop,
         listeners: Sequence[Callback],
         shares: bool,
     ) -> None:
-        self._session, self._batches, self._validation = session, batches, validation
+        self._session, self._step, self._validation = session, step, validation
         self._listeners, self._changes = listeners, shares
         device = session.strategy.root_device
         by_events = has_timed_events(device)
@@ -145,7 +143,7 @@ class Balance:
     def attached(self) -> Iterator[None]:
         """Inside, steps are measured."""
         try:
-            with self._times.attached(self._session.strategy, self._batches, self._validation):
+            with self._times.attached(self._session.strategy, self._step, self._validation):
                 yield
         finally:
             if self._rows is not None:

@@ -19,7 +19,7 @@ from lockstep.ground.device import TimedEvent, current_stream, has_streams, time
 from lockstep.ground.methods import replace_until
 from lockstep.ground.window_times import WindowTimes
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.micro_batches import MicroBatches
+from lockstep.loop.step import Step
 from lockstep.supervise.collective_trace import WAITS, wrapped
 
 DATA, FORWARD, BACKWARD, WAITING, PAUSE = range(5)
@@ -54,15 +54,15 @@ class StepTimes:
     # -- what is measured
 
     @contextmanager
-    def attached(self, strategy: Strategy, batches: MicroBatches, validation: EvaluationLoop) -> Iterator[None]:
+    def attached(self, strategy: Strategy, step: Step, validation: EvaluationLoop) -> Iterator[None]:
         """Inside, windows are measured.
 
         Args:
             strategy: of the fit, set up.
-            batches: of the fit, set up.
+            step: of the fit.
             validation: of the fit; it is no part of a window.
         """
-        self._replace(batches, "training_step", FORWARD)
+        self._replace(step, "training_step", FORWARD)
         self._replace(strategy, "backward", BACKWARD)
         self._replace(validation, "evaluate", PAUSE)
         for owner, name in strategy.waits_in:

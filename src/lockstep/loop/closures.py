@@ -11,11 +11,8 @@ from torch import Tensor
 from lockstep.data.window import Window
 from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.automatic import Automatic
-from lockstep.loop.backward import Backward
-from lockstep.loop.micro_batches import Begun, MicroBatches
 from lockstep.loop.session import Session
-from lockstep.loop.step_output import StepOutputs
+from lockstep.loop.step import Automatic, TrainingBatch
 from lockstep.loop.update import Update
 
 
@@ -26,35 +23,31 @@ class ByClosure(Automatic):
     last call saw.
     """
 
-    def __init__(
-        self, session: Session, batches: MicroBatches, outputs: StepOutputs, update: Update, backward: Backward
-    ) -> None:
-        super().__init__(session, batches, outputs, update, backward)
-        self._results = session.results
-        self._progress = session.fit.progress
+    def __init__(self, session: Session, update: Update) -> None:
+        super().__init__(session, update)
         self._losses: list[Tensor] = []  # of the window under way, as backward saw them
-        self._learn_from = self._note_loss
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one window, yielding after each micro-batch, when its hooks have run."""
-        played: list[Begun] = []
-        steps = self._shared or bool(window.begun)  # whether there is a batch that is not None
+        played: list[TrainingBatch] = []
+        steps = self.shared or bool(window.begun)  # whether there is a batch that is not None
         self._losses.clear()
-        for micro_batch in self._batches.begun(window, batch_idx):
+        for micro_batch in self.micro_batches(window, batch_idx):
             steps = steps or micro_batch.batch is not None
             played.append(micro_batch)
-            shown = self._step(played) if micro_batch.last and steps else self.play(micro_batch)
+            shown = self._step(played) if micro_batch.last and steps else self.forward_backward(micro_batch)
             if micro_batch.last:
-                self._update.end_window(micro_batch.number, steps)
-            self._batches.end(shown, micro_batch)
+                self.update.end_window(micro_batch.number, steps)
+            self.end(shown, micro_batch)
             yield
 
-    def _note_loss(self, loss: Tensor, factor: float | Tensor) -> Tensor:
-        loss = self._backward.of(loss, factor)
+    def backward(self, loss: Tensor, factor: float | Tensor) -> Tensor:
+        """As of any step, and note the loss for what the closure returns."""
+        loss = super().backward(loss, factor)
         self._losses.append(loss.detach())
         return loss
 
-    def _step(self, window: list[Begun]) -> Any:
+    def _step(self, window: list[TrainingBatch]) -> Any:
         """The update of a window whose last micro-batch is still to be played."""
         outputs: Any = {}
         logged: Any = None  # before the last micro-batch
@@ -71,11 +64,11 @@ class ByClosure(Automatic):
             for micro_batch in window if played else window[-1:]:
                 outputs = self._play_again(micro_batch)
             played = True
-            self._update.prepare()
+            self.update.prepare()
             return self._loss(all(micro_batch.weight for micro_batch in window))
 
-        optimizer: Any = self._update.wrapped[0]  # which stands for an Optimizer
-        self._update.module.optimizer_step(self._progress.epoch, window[-1].number, optimizer, closure)
+        optimizer: Any = self.update.wrapped[0]  # which stands for an Optimizer
+        self.update.module.optimizer_step(self._progress.epoch, window[-1].number, optimizer, closure)
         if not played:
             raise MisconfigurationException(
                 "The closure hasn't been executed: `optimizer_step` has to run its `optimizer_closure`, in which "
@@ -84,11 +77,11 @@ class ByClosure(Automatic):
             )
         return outputs
 
-    def _play_again(self, micro_batch: Begun) -> Any:
+    def _play_again(self, micro_batch: TrainingBatch) -> Any:
         self._strategy.sync_gradients = micro_batch.last
-        self._batches.enter_step(muted=not micro_batch.last or micro_batch.weight == 0.0)
-        self._batches.absent = micro_batch.absent
-        return self.play(micro_batch)
+        self.enter_step(muted=not micro_batch.last or micro_batch.weight == 0.0)
+        self.absent = micro_batch.absent
+        return self.forward_backward(micro_batch)
 
     def _loss(self, has_samples: bool) -> Tensor | None:
         """What the closure returns: the loss of the window; None where no step returned one.
@@ -96,18 +89,18 @@ class ByClosure(Automatic):
         Args:
             has_samples: whether this rank has samples of each micro-batch.
         """
-        losses, needed = self._losses, self._update.needs_closure
+        losses, needed = self._losses, self.update.needs_closure
         if not losses and not needed:
             return None
         if not losses and has_samples:
             raise MisconfigurationException(
-                f"{type(self._update.optimizer).__name__} steers by the loss, and `training_step` returned None for "
+                f"{type(self.update.optimizer).__name__} steers by the loss, and `training_step` returned None for "
                 "every micro-batch of this window: return the loss."
             )
         if not losses:
             losses = [torch.zeros((), device=self._strategy.root_device)]  # the others' count
-        total = torch.stack(losses).sum() * self._outputs.factor
-        if not (needed and self._shared):
+        total = torch.stack(losses).sum() * self.update.factor
+        if not (needed and self.shared):
             return total
         # a line search steers by it, so it must be the same number on all ranks; one without samples does not know
         # its type

@@ -22,6 +22,7 @@ from lockstep.ground.seed import isolate_rng, set_random_states_of
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.call import Asked, call, take_up_changes
+from lockstep.loop.closures import ByClosure
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.finite_watch import updates_left_out
 from lockstep.loop.fit_messages import say, say_memory
@@ -30,7 +31,8 @@ from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END
 from lockstep.loop.session import FitState, Session
 from lockstep.loop.signals import TERMINATED, Signals
 from lockstep.loop.state_checks import taking
-from lockstep.loop.step import Step
+from lockstep.loop.step import Ahead, Automatic, Manual, Step
+from lockstep.loop.update import Update
 from lockstep.loop.validation_timing import ValidationTiming
 
 if TYPE_CHECKING:
@@ -90,9 +92,11 @@ class FitLoop:
         on_train_end; tear down
     """
 
+    step: Step
+    """Plays the windows of the newest fit; there once that has optimizers (:attr:`has_step`)."""
+
     def __init__(self, session: Session, epochs_by_default: bool = False) -> None:
         self.session = session
-        self.step = Step(session)
         self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due, self._requested)
         self.timing = ValidationTiming(session)
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
@@ -115,6 +119,11 @@ class FitLoop:
         return self.session.fit.progress
 
     @property
+    def has_step(self) -> bool:
+        """Whether a fit of this loop has had optimizers."""
+        return "step" in vars(self)
+
+    @property
     def feed(self) -> Feed | None:
         """The training loaders as this rank draws from them."""
         return self.session.fit.feed
@@ -127,7 +136,7 @@ class FitLoop:
     @property
     def batch_idx(self) -> int:
         """The number in its epoch of the training batch that was begun last; -1 before the first."""
-        return self.step.batches.newest if "batches" in vars(self.step) else -1
+        return self.step.newest if self.has_step else -1
 
     @property
     def total_batch_idx(self) -> int:
@@ -157,10 +166,9 @@ class FitLoop:
         return Inner(name, {"current": lambda: Inner(f"{name}.current", counts)})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**kept(self, "step", "signals", "balance"), "begun": False, "plays": False}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, step=Step(state["session"]))
+        state = {**kept(self, "signals", "balance"), "begun": False, "plays": False}
+        state.pop("step", None)
+        return state
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "session" not in self.__dict__:
@@ -217,7 +225,7 @@ class FitLoop:
         finally:
             self.signals = self.balance = None
             fit.finite.stop()
-            self.step.release()
+            self._release_step()
         fit.progress.ended = session.interruption is None
         return self._result()
 
@@ -237,7 +245,7 @@ class FitLoop:
         self.timing.start()
         fit.finite.start(session, None if fit.resumed is None else session.ckpt_path)
         session.loaders.check_reload(session.config.reload_dataloaders_every_n_epochs)
-        self.step.setup()
+        self.make_step()
         self._measure(measured)
         if session.config.log_every_n_steps:  # else nothing is to be measured (`barebones`)
             watch_first_window(session, self.step, lambda: say_memory(session, memory_of(session)))
@@ -252,6 +260,28 @@ class FitLoop:
                 fit.loaded.load_shares(fit.shares, fit.progress.batch, session.config.balance)
         self._say_how_long(ckpt_path)
 
+    def make_step(self) -> None:
+        """Choose the way through the windows of this fit, when strategy, module and optimizers are ready.
+
+        Raises:
+            MisconfigurationException: optimizers, precision and engine do not go together.
+        """
+        session, by_engine = self.session, self.session.strategy.window
+        self._release_step()
+        update = Update(session)
+        if not session.module.automatic_optimization:
+            self.step = Manual(session, update)
+        elif by_engine is not None:
+            self.step = Ahead(session, update, by_engine)
+        else:
+            self.step = ByClosure(session, update) if update.by_closure else Automatic(session, update)
+        update.check_scaler()
+
+    def _release_step(self) -> None:
+        """Take the hooks of a fit that is over from its optimizers."""
+        if self.has_step:
+            self.step.update.watch.detach()
+
     def _measure(self, measured: ExitStack) -> None:
         """Have steps measured where somebody has asked for it; else nothing is in their way."""
         session = self.session
@@ -259,7 +289,7 @@ class FitLoop:
         if session.config.balance or listeners:
             from lockstep.balance.balance import measure
 
-            self.balance = measure(session, self.step.batches, self.validation, listeners)
+            self.balance = measure(session, self.step, self.validation, listeners)
         if self.balance is not None:
             measured.enter_context(self.balance.attached())
 
@@ -270,7 +300,7 @@ class FitLoop:
         """
         session = self.session
         session.fit.results = session.results
-        self.step.setup()
+        self.make_step()
         session.state.stage = RunningStage.TRAINING
         self.setup_data()
         if self._validates:
@@ -422,7 +452,7 @@ class FitLoop:
     def _take_up_changes(self) -> None:
         """What hooks have changed holds in this epoch: callbacks, hooks, ``training_step``, schedulers."""
         take_up_changes(self.session)
-        self.step.batches.take_step()
+        self.step.take_step()
         self.step.update.schedulers.use(self.session.strategy.lr_scheduler_configs)
 
     def _windows_left(self, feed: Feed) -> tuple[bool, Iterator[Window]]:
@@ -473,8 +503,8 @@ class FitLoop:
                         self._updated(log_every)
                     if validates and self._validation_due(not left):
                         self._validate(not left)
-                if step.batches.ended_by_user:
-                    step.batches.ended_by_user, whole = False, True
+                if step.ended_by_user:
+                    step.ended_by_user, whole = False, True
                     step.update.schedulers.after_epoch()
                     break
                 self._after_window()
@@ -681,7 +711,7 @@ class FitLoop:
         return self._validates and self._validation_due(True)
 
     def _validation_due(self, at_window_end: bool) -> bool:
-        session, at_once = self.session, self.step.way.at_once
+        session, at_once = self.session, self.step.at_once
         if at_once > 1 and not at_window_end:
             return False  # the window was played in one piece
         if self.timing.due(session.fit.progress, at_window_end, at_once):
@@ -765,7 +795,7 @@ class FitLoop:
             the number of batches that this rank had samples for, but for those that are None.
         """
         feed, strategy, results = self.session.fit.loaded, self.session.strategy, self.session.results
-        batches = self.step.batches
+        step = self.step
         hook, table, muted = results.hook, results.table, results.muted
         results.enter("training_step")
         feed.begin(self.progress.epoch, 0)
@@ -777,9 +807,9 @@ class FitLoop:
                 with torch.no_grad(), strategy.leaving_out(absent) if absent else nullcontext():
                     used = bool(weight) and batch is not None
                     if used:
-                        batch = batches.transfer(batch) if batches.moves else batch
-                        arguments = (batch, number) if batches.takes_idx else (batch,)
-                        strategy.run(batches.training_step, *arguments)
+                        batch = step.transfer(batch) if step.moves else batch
+                        arguments = (batch, number) if step.takes_idx else (batch,)
+                        strategy.run(step.training_step, *arguments)
                 number += 1
                 drawn += used
         results.hook, results.table, results.muted = hook, table, muted

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.data.window import Window
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import has_compiled
 from lockstep.loop.session import Session
@@ -56,19 +57,18 @@ def watch_first_window(session: Session, step: Step, told: Callable[[], None]) -
     """
     session.used = session.activations = None
     activations = countable(session)
-    batches, road = step.batches, step.window
-    own = batches.training_step
+    way, own = step.window, step.training_step
 
-    def first(*args: Any) -> Iterator[None]:
-        step.window = road
-        yield from road(*args)
+    def first(window: Window, batch_idx: int) -> Iterator[None]:
+        step.window = way  # type: ignore[method-assign]
+        yield from way(window, batch_idx)
         if activations is not None:
             activations.end()
         told()
 
     @wraps(own)
     def counting(*args: Any, **kwargs: Any) -> Any:
-        batches.training_step = own
+        step.training_step = own
         if activations is None or session.activations is not None:
             return own(*args, **kwargs)
         session.activations = activations
@@ -76,9 +76,9 @@ def watch_first_window(session: Session, step: Step, told: Callable[[], None]) -
         with activations.counting():
             return own(*args, **kwargs)
 
-    step.window = first
+    step.window = first  # type: ignore[method-assign]
     if activations is not None:
-        batches.training_step = counting
+        step.training_step = counting
 
 
 def keep(session: Session) -> None:

@@ -18,8 +18,8 @@ from lockstep.engines.strategy import Strategy
 from lockstep.ground.methods import replace_until
 from lockstep.ground.types import TrainerStatus
 from lockstep.loop.hooks import NAMES, CallbackMethod, Hooks, Transfer, is_overridden
-from lockstep.loop.micro_batches import MicroBatches
 from lockstep.loop.session import Session
+from lockstep.loop.step import Step
 from lockstep.module import LightningModule
 
 if TYPE_CHECKING:
@@ -172,27 +172,26 @@ class Instruments:
         self._replace(strategy, "step", self.timed(f"{self._module}optimizer_step", strategy.step))
 
     def _time_fit(self, trainer: Trainer) -> None:
-        fit_loop, step = trainer.fit_loop, trainer.fit_loop.step
-        setup = step.setup
+        fit_loop, make_step = trainer.fit_loop, trainer.fit_loop.make_step
 
-        def timed_setup() -> None:
-            setup()
-            update = step.update
+        def make_timed_step() -> None:
+            make_step()
+            update = fit_loop.step.update
             self._replace(update, "module", _TimedModule(update.module, self))
             # the module's own methods do what the update does itself where nobody overrides them
             update.own_zero_grad = update.own_clipping = update.schedulers.own_step = True
             update.schedulers.module = update.module
-            self._time_batches(step.batches)
+            self._time_batches(fit_loop.step)
 
-        self._replace(step, "setup", timed_setup)
+        self._replace(fit_loop, "make_step", make_timed_step)
         self._replace(fit_loop, "epoch", self.timed(EPOCH, fit_loop.epoch))
 
-    def _time_batches(self, batches: MicroBatches) -> None:
-        begin, end = batches.begin, batches.end
+    def _time_batches(self, step: Step) -> None:
+        begin, end = step.begin, step.end
 
         def timed_begin(*args: Any) -> Any:
             batch = begin(*args)
-            if not batches.ended_by_user:
+            if not step.ended_by_user:
                 self.start(BATCH)
             return batch
 
@@ -200,9 +199,9 @@ class Instruments:
             self.stop(BATCH)
             end(*args, **kwargs)
 
-        self._replace(batches, "begin", timed_begin)
-        self._replace(batches, "end", timed_end)
-        self._time_transfer(batches.transfer)
+        self._replace(step, "begin", timed_begin)
+        self._replace(step, "end", timed_end)
+        self._time_transfer(step.transfer)
 
     def _time_transfer(self, transfer: Transfer) -> None:
         """The transfer hooks of training; an evaluation makes its own way to the device, which is not timed."""

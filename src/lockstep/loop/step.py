@@ -1,92 +1,668 @@
-"""One window: what a fit plays its windows with, put together from the parts in the files beside this one."""
+"""One window of a fit: the micro-batches of one optimizer step, forward and backward of each, and the update.
+
+`FitLoop.make_step` chooses, once per fit, the class that plays its windows: `Automatic`, `ByClosure`
+(`loop/closures.py`), `Manual` or `Ahead`. Each has the whole story of a window in its method ``window``. What they have
+in common, how a micro-batch begins and ends and what a loss and its backward are, is in `Step`. The update is in
+`loop/update.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from lockstep.data.weighing import Share, share_of, weighed_by_part
+from lockstep.data.window import Window
+from lockstep.engines.engine import BatchByHand, MicroBatch, WindowPlayer
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.ahead import Ahead
-from lockstep.loop.automatic import Automatic
-from lockstep.loop.backward import Backward
-from lockstep.loop.closures import ByClosure
-from lockstep.loop.manual import Manual
-from lockstep.loop.micro_batches import MicroBatches
-from lockstep.loop.optimizers import LightningOptimizer
+from lockstep.ground.rank import rank_zero_warn, warn_once
+from lockstep.loop.hooks import Transfer
+from lockstep.loop.optimizers import refuse_loss
+from lockstep.loop.padding import padding
+from lockstep.loop.parts import StepParts
+from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
-from lockstep.loop.step_output import StepOutputs
+from lockstep.loop.signatures import takes_idx
 from lockstep.loop.update import Update
+
+BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
+SKIPPED = (
+    "The data set does not go round: ranks {ranks} have no samples of a micro-batch that is left at the end, and run "
+    "neither `training_step` nor the batch hooks for it: {names}. What belongs to each update (an average of the "
+    "weights, say) belongs into a hook of the update, `on_before_zero_grad` or `on_before_optimizer_step`, which run "
+    "on every rank; or leave such batches out by DataLoader(drop_last=True)."
+)
+NO_BATCH = (
+    "A training loader gave None for a batch: it is skipped, and so are on_train_batch_start and `training_step`. If "
+    "that is not meant, look at the loader's `collate_fn`."
+)
+NO_HOOK = (
+    "rank {rank}: `training_step` returned None for the last micro-batch of a window, so that `on_after_backward` does "
+    "not run here. If it changes gradients, and other ranks had a loss, the ranks' weights part: return `0.0 * loss`."
+)
+UNEVEN = (
+    "The loaders side by side are cut unevenly in this step: of one there are more samples than of another in a "
+    "micro-batch or on a rank, so that one loss for all cannot weigh each as one process with the whole batch would. "
+    'It is weighed by the loader with most samples. Return the losses by loader, {"loss": {"a": loss_a, "b": loss_b}}, '
+    "in the nest of the batch and None where a batch is None: each is weighed by its own samples then. Or leave such "
+    "rows out: DataLoader(drop_last=True) in each."
+)
+
+
+class TrainingBatch(NamedTuple):
+    """A micro-batch on the device, whose ``on_train_batch_start`` has run."""
+
+    batch: Any
+    number: int
+    """``batch_idx``"""
+    weight: float
+    """Samples of this rank; 0 where it has none."""
+    share: float
+    """The factor of its loss."""
+    absent: tuple[int, ...]
+    """Ranks without samples of it."""
+    first: bool
+    """The first of its window."""
+    last: bool
+    """The last of its window."""
 
 
 class Step:
-    """Plays the windows of a fit.
+    """What the ways through a window have in common.
 
-    Three ways lead through a window; :meth:`setup` takes one for the whole fit: automatic optimization, manual
-    optimization, and that of an engine that plays ahead: all forwards and backwards of a window at once.
+    A micro-batch of which this rank has no samples does not exist for the user's code here: its batch hooks and
+    ``training_step`` do not run. What belongs to the update runs on every rank.
 
     Attributes:
-        batches: how its micro-batches begin and end.
-        update: of its optimizers.
+        update: of the optimizers.
         shared: whether there are several ranks.
-        way: the one that was taken.
-        window: plays a window, yielding after each micro-batch, when its hooks have run.
+        training_step: the module's. Who measures it puts a timed one in its place.
+        takes_idx: whether that takes the number of the batch.
+        transfer: brings a batch to the device.
+        moves: whether there is anything to do for it.
+        absent: ranks without samples of the micro-batch at hand.
+        ended_by_user: ``on_train_batch_start`` has returned -1.
+        newest: the number in its epoch of the micro-batch that was begun last; -1 before the first.
+        at_once: micro-batches that are played before a validation can come.
     """
 
-    update: Update
-    batches: MicroBatches
-    window: Callable[..., Iterator[None]]
-    way: Automatic | Ahead | Manual
+    newest = -1
+    at_once = 1
+    training_step: Callable[..., Any]
+    takes_idx: bool
+    _given: Callable[..., Any] | None = None  # the module's, when it was looked at last
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    def setup(self) -> None:
-        """Make the parts for the windows of this fit; called once, when strategy, module and optimizers are ready."""
-        session = self.session
-        self.release()
+    def __init__(self, session: Session, update: Update) -> None:
+        self._session = session
+        self._strategy = session.strategy
+        self._hooks = session.hooks
+        self._fit, self._progress = session.fit, session.fit.progress
+        self._results = session.results
+        self._scaler = session.strategy.precision.scaler
+        self._watch_loss = session.fit.finite.noting
+        self._looked_at_keys = False
         self.shared = session.world_size > 1
-        outputs = StepOutputs(session)
-        update = self.update = Update(session, outputs)
-        batches = self.batches = MicroBatches(session, update)
-        backward = self._backward = Backward(session, update, batches)
-        by_engine = session.strategy.window
-        if not session.module.automatic_optimization:
-            self.way = Manual(session, batches, update)
-        elif by_engine is not None:
-            self.way = Ahead(session, batches, outputs, update, by_engine)
-        else:
-            kind = ByClosure if update.by_closure else Automatic
-            self.way = kind(session, batches, outputs, update, backward)
-        self.window = self.way.window
-        self._check_scaler()
+        self.update = update
+        self.take_step()
+        self.transfer = Transfer(session.module, session.datamodule, session.strategy)
+        self.moves = not self.transfer.idle
+        self.absent: tuple[int, ...] = ()
+        self.ended_by_user = False
+        self._results.enter("training_step")
+        self._table = self._results.table
 
-    def _check_scaler(self) -> None:
-        scaler, update = self.session.strategy.precision.scaler, self.update
-        if scaler is not None and update.optimizer is None:
-            scaler.refuse(*update.optimizers)
-        if scaler is not None and update.needs_closure:
-            raise MisconfigurationException(
-                f"{scaler.asked_by} with {type(update.optimizer).__name__}: an update that may be left out and a line "
-                'search do not go together; use precision="bf16-mixed" or "32-true", and non_finite="protect".'
-            )
+    def window(self, window: Window, batch_idx: int) -> Iterator[None]:
+        """Play one window, yielding after each micro-batch, when its hooks have run.
 
-    @property
-    def wrapped(self) -> list[LightningOptimizer]:
-        """The optimizers as users get them."""
-        return self.update.wrapped if "update" in vars(self) else []
+        Args:
+            window: its micro-batches.
+            batch_idx: the number of the first one.
+        """
+        raise NotImplementedError
 
     def go_on_after(self, batch: int, accumulate: int) -> None:
         """A resumed run begins after this micro-batch."""
-        if isinstance(self.way, Ahead):
-            self.way.go_on_after(batch, accumulate)
 
-    def release(self) -> None:
-        """The fit is over: take the hooks from its optimizers."""
-        if "update" in vars(self):
-            self.update.watch.detach()
+    def take_step(self) -> None:
+        """Take the module's ``training_step``, which a hook may have replaced since the last epoch."""
+        given = self._session.module.training_step
+        if given != self._given:
+            self._given = self.training_step = given
+            self.takes_idx = takes_idx(given)
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward in manual optimization, with the hooks around it."""
-        self._backward.by_hand(loss, *args, **kwargs)
+    # -- a micro-batch begins ------------------------------------------------------------------------------
+
+    def micro_batches(self, window: Window, batch_idx: int) -> Iterator[TrainingBatch]:
+        """Begin one micro-batch after the other; none after the one for which the user has ended the epoch."""
+        strategy, progress, last, absent = self._strategy, self._progress, window.size - 1, window.absent
+        local = strategy.copies.local_steps
+        if last and not window.begun:
+            self._fit.window_start.note(batch_idx)
+        if local is not None:
+            window.share_among(local.averaged_ranks())
+        if window.gap is not None:
+            strategy.check_gap(*window.gap)
+        self._results.among_batches = True
+        for i, (batch, weight, share) in enumerate(window):
+            strategy.sync_gradients = at_end = i == last
+            progress.last = at_end and window.last
+            progress.under_way = True
+            if absent is not None:
+                self.absent = strategy.replicas.ranks(absent[i])
+            if self.newest == -1:  # the first of a fit, before it is on a device
+                self._fit.uneven_targets = (self.shared or last > 0) and has_uneven_targets(batch)
+            batch = self.begin(batch, batch_idx + i, weight)
+            if self.ended_by_user:
+                progress.under_way = False
+                return
+            progress.runs = True
+            if strategy.optimizers != self.update.optimizers:
+                self.update.change_optimizers()
+            first = i == 0 and not window.begun
+            yield TrainingBatch(batch, batch_idx + i, weight, share, self.absent, first, at_end)
+
+    def begin(self, batch: object, batch_idx: int, weight: float) -> Any:
+        """Bring a batch to the device and call ``on_train_batch_start``; return the batch as it is there."""
+        results = self._results
+        self.newest = batch_idx
+        results.micro_batch += 1
+        results.weight = weight
+        results.muted = weight == 0.0
+        if self.absent:
+            return self._begin_with_absent(batch, batch_idx, weight)
+        if self.moves:
+            batch = self.transfer(batch)
+        if batch is None:
+            warn_once(NO_BATCH, key="no batch")
+        elif self._hooks.on_train_batch_start is not None:
+            self.ended_by_user = self._hooks.call("on_train_batch_start", batch, batch_idx) == -1
+        results.table = self._table
+        return batch
+
+    def _begin_with_absent(self, batch: object, batch_idx: int, weight: float) -> Any:
+        """:meth:`begin` where some ranks have no samples of the micro-batch: all learn whether the epoch ends here."""
+        names = self._hooks.owners(BATCH_HOOKS)
+        if names:
+            warn_once(SKIPPED.format(ranks=list(self.absent), names=", ".join(names)), key="batch hooks skipped")
+        ended = False
+        if weight == 0.0:
+            self._hooks.call_without_samples("_on_any_batch_start", batch_idx)
+            if self.moves and batch is not None:
+                with padding(self._session):
+                    batch = self.transfer(batch)
+        else:
+            with self.without_absent():
+                if self.moves:
+                    batch = self.transfer(batch)
+                if self._hooks.on_train_batch_start is not None:
+                    ended = self._hooks.call("on_train_batch_start", batch, batch_idx) == -1
+        self.ended_by_user = self._strategy.reduce_boolean_decision(ended, all=False)
+        if self.ended_by_user:
+            self.absent = ()
+        self._results.table = self._table
+        return batch
+
+    @contextmanager
+    def without_absent(self) -> Iterator[None]:
+        """Around user code that ranks without samples do not run: it may call no collective."""
+        self._strategy.absent = self.absent
+        try:
+            yield
+        finally:
+            self._strategy.absent = ()
+
+    # -- its forward ---------------------------------------------------------------------------------------
+
+    def arguments(self, micro_batch: TrainingBatch) -> tuple[Any, ...]:
+        """Of ``training_step``."""
+        return (micro_batch.batch, micro_batch.number) if self.takes_idx else (micro_batch.batch,)
+
+    def enter_step(self, muted: bool) -> None:
+        """What is logged from here on is logged in ``training_step``; ``muted``: and counts for nothing."""
+        self._results.table = self._table
+        self._results.muted = muted
+
+    def read_loss(self, output: Any, share: float) -> tuple[Tensor | None, float | Tensor]:
+        """The loss, and its factor.
+
+        Args:
+            output: what ``training_step`` returned.
+            share: of the micro-batch.
+        """
+        if output is None:
+            warn_once(
+                "`training_step` returned None: the micro-batch is skipped. If that is not meant, return the loss.",
+                key="training_step None",
+            )
+            return None, share
+        loss = output
+        if not isinstance(output, Tensor):
+            loss = self._loss_in(output)
+            nest = self._fit.loaded.nest
+            if nest is not None and not isinstance(loss, Tensor):
+                self.update.unweighed = True
+                return weighed_by_part(output, nest, share), 1.0
+            if "weight" in output:
+                own = output["weight"]
+                self._fit.weights = own if self._fit.weights is None else self._fit.weights + own
+                return loss, own
+        self.update.unweighed = True
+        if type(share) is Share:
+            _warn_of_uneven_loaders()
+        return loss, share
+
+    def _loss_in(self, output: Any) -> Any:
+        """The loss in a dict: a tensor, or a nest of them, one for each of several loaders."""
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        nests = (dict, list, tuple) if self._fit.loaded.nest is not None else ()
+        if not isinstance(loss, (Tensor, *nests)):
+            raise MisconfigurationException(
+                f"`training_step` returned {type(output).__name__}: return the loss (a tensor), a dict with the key "
+                '"loss", or None.'
+            )
+        if not self._looked_at_keys and isinstance(loss, Tensor):
+            self._looked_at_keys = True
+            _warn_of_unread_keys(output)
+        return loss
+
+    # -- its backward --------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Before this rank's part of the reduction: what it wants the others to know at the window's end."""
+        self._session.request_stop()
+        self._session.agreement.publish()
+
+    def backward(self, loss: Tensor, factor: float | Tensor) -> Tensor:
+        """Backward of a loss times its factor; return the product."""
+        if isinstance(factor, Tensor) or factor != 1.0:  # the value of one on a device is not waited for
+            loss = loss * factor
+        hooks = self._hooks
+        try:
+            if self._scaler is None and hooks.on_before_backward is None and hooks.on_after_backward is None:
+                self._strategy.backward(loss)
+            else:
+                self._backward_with_hooks(loss)
+        except RuntimeError as error:
+            refuse_loss(loss, "`training_step` returned", error)
+            raise
+        return loss
+
+    def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
+        """``LightningModule.manual_backward``: a batch counts by its samples there, too."""
+        if self._watch_loss is not None and not self._session.is_padding:
+            self._watch_loss(loss)
+        if self.update.share != 1.0:
+            loss = loss * self.update.share
+        try:
+            self._backward_with_hooks(loss, *args, **kwargs)
+        except RuntimeError as error:
+            refuse_loss(loss, "manual_backward() was given", error)
+            raise
+
+    def _backward_with_hooks(self, loss: Tensor, *args: object, **kwargs: Any) -> None:
+        hooks, strategy, update = self._hooks, self._strategy, self.update
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        if hooks.on_before_backward is not None and not self._session.is_padding:
+            strategy.steps_end()
+            if self.absent:
+                with self.without_absent():
+                    hooks.call("on_before_backward", loss)
+            else:
+                hooks.call("on_before_backward", loss)
+        if self._scaler is not None and update.optimizer is None:
+            update.watch.enlarge()
+            strategy.backward(loss, *args, **kwargs)
+            update.watch.reduce()
+        else:
+            strategy.backward(loss, *args, **kwargs)
+        if hooks.on_after_backward is not None:
+            hooks.call("on_after_backward")
+
+    # -- it ends -------------------------------------------------------------------------------------------
+
+    def end(self, outputs: object, micro_batch: TrainingBatch, done: int = 1) -> None:
+        """Count a micro-batch and call ``on_train_batch_end``.
+
+        Args:
+            outputs: what the hooks are shown of its step.
+            micro_batch: that is over.
+            done: micro-batches that count as finished from here on.
+        """
+        progress, results = self._progress, self._results
+        progress.batch += done
+        progress.total_batches += done
+        progress.under_way = progress.runs = False
+        progress.phase = BATCH_END
+        if results.each_step:
+            self._session.published.publish(results.agree_on_step())
+        if self.absent:
+            self._end_with_absent(outputs, micro_batch)
+        elif self._hooks.on_train_batch_end is not None:
+            self._hooks.call("on_train_batch_end", outputs, micro_batch.batch, micro_batch.number)
+        results.muted = False
+        if results.each_step and self._strategy.sync_gradients:
+            self._session.agree_on_stop()  # who stops by a value of this window stops here
+
+    def _end_with_absent(self, outputs: object, micro_batch: TrainingBatch) -> None:
+        if micro_batch.weight == 0.0:
+            self._hooks.call_without_samples("_on_any_batch_end", micro_batch.number)
+        elif self._hooks.on_train_batch_end is not None:
+            with self.without_absent():
+                self._hooks.call("on_train_batch_end", outputs, micro_batch.batch, micro_batch.number)
+        self.absent = ()
+
+
+class Automatic(Step):
+    """Automatic optimization: forward and backward of each micro-batch, and the update after the last.
+
+    The order of a window of two micro-batches, as users' hooks see it (Lightning's)::
+
+        on_train_batch_start, training_step, on_before_zero_grad, zero_grad,
+            on_before_backward, backward, on_after_backward, on_train_batch_end
+        on_train_batch_start, training_step,
+            on_before_backward, backward, on_after_backward,
+            on_before_optimizer_step, clip, optimizer.step, schedulers, on_train_batch_end
+
+    On a rank without samples run, of all this, zero_grad, on_after_backward where the gradients were reduced,
+    on_before_optimizer_step, clipping and the step.
+    """
+
+    def window(self, window: Window, batch_idx: int) -> Iterator[None]:
+        """Play one window, yielding after each micro-batch, when its hooks have run."""
+        update = self.update
+        steps = self.shared or bool(window.begun)  # whether there is a batch that is not None
+        for micro_batch in self.micro_batches(window, batch_idx):
+            steps = steps or micro_batch.batch is not None
+            shown = self.forward_backward(micro_batch)
+            if micro_batch.last:
+                if steps:
+                    update.prepare()
+                    self._strategy.step(update.optimizer)  # type: ignore[arg-type]  # there is one on this way
+                update.end_window(micro_batch.number, steps)
+            self.end(shown, micro_batch)
+            yield
+
+    def forward_backward(self, micro_batch: TrainingBatch) -> Any:
+        """Run forward and backward of one micro-batch; return what ``on_train_batch_end`` is shown."""
+        if micro_batch.absent:
+            return self._with_absent_ranks(micro_batch)
+        if micro_batch.batch is None:
+            return self._without_batch(micro_batch)
+        if self.takes_idx:
+            output = self._strategy.run(self.training_step, micro_batch.batch, micro_batch.number)
+        else:
+            output = self._strategy.run(self.training_step, micro_batch.batch)
+        return self._backward_of(output, micro_batch)
+
+    def _backward_of(self, output: Any, micro_batch: TrainingBatch) -> Any:
+        """Backward from what ``training_step`` returned."""
+        loss, factor = self.read_loss(output, micro_batch.share)
+        if loss is not None and self._watch_loss is not None:
+            self._watch_loss(loss)
+        if micro_batch.first:
+            self.update.zero_grad(micro_batch.number)
+        if self.shared and self._strategy.sync_gradients:
+            self.publish()
+        if loss is None:
+            self._without_loss()
+        else:
+            loss = self.backward(loss, factor)
+        return None if self._hooks.on_train_batch_end is None else _with_loss(output, loss)
+
+    def _without_loss(self) -> None:
+        """Take part in the reduction: ``training_step`` returned None."""
+        strategy = self._strategy
+        strategy.skip_loss()
+        if self.shared and strategy.sync_gradients and self._hooks.on_after_backward is not None:
+            warnings.warn(NO_HOOK.format(rank=strategy.global_rank), stacklevel=3)  # on this rank, whichever it is
+
+    def _without_batch(self, micro_batch: TrainingBatch) -> None:
+        """What :meth:`forward_backward` does where the loader gave None for a batch."""
+        if micro_batch.first and not self._strategy.sync_gradients:  # the window goes on
+            self.update.zero_grad(micro_batch.number)
+        if self.shared and self._strategy.sync_gradients:
+            self.publish()
+        self._strategy.skip_loss()
+
+    # -- where some ranks have no samples ------------------------------------------------------------------
+
+    def _with_absent_ranks(self, micro_batch: TrainingBatch) -> Any:
+        """:meth:`forward_backward` of a micro-batch of which some ranks have no samples."""
+        strategy = self._strategy
+        with strategy.leaving_out(micro_batch.absent):
+            if micro_batch.weight and micro_batch.batch is None:
+                return self._without_batch(micro_batch)
+            if micro_batch.weight:
+                with self.without_absent():  # until the step returns: the others do not run it
+                    output = strategy.run(self.training_step, *self.arguments(micro_batch))
+                return self._backward_of(output, micro_batch)
+            if strategy.runs_padding:
+                self._run_padding(micro_batch)
+            else:
+                self._before_reduction(micro_batch)
+                if self._scaler is not None:
+                    self._scaler.scale(torch.zeros((), device=strategy.root_device))  # it is made by its first loss
+                strategy.skip(absent=True)
+            if strategy.sync_gradients and self._hooks.on_after_backward is not None:
+                self._hooks.call("on_after_backward")
+        return None
+
+    def _run_padding(self, micro_batch: TrainingBatch) -> None:
+        """Let this rank, which has no samples, go through the step with the others; its gradients count for nothing."""
+        strategy, weights = self._strategy, self._fit.weights
+        with padding(self._session):
+            output = strategy.run(self.training_step, *self.arguments(micro_batch))
+            loss, _ = self.read_loss(output, 1.0)
+            if self._fit.weights is not weights:  # that of a padding batch counts for nothing
+                self._fit.weights = 0.0 if weights is None else weights
+            self._before_reduction(micro_batch)
+            if loss is None:
+                strategy.skip_loss()
+            else:
+                strategy.backward(loss if self._scaler is None else self._scaler.scale(loss))
+
+    def _before_reduction(self, micro_batch: TrainingBatch) -> None:
+        if micro_batch.first:
+            self.update.zero_grad(micro_batch.number)
+        if self._strategy.sync_gradients:
+            self.publish()
+
+
+class Manual(Step):
+    """Manual optimization: windows of one batch, for which ``training_step`` does it all, the update too.
+
+    So it runs on every rank: on a padding batch where a rank has no samples, which leaves no trace
+    (`loop/padding.py`).
+    """
+
+    def window(self, window: Window, batch_idx: int) -> Iterator[None]:
+        """Play one window, yielding when the hooks of its batch have run."""
+        strategy = self._strategy
+        for micro_batch in self.micro_batches(window, batch_idx):
+            batch, weight, share = micro_batch.batch, micro_batch.weight, micro_batch.share
+            if self.shared:
+                self.publish()
+            self.update.watch.forget_depth()
+            rounds = strategy.rounds
+            self.update.share = share if weight else 1.0
+            strategy.by_hand = BatchByHand(micro_batch.number, share)
+            if type(share) is Share:
+                _warn_of_uneven_loaders()
+            with padding(self._session) if weight == 0.0 else nullcontext():
+                skips = batch is None and not self.shared
+                output = None if skips else strategy.run(self.training_step, *self.arguments(micro_batch))
+            strategy.by_hand = None
+            shown = _shown_by_hand(output)
+            if self.shared:
+                self._session.agreement.settle(strategy.rounds != rounds)
+            self.end(None if batch is None else shown, micro_batch)
+            yield
+
+
+class Ahead(Step):
+    """Windows that the engine plays by itself: all batches are there before the first forward.
+
+    Hooks of the batches run before and after the window; ``on_after_backward`` runs once.
+
+    Args:
+        session, update: of the fit.
+        play: the engine's way through a window.
+
+    Raises:
+        MisconfigurationException: with the hook or the optimizer that cannot go with it, and the way out.
+    """
+
+    def __init__(self, session: Session, update: Update, play: WindowPlayer) -> None:
+        super().__init__(session, update)
+        self._play = play
+        self._parts = StepParts(session.results)
+        name = type(self._strategy).__name__
+        if update.by_closure:
+            raise MisconfigurationException(
+                f"{name} plays whole windows itself, so that no closure can run them again: use an optimizer whose "
+                "`step` needs none, and do not override `optimizer_step`."
+            )
+        if self._hooks.on_before_backward is not None:
+            raise MisconfigurationException(
+                f"{name} plays whole windows itself and calls no `on_before_backward`: change the loss in "
+                "`training_step`, or gradients in `on_after_backward`, which runs once a window."
+            )
+
+    def window(self, window: Window, batch_idx: int) -> Iterator[None]:
+        """Play one window, yielding after each micro-batch, when its hooks have run."""
+        results, update = self._results, self.update
+        self.at_once = window.size
+        begun = [(micro_batch, results.micro_batch) for micro_batch in self.micro_batches(window, batch_idx)]
+        if self.ended_by_user:
+            return
+        losses: dict[int, Tensor] = {}  # by number, as backward begins from them
+        parts = [self._part(micro_batch, number, losses) for micro_batch, number in begun]
+        if not window.begun:
+            update.zero_grad(batch_idx)
+        if self.shared:
+            self.publish()
+        self.absent = ()
+        self._parts = StepParts(results)
+        outputs = self._play(self.training_step, parts)
+        self._parts.keep()
+        results.show_ahead = self._parts.show_newest  # for a checkpoint of a hook below
+        if self._hooks.on_after_backward is not None:
+            self._hooks.call("on_after_backward")
+        update.prepare()
+        self._strategy.step(update.optimizer)  # type: ignore[arg-type]  # there is one on this way
+        update.end_window(begun[-1][0].number, True)
+        for output, (micro_batch, number) in zip(outputs, begun, strict=True):
+            # as elsewhere: who saves at the end of a window does so after all of its batches
+            self._strategy.sync_gradients = micro_batch.last
+            self._enter(micro_batch.weight, number)
+            self._parts.show()
+            self.absent = micro_batch.absent
+            shown = {} if output is None or isinstance(output, Tensor) else _detached(output)
+            if number in losses:
+                shown["loss"] = losses[number]
+            # a checkpoint of the hooks goes on after the whole window
+            self.end(shown, micro_batch, done=len(begun) if micro_batch.number == batch_idx else 0)
+            yield
+
+    def _part(self, micro_batch: TrainingBatch, number: int, losses: dict[int, Tensor]) -> MicroBatch:
+        """What the engine gets of a micro-batch."""
+        enter = partial(self._enter_part, micro_batch.weight, number)
+        loss = partial(self._scaled_loss, micro_batch.share, losses, number)
+        return MicroBatch(self.arguments(micro_batch), enter, loss, empty=micro_batch.weight == 0.0)
+
+    def _enter_part(self, weight: float, number: int, part: float = 1.0) -> None:
+        self._parts.keep()
+        self._enter(weight * part, number)
+
+    def _enter(self, weight: float, number: int) -> None:
+        """What is logged from here on is of this micro-batch."""
+        self._results.weight, self._results.micro_batch = weight, number
+        self.enter_step(muted=weight == 0.0)
+
+    def _scaled_loss(
+        self, share: float, losses: dict[int, Tensor], number: int, output: object, part: float = 1.0
+    ) -> Tensor | None:
+        """What backward begins from, of what ``training_step`` returned for (a part of) micro-batch ``number``."""
+        loss, factor = self.read_loss(output, share_of(share, part))
+        if loss is None:
+            return None
+        if self._watch_loss is not None:
+            self._watch_loss(loss)
+        loss = loss * factor
+        # a copy: on a CPU the mean of a loss lies in the memory of all that it is the mean of
+        losses[number] = loss.detach().clone() if number not in losses else losses[number] + loss.detach()
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def go_on_after(self, batch: int, accumulate: int) -> None:
+        """A resumed run begins after this micro-batch."""
+        self.at_once = (batch - 1) % accumulate + 1
+
+
+# -- what `training_step` returns, as `on_train_batch_end` sees it --------------------------------------------
+
+
+def _with_loss(output: Any, loss: Tensor | None) -> dict[str, Any]:
+    """An output in automatic optimization: the loss is as backward saw it."""
+    if loss is None:
+        return {}
+    return {"loss": loss.detach()} if isinstance(output, Tensor) else _detached({**output, "loss": loss})
+
+
+def _shown_by_hand(output: object) -> dict[str, Any]:
+    """An output in manual optimization, where it may be whatever the user likes to be shown.
+
+    Raises:
+        MisconfigurationException: it is neither a tensor nor a dict.
+    """
+    if output is None:
+        return {}
+    if isinstance(output, Mapping):
+        return _detached(output)
+    if isinstance(output, Tensor):
+        return {"loss": output.detach()}
+    raise MisconfigurationException(
+        f"`training_step` returned {output!r:.80} ({type(output).__name__}): under manual optimization it may "
+        "return a tensor or a dict, which `on_train_batch_end` is shown, or nothing."
+    )
+
+
+def _detached(output: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of an output without the graphs of its tensors."""
+    return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+
+
+# -- what is warned of ---------------------------------------------------------------------------------------
+
+
+def has_uneven_targets(batch: object) -> bool:
+    """Return True if a mean over the "labels" of a batch is not a mean over its samples: some are -100 here and there.
+
+    That also holds for one sample, which may have as many as the next one or not. Waits for the device of the labels.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.ndim < 2 or not labels.numel() or labels.is_floating_point():
+        return False
+    counts = (labels != -100).flatten(1).sum(1)
+    is_even = len(counts) > 1 and bool((counts == counts[0]).all())
+    return not is_even and bool((counts < labels[0].numel()).any())
+
+
+def _warn_of_uneven_loaders() -> None:
+    """Warn, once, that one loss stands for loaders that are cut unevenly."""
+    warn_once(UNEVEN, key="uneven loaders")
+
+
+def _warn_of_unread_keys(output: Mapping[str, Any]) -> None:
+    lost = [key for key in ("log", "progress_bar") if isinstance(output.get(key), dict)]
+    if lost:
+        rank_zero_warn(
+            f"`training_step` returned the keys {lost}, as in 2019, and nothing reads them: write "
+            "`self.log_dict(values)`, with prog_bar=True for the progress bar, and return the loss."
+        )

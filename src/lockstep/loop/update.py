@@ -13,15 +13,22 @@ from torch.optim import Optimizer
 from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.ground.optimizers import PlayedFirst, demands_closure, may_ignore, takes_closure
+from lockstep.ground.rank import warn_once
 from lockstep.loop.hooks import is_overridden, is_replaced
 from lockstep.loop.optimizers import LightningOptimizer
 from lockstep.loop.schedulers import Schedulers
 from lockstep.loop.session import Session
-from lockstep.loop.step_output import StepOutputs
 from lockstep.loop.step_watch import StepWatch
 from lockstep.module import LightningModule
 
 _TORCHS_ZERO_GRAD = Optimizer.zero_grad
+
+TARGETS = (
+    "`training_step` returned a loss without a weight, and samples of this fit's first batch have different numbers of "
+    "labels that are not -100. If the loss is their mean, as with models of transformers, what is trained depends on "
+    'how samples are cut into micro-batches and ranks: return {"loss": loss, "weight": (labels != -100).sum()}, with '
+    "labels[:, 1:] for a causal model, which predicts none of the first ones."
+)
 
 
 class Update:
@@ -38,16 +45,22 @@ class Update:
         share: of the batch at hand, in manual optimization.
         schedulers: of the fit.
         had_batch: set where a window has ended in which there was a batch.
+        weighs: whether ``training_step`` returns weights, as all ranks agree once one has returned a loss; None before.
+        unweighed: whether a loss of this window came without a weight.
+        factor: what the gradient of the window was divided by, for a closure's loss.
     """
 
-    def __init__(self, session: Session, outputs: StepOutputs) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._strategy = session.strategy
         self._hooks = session.hooks
         self._fit, self._progress = session.fit, session.fit.progress
         self._scaler = session.strategy.precision.scaler
         self._shared = session.world_size > 1
-        self._outputs = outputs
+        self._fit.weights = None  # the sum of the weights of this window
+        self.weighs: bool | None = None
+        self.unweighed = False
+        self.factor: float | Tensor = 1.0
         self._note = session.fit.finite.noting
         self.module = session.module
         self.own_zero_grad = is_replaced("optimizer_zero_grad", self.module, LightningModule)
@@ -79,6 +92,17 @@ class Update:
         may = not (self._strategy.steps_itself or by_engine)
         wants = may and any(takes_closure(optimizer) for optimizer in self.optimizers)
         return self.module.automatic_optimization and (self.needs_closure or own_step or wants)
+
+    def check_scaler(self) -> None:
+        """Refuse optimizers that do not go with a loss scale."""
+        scaler = self._scaler
+        if scaler is not None and self.optimizer is None:
+            scaler.refuse(*self.optimizers)
+        if scaler is not None and self.needs_closure:
+            raise MisconfigurationException(
+                f"{scaler.asked_by} with {type(self.optimizer).__name__}: an update that may be left out and a line "
+                'search do not go together; use precision="bf16-mixed" or "32-true", and non_finite="protect".'
+            )
 
     def change_optimizers(self) -> None:
         """The user has put others in their place (``trainer.optimizers = [...]``): step those from here on."""
@@ -119,8 +143,8 @@ class Update:
         """The window's gradient is whole: divide the users' weights out, unscale, run the hook, clip."""
         optimizer = self.optimizer
         assert optimizer is not None
-        if self._outputs.weighs is not False or self._fit.weights is not None:
-            self._outputs.divide_weights()
+        if self.weighs is not False or self._fit.weights is not None:
+            self._divide_weights()
         if self._scaler is not None:
             self._scaler.forget(optimizer)
             self._scaler.unscale(optimizer)
@@ -135,6 +159,24 @@ class Update:
                 norm = self._strategy.clip(optimizer, value, algorithm)  # type: ignore[arg-type]  # there is a value
                 if norm is not None and self._note is not None:
                     self._note(norm, "gradient norm")
+
+    def _divide_weights(self) -> None:
+        """Divide the weights of the window out of the gradient; all ranks do it, or none. Collective."""
+        weighed, unweighed = self._fit.weights is not None, self.unweighed
+        if self.weighs is None:
+            kinds = torch.tensor([weighed, unweighed], dtype=torch.float32)
+            weighed, unweighed = self._strategy.reduce(kinds, reduce_op="max").bool().tolist()
+            self.weighs = weighed if weighed or unweighed else None
+            if unweighed and self._fit.uneven_targets:
+                warn_once(TARGETS, key="uneven targets")
+        if (weighed and self.weighs is False) or (unweighed and self.weighs):
+            raise MisconfigurationException(
+                '`training_step` returned a "weight" for some micro-batches and none for others: return one with every '
+                "loss, on every rank, or with none."
+            )
+        if self.weighs:
+            self.factor = self._strategy.divide_gradients(0.0 if self._fit.weights is None else self._fit.weights)
+        self._fit.weights, self.unweighed = None, False
 
     def end_window(self, batch_idx: int, updated: bool) -> None:
         """Count the update and step the schedulers, unless there was nothing to step for, or gradients overflowed."""
