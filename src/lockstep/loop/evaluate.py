@@ -14,13 +14,11 @@ from lockstep.callbacks.prediction_writer import BasePredictionWriter
 from lockstep.data.feed import EvaluationFeed
 from lockstep.ground.methods import kept
 from lockstep.ground.rank import warn_once
-from lockstep.ground.seed import random_states_of
 from lockstep.ground.text_table import padded
 from lockstep.ground.transfer import move_data_to_device
 from lockstep.ground.types import RunningStage
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.call import Asked, call, take_up_changes
-from lockstep.loop.hook_changes import modes_of
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logged_entry import Entry
 from lockstep.loop.logged_metrics import NOT_FOR_CALLBACKS
@@ -28,9 +26,10 @@ from lockstep.loop.logging import LogCollector
 from lockstep.loop.metrics import leave_inference_mode
 from lockstep.loop.padding import in_step, padding
 from lockstep.loop.progress import VALIDATED
+from lockstep.loop.resume import modes_of
 from lockstep.loop.session import STAGE_OF, Session
 from lockstep.loop.signatures import arguments_of, refuse_fewer
-from lockstep.loop.state import metric_states
+from lockstep.loop.state import validation_start
 
 FN_OF = {stage: fn for fn, stage in STAGE_OF.items()}
 
@@ -151,8 +150,7 @@ class EvaluationLoop:
         outer = session.collect_in(results)
         strategy.sync_gradients = False
         if session.fitting and not sanity_steps:
-            session.fit.random_before = random_states_of(strategy.own_devices)
-            session.fit.metrics_before = metric_states(session.module)
+            session.fit.resume.validation = validation_start(session)
         try:
             with strategy.copies.one_model(), self._no_gradients(), self._eval_mode():
                 hooks.call(f"on_{name}_start")
@@ -200,9 +198,9 @@ class EvaluationLoop:
             session.log_metrics(for_loggers, None)
         if to_loggers and session.fitting:
             fit = session.fit
-            fit.random_before = fit.metrics_before = None
+            fit.resume.validation = None
             # for a checkpoint of `on_validation_end`
-            fit.progress.phase, fit.progress.validated = VALIDATED, fit.counted(fit.progress.batch)
+            fit.progress.phase, fit.progress.validated = VALIDATED, fit.resume.counted(fit.progress.batch)
         elif to_loggers:
             session.record()
         results.ended = True
@@ -352,7 +350,7 @@ class EvaluationLoop:
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         """The module in eval mode; afterwards every submodule is in the mode that it had."""
-        session, module, changes = self.session, self.session.module, self.session.fit.hook_changes
+        session, module, changes = self.session, self.session.module, self.session.fit.resume.hook_changes
         modes = changes.outside = modes_of(module)
         session.hooks.own(f"on_{self.name}_model_eval")
         yield

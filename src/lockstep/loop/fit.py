@@ -28,6 +28,7 @@ from lockstep.loop.finite_watch import updates_left_out
 from lockstep.loop.fit_messages import say, say_memory
 from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
+from lockstep.loop.resume import Resume
 from lockstep.loop.session import FitState, Session
 from lockstep.loop.signals import TERMINATED, Signals
 from lockstep.loop.state_checks import taking
@@ -204,7 +205,7 @@ class FitLoop:
                     session.hooks.call("on_train_start")
                     take_up_changes(session)
                     self.starts = False
-                    fit.hook_changes.begin(session.strategy, session.module)
+                    fit.resume.hook_changes.begin(session.strategy, session.module)
                     self._restore_randomness()
                     self.plays = True
                     try:
@@ -212,7 +213,7 @@ class FitLoop:
                             self.epoch()
                     finally:
                         self.plays = False
-                        fit.hook_changes.end(session.module)
+                        fit.resume.hook_changes.end(session.module)
                     session.strategy.copies.end_training()
                     session.hooks.call("on_train_end")
                 else:  # of a fit that had ended, whose ranks may have weights of their own
@@ -232,8 +233,10 @@ class FitLoop:
     def _begin(self) -> Signals:
         """Let go of what belongs to the fit before."""
         session, before = self.session, self.session.fit
-        session.fit = FitState(before.progress.go_on(), given=before.given, run_batches=before.run_batches)
-        self._reason = self.validation.feed = before.run_batches.saved = None
+        session.fit = FitState(
+            before.progress.go_on(), given=before.given, resume=Resume(batches=before.resume.batches)
+        )
+        self._reason = self.validation.feed = before.resume.batches.saved = None
         session.should_stop = session.received_sigterm = self.begun = self.starts = False
         self._told_to_stay = self._nothing_came = False
         session.fit.started = time.monotonic()
@@ -243,7 +246,7 @@ class FitLoop:
         """Up to the first epoch: the session is there, and the ranks are connected."""
         session, fit, self.begun = self.session, self.session.fit, True
         self.timing.start()
-        fit.finite.start(session, None if fit.resumed is None else session.ckpt_path)
+        fit.finite.start(session, None if fit.resume.entry is None else session.ckpt_path)
         session.loaders.check_reload(session.config.reload_dataloaders_every_n_epochs)
         self.make_step()
         self._measure(measured)
@@ -253,11 +256,11 @@ class FitLoop:
         session.state.stage = RunningStage.TRAINING
         self.setup_data()
         holds = not session.strategy.steps_itself and not self.step.update.needs_closure
-        fit.resumed = fit.run_batches.settle(session.config, fit.loaded, fit.progress, fit.resumed, holds)
-        session.config = fit.run_batches.as_hooks_left_it(session.config)
-        if fit.shares is not None:
+        fit.resume.entry = fit.resume.batches.settle(session.config, fit.loaded, fit.progress, fit.resume.entry, holds)
+        session.config = fit.resume.batches.as_hooks_left_it(session.config)
+        if fit.resume.shares is not None:
             with taking(session.ckpt_path, "its shares"):
-                fit.loaded.load_shares(fit.shares, fit.progress.batch, session.config.balance)
+                fit.loaded.load_shares(fit.resume.shares, fit.progress.batch, session.config.balance)
         self._say_how_long(ckpt_path)
 
     def make_step(self) -> None:
@@ -324,12 +327,12 @@ class FitLoop:
                 + (f", at step {steps}" if math.isfinite(steps) else "")
                 + "; set max_epochs, or max_epochs=-1 for no limit."
             )
-        if session.fit.resumed is not None and -1 != config.max_epochs < progress.epoch:
+        if session.fit.resume.entry is not None and -1 != config.max_epochs < progress.epoch:
             raise MisconfigurationException(
                 f"trainer.fit(ckpt_path={str(ckpt_path)!r}): this run has done {progress.epoch} epochs, more than "
                 f"Trainer(max_epochs={config.max_epochs}): raise it to go on."
             )
-        reason = self._done() if session.fit.resumed is not None else None
+        reason = self._done() if session.fit.resume.entry is not None else None
         if reason is not None and session.interruption is None:
             rank_zero_warn(
                 f"fit(ckpt_path={str(ckpt_path)!r}) goes on from step {progress.global_step}, after {progress.epoch} "
@@ -412,16 +415,16 @@ class FitLoop:
             distribute=config.use_distributed_sampler,
             order="torch" if config.order == "torch" else "keyed",
             overfit=bool(config.overfit_batches),
-            counting=partial(fit.run_batches.counting, config, automatic),
-            planned=fit.run_batches.planned,
+            counting=partial(fit.resume.batches.counting, config, automatic),
+            planned=fit.resume.batches.planned,
             padded=not automatic or session.strategy.runs_padding,
             shares=session.strategy.shares,
-            reshared=session.world_size > 1 and (config.balance or fit.shares is not None),
+            reshared=session.world_size > 1 and (config.balance or fit.resume.shares is not None),
         )
         batches = feed.rows
-        fit.counted = feed.rows_at if feed.counting.is_replanned else int
+        fit.resume.counted = feed.rows_at if feed.counting.is_replanned else int
         self.timing.plan(batches)
-        fit.run_batches.prepare(feed, config, fit.progress.epoch)
+        fit.resume.batches.prepare(feed, config, fit.progress.epoch)
         if session.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
             rank_zero_warn(
                 f"An epoch has {batches} training batches, fewer than Trainer(log_every_n_steps="
@@ -469,7 +472,7 @@ class FitLoop:
         whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
         self._act_on_signals()
         windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
-        session.fit.window_start.begin_epoch(session.module, session.results, session.published.callback)
+        session.fit.resume.window_start.begin_epoch(session.module, session.results, session.published.callback)
         return whole, windows
 
     def _updated(self, log_every: int | None) -> None:
@@ -488,7 +491,7 @@ class FitLoop:
         """One epoch, or what is left of it after a resume."""
         session, progress, step = self.session, self.session.fit.progress, self.step
         whole = progress.phase == EPOCH_END
-        session.fit.cut_epoch = None
+        session.fit.resume.cut_epoch = None
         self._begin_epoch()
         feed = session.fit.loaded
         if not whole:
@@ -533,7 +536,7 @@ class FitLoop:
         session = self.session
         progress = session.fit.progress
         if self.step.update.schedulers.by_metric["step"]:
-            self.step.update.schedulers.watch_metric("step", session.fit.counted(progress.batch))
+            self.step.update.schedulers.watch_metric("step", session.fit.resume.counted(progress.batch))
         progress.windows += 1
         progress.phase = WINDOW_END
         stop = session.should_stop or progress.global_step >= self._most_steps
@@ -600,7 +603,7 @@ class FitLoop:
         session, results, progress = self.session, self.session.results, self.session.fit.progress
         results.weight, results.among_batches = 1.0, False  # what is logged from here on is no batch's
         if not whole:  # reducing it begins its means anew, and a resume goes on with them
-            session.fit.cut_epoch = state.logged(session)
+            session.fit.resume.cut_epoch = state.logged(session)
         resumed_at_end = whole and progress.phase == EPOCH_END  # after the end's hooks
         for_loggers = {} if resumed_at_end else self._call_end_hooks(whole)
         if whole:
@@ -612,7 +615,7 @@ class FitLoop:
             progress.earlier += feed.rows_at(progress.batch)
             progress.epoch += 1
             progress.batch, progress.validated, progress.phase = 0, 0, EPOCH_START
-            session.fit.logged_elsewhere = False
+            session.fit.resume.lacks_logged = False
             if self.signals is not None:
                 self.signals.epoch_ended()
 
@@ -654,7 +657,7 @@ class FitLoop:
     @property
     def is_interrupted(self) -> bool:
         """Whether the epoch is cut by Ctrl-C or a signal, so that a resume will end it. Of all ranks alike."""
-        return self.session.fit.cut_epoch is not None and self.session.interrupted
+        return self.session.fit.resume.cut_epoch is not None and self.session.interrupted
 
     def _done(self) -> str | None:
         """Why the fit is over; None while it is not."""
@@ -734,7 +737,7 @@ class FitLoop:
     def _sanity_check(self) -> None:
         session = self.session
         steps = session.config.num_sanity_val_steps
-        if not session.enable_validation or steps == 0 or session.fit.resumed is not None:
+        if not session.enable_validation or steps == 0 or session.fit.resume.entry is not None:
             return
         with isolate_rng():
             session.state.stage = RunningStage.SANITY_CHECKING
@@ -758,16 +761,16 @@ class FitLoop:
     def _as_before(self, ending: dict[str, Any]) -> Result:
         """This fit has ended in an earlier attempt at the run, and all is as it was then: give its Result."""
         fit = self.session.fit
-        if fit.resumed is not None and "random" in fit.resumed:
-            set_random_states_of(fit.resumed["random"], self.session.strategy.own_devices)
-        fit.resumed, self._reason, fit.progress.ended = None, ending["stopped"], True
+        if fit.resume.entry is not None and "random" in fit.resume.entry:
+            set_random_states_of(fit.resume.entry["random"], self.session.strategy.own_devices)
+        fit.resume.entry, self._reason, fit.progress.ended = None, ending["stopped"], True
         return Result(**ending)
 
     def _restore_randomness(self) -> None:
         fit = self.session.fit
-        if fit.resumed is not None:
-            state.restore_rank(self.session, fit.resumed)
-            fit.resumed = None
+        if fit.resume.entry is not None:
+            state.restore_rank(self.session, fit.resume.entry)
+            fit.resume.entry = None
 
     def _result(self) -> Result:
         session = self.session

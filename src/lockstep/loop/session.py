@@ -31,14 +31,12 @@ from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.launch.attempts import trial_folder
 from lockstep.loggers.base import Logger
 from lockstep.loop.finite_watch import FiniteWatch
-from lockstep.loop.hook_changes import HookChanges
 from lockstep.loop.hooks import Hooks
 from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.logged_metrics import LoggedMetrics
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.progress import Progress
-from lockstep.loop.run_batches import RunBatches
-from lockstep.loop.window_start import WindowStart
+from lockstep.loop.resume import Resume
 from lockstep.memory.meter import Activations, MemoryUse
 from lockstep.module import LightningModule
 from lockstep.profilers.base import Profiler
@@ -76,16 +74,7 @@ class FitState:
         results: what was logged in training.
         weights: the sum of what ``training_step`` returned as "weight" in the window under way.
         uneven_targets: the samples of the first batch have different numbers of labels.
-        resumed: this rank's part of the checkpoint, until training goes on.
-        logged_elsewhere: the resume goes on within an epoch whose logged values Lightning's checkpoint does not hold.
-        cut_epoch: what an epoch that ended early had logged, for a checkpoint.
-        random_before: the random states at the beginning of the validation under way, which a resume begins anew.
-        metrics_before: what torchmetrics objects had collected there.
-        run_batches: by what a run counts that goes on with other ranks.
-        counted: micro-batches of this rank's epoch as that plan counts them.
-        shares: what the checkpoint tells of the ranks' shares; None: they were equal.
-        window_start: what the micro-batches of the window under way change, as it was before them.
-        hook_changes: what hooks have frozen, thawed or switched to eval mode since training began.
+        resume: what it continues from, and what a checkpoint needs for that.
         finite: looks for losses, gradients and weights that are not finite.
         started: when this attempt of the fit began, on the clock of ``time.monotonic``.
     """
@@ -97,21 +86,12 @@ class FitState:
     results: LogCollector | None = None
     weights: float | Tensor | None = None
     uneven_targets: bool = False
-    resumed: dict[str, Any] | None = None
-    logged_elsewhere: bool = False
-    cut_epoch: dict[str, Any] | None = None
-    random_before: dict[str, Any] | None = None
-    metrics_before: dict[str, Any] | None = None
-    run_batches: RunBatches = field(default_factory=RunBatches)
-    counted: Callable[[int], int] = int
-    shares: dict[str, Any] | None = None
-    window_start: WindowStart = field(default_factory=WindowStart)
-    hook_changes: HookChanges = field(default_factory=HookChanges)
+    resume: Resume = field(default_factory=Resume)
     finite: FiniteWatch = field(default_factory=FiniteWatch)
     started: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return kept(self, "feed", "results", "resumed", "counted")
+        return kept(self, "feed", "results")
 
     def seconds(self) -> float:
         """Time spent in this fit, its earlier attempts included."""
@@ -361,9 +341,9 @@ class Session:
     @property
     def lacks_metrics(self) -> str | None:
         """Why metrics of this epoch may be missing, which then is no mistake of the user's. Of all ranks alike."""
-        if self.fit.cut_epoch is not None:
+        if self.fit.resume.cut_epoch is not None:
             return "The epoch ended before its last batch"
-        if self.fit.logged_elsewhere:
+        if self.fit.resume.lacks_logged:
             return (
                 "The run goes on within an epoch of Lightning's, whose checkpoint does not hold what was logged in it"
             )

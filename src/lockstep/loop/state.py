@@ -31,13 +31,13 @@ from lockstep.ground.types import TrainerFn, TrainerStatus
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.metrics import find_metric, is_metric, load_metric, parts_of
 from lockstep.loop.progress import Progress
-from lockstep.loop.saved_ranks import SavedRanks, at_window_start
+from lockstep.loop.resume import SavedRanks, ValidationStart, at_window_start
 from lockstep.loop.session import Session
 from lockstep.loop.state_checks import check_types, load_optimizer, load_weights, taking
 from lockstep.loop.window_start import initial_state, metric_state, put_buffers
 from lockstep.module import check_weights
 
-OWN = "lockstep"  # our own part of a checkpoint; all but it and the classes of hyperparameters has Lightning's names
+OWN = "lockstep"  # our own part of a checkpoint; all other keys but the classes of hyperparameters are Lightning's
 # Lightning asks for this key to know which migrations a file needs; ours have the layout of this version.
 LAYOUT = "2.6.0"
 
@@ -94,7 +94,7 @@ def collect(
     if not weights_only:
         checkpoint[OWN]["optimizers"] = [class_of(optimizer) for optimizer in strategy.optimizers]
         checkpoint.update(_training(session, engine))
-        checkpoint[OWN].update(_resume(session, engine, progress, alone))
+        checkpoint[OWN].update(_resume_entries(session, engine, progress, alone))
     checkpoint.update(_of_users(session, weights_only))
     session.hooks.call("on_save_checkpoint", checkpoint)
     return checkpoint
@@ -118,18 +118,18 @@ def _of_users(session: Session, weights_only: bool) -> dict[str, Any]:
     return found
 
 
-def _resume(session: Session, engine: EngineState, progress: Progress, alone: bool) -> dict[str, Any]:
-    """What lockstep adds: seed, bucket plan, published metrics, and a part for each rank."""
+def _resume_entries(session: Session, engine: EngineState, progress: Progress, alone: bool) -> dict[str, Any]:
+    """Collect what lockstep adds to a checkpoint: seed, batch plan, published metrics, and an entry for each rank."""
     fit, again = session.fit, _plays_again(session, progress, alone)
     begun = 0 if again else _begun(session, progress)
     # in manual optimization only the user knows where a window ends
     holds = not alone and (bool(begun) or not session.module.automatic_optimization)
     start = _at_window_start(session, engine, progress.batch) if again else None
     ranks = _parts_alone(session, start) if alone else _parts(session, progress, begun, start, holds)
-    published = session.published.callback if fit.cut_epoch is None else fit.cut_epoch["published"]
+    published = session.published.callback if fit.resume.cut_epoch is None else fit.resume.cut_epoch["published"]
     if_any = {
         "strategy of ranks": engine.by_rank,
-        "changed by hooks": fit.hook_changes.state_dict(session.module),
+        "changed by hooks": fit.resume.hook_changes.state_dict(session.module),
         "shares": None if fit.feed is None else fit.feed.shares_state(),
         "not finite at start": fit.finite.at_start,
     }
@@ -137,7 +137,7 @@ def _resume(session: Session, engine: EngineState, progress: Progress, alone: bo
         **{key: value for key, value in if_any.items() if value},
         "progress": {**progress.state_dict(), "seconds": fit.seconds()},
         "seed": session.seed,
-        "plan": fit.run_batches.state_dict(session.config, fit.feed, progress, begun),
+        "plan": fit.resume.batches.state_dict(session.config, fit.feed, progress, begun),
         "strategy": engine.own or {},
         "replicas": list(session.strategy.replicas.of_rank),
         "metrics": {name: value.cpu() for name, value in published.items()},
@@ -177,12 +177,13 @@ def _parts(session: Session, progress: Progress, begun: int, start: dict[str, An
         holds: gradients may be held in the window.
     """
     fit, strategy = session.fit, session.strategy
-    cut = fit.cut_epoch or logged(session)
-    random = fit.random_before or random_states_of(strategy.own_devices)
+    cut = fit.resume.cut_epoch or logged(session)
+    validation = fit.resume.validation
+    random = random_states_of(strategy.own_devices) if validation is None else validation.random
     part: dict[str, Any] = {"random": random, "data": _of_data(session)}
     part.update({"results": cut["results"], "metrics": cut["metrics"]} if start is None else start)
     if begun:
-        part["window_start"] = fit.window_start.state(progress.batch - begun, session.is_global_zero)
+        part["window_start"] = fit.resume.window_start.state(progress.batch - begun, session.is_global_zero)
     if holds:
         part["weights"] = fit.weights
         part.update(strategy.held_in_window())
@@ -196,12 +197,17 @@ def _parts(session: Session, progress: Progress, begun: int, start: dict[str, An
 
 def logged(session: Session) -> dict[str, Any]:
     """What this rank has logged in the epoch so far, and what callbacks read of the epochs before."""
-    module, results, before = session.module, session.fit.results, session.fit.metrics_before
+    module, results, validation = session.module, session.fit.results, session.fit.resume.validation
     return {
         "results": [] if results is None else deepcopy(results.state_dict()),
-        "metrics": metric_states(module, vars(session).get("results")) if before is None else before,
+        "metrics": metric_states(module, vars(session).get("results")) if validation is None else validation.metrics,
         "published": dict(session.published.callback),
     }
+
+
+def validation_start(session: Session) -> ValidationStart:
+    """Note what a validation of a fit is about to change."""
+    return ValidationStart(random_states_of(session.strategy.own_devices), metric_states(session.module))
 
 
 def metric_states(module: torch.nn.Module, of: LogCollector | None = None) -> dict[str, Any]:
@@ -225,7 +231,7 @@ def _of_data(session: Session) -> dict[str, Any]:
 
 def _at_window_start(session: Session, engine: EngineState, batch: int) -> dict[str, Any] | None:
     """What the rank had logged when a window began, whose buffers go into the weights; None: a window of one batch."""
-    start = session.fit.window_start.state(batch)
+    start = session.fit.resume.window_start.state(batch)
     if start is None:
         return None
     if engine.module is not None:
@@ -427,8 +433,8 @@ def read(session: Session, path: str, weights_only: bool | None) -> dict[str, An
         if own.get("seed") is not None:
             session.seed = operator.index(own["seed"])  # the order of data goes on as it was
         if session.state.fn is TrainerFn.FITTING:
-            session.fit.run_batches.read(own)
-            session.fit.shares = own.get("shares")
+            session.fit.resume.batches.read(own)
+            session.fit.resume.shares = own.get("shares")
     return checkpoint
 
 
@@ -548,23 +554,24 @@ def restore_training(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
+    """Restore counters, the engine's plan and what callbacks read; this rank's entry waits for :func:`restore_rank`."""
     strategy, fit = session.strategy, session.fit
     own = checkpoint.get(OWN, {})
     if "ranks" in own:
         fit.progress.load(own["progress"])
         fit.finite.at_start = [str(name) for name in own.get("not finite at start", [])]
         if "changed by hooks" in own:
-            fit.hook_changes.load(own["changed by hooks"])
+            fit.resume.hook_changes.load(own["changed by hooks"])
         strategy.load(EngineState(own=own["strategy"], by_rank=own.get("strategy of ranks", [])))
         for name, value in own["metrics"].items():
             session.published.callback[name] = torch.as_tensor(value)
         session.published.measured.update(own.get("measured", {}))
         saved = SavedRanks.read(own)
-        fit.resumed = saved.part_for(
+        fit.resume.entry = saved.part_for(
             strategy.world.rank, strategy.replicas, strategy.cuts_parameters, strategy.window is not None
         )
         if fit.progress.batch and not saved.knows_logged:
-            fit.logged_elsewhere = True
+            fit.resume.lacks_logged = True
             rank_zero_warn(
                 f"trainer.fit(ckpt_path={str(session.ckpt_path)!r}): a rank that failed saved this checkpoint alone, "
                 f"after {fit.progress.batch} batches of epoch {fit.progress.epoch}, and did not know what the others "
@@ -572,9 +579,9 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
             )
     else:
         fit.progress.load_lightning(checkpoint)
-        fit.resumed = {"data": {}}
-        fit.logged_elsewhere = fit.progress.batch > 0
-        if fit.logged_elsewhere:
+        fit.resume.entry = {"data": {}}
+        fit.resume.lacks_logged = fit.progress.batch > 0
+        if fit.resume.lacks_logged:
             rank_zero_warn(
                 f"trainer.fit(ckpt_path=...): Lightning saved this checkpoint after {fit.progress.batch} batches "
                 f"of epoch {fit.progress.epoch}, and it does not hold what they logged: this epoch's means are "
@@ -593,7 +600,7 @@ def _same_number(what: str, have: list[Any], saved: list[Any]) -> None:
 def restore_rank(session: Session, part: dict[str, Any]) -> None:
     """This rank's part, at the last moment before training goes on: random states, sums, data, gradients.
 
-    What it holds is said in `lockstep.loop.saved_ranks`; written by Lightning, nothing.
+    A checkpoint that Lightning wrote has an empty one.
     """
     module, strategy = session.module, session.strategy
     with taking(session.ckpt_path, "a rank's part"):
@@ -614,7 +621,7 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
             session.published.callback.clear()
             session.published.callback.update(part["published"])
         put_buffers(module, part.get("buffers_at_start", {}))
-        session.fit.window_start.take(part.get("window_start"))
+        session.fit.resume.window_start.take(part.get("window_start"))
         others: SavedRanks | None = part.get("of others")
         if others is not None:
             shapes = {name: parameter.shape for name, parameter in strategy.named_parameters().items()}

@@ -143,7 +143,7 @@ class Step:
         strategy, progress, last, absent = self._strategy, self._progress, window.size - 1, window.absent
         local = strategy.copies.local_steps
         if last and not window.begun:
-            self._fit.window_start.note(batch_idx)
+            self._fit.resume.window_start.note(batch_idx)
         if local is not None:
             window.share_among(local.averaged_ranks())
         if window.gap is not None:

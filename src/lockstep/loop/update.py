@@ -188,7 +188,7 @@ class Update:
         if self._shared:
             self._session.agreement.settle(True)
         if updated and self.schedulers.by_step:
-            self.schedulers.after_update(self._fit.counted(batch_idx + 1))
+            self.schedulers.after_update(self._fit.resume.counted(batch_idx + 1))
         if self._progress.last:
             self.schedulers.after_epoch()
 

@@ -57,7 +57,7 @@ class ValidationTiming:
         if self._at_end:
             return progress.last  # which may come before the length that a loader has told
         earlier = progress.earlier if self._session.config.check_val_every_n_epoch is None else 0
-        counted = self._session.fit.counted
+        counted = self._session.fit.resume.counted
         before, after = (earlier + counted(number) for number in (progress.batch - batches, progress.batch))
         if progress.validated:  # and a window that is played again may have been validated within
             before = max(before, earlier + progress.validated)
