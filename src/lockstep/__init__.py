@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.extensions.search.parser import HyperOptArgumentParser as HyperOptArgumentParser
     from lockstep.ground.optimizers import CombinedOptimizer as CombinedOptimizer
     from lockstep.ground.seed import seed_everything as seed_everything
-    from lockstep.loop.fit import Result as Result
+    from lockstep.loop.ending import Result as Result
     from lockstep.module import LightningModule as LightningModule
     from lockstep.trainer import Trainer as Trainer
 
@@ -34,7 +34,7 @@ _FILES = {
     "DistributedDataParallel": "engines.ddp.container",
     "LightningDataModule": "datamodule",
     "LightningModule": "module",
-    "Result": "loop.fit",
+    "Result": "loop.ending",
     "Trainer": "trainer",
     "load_pretrained": "checkpoint.pretrained",
     "parameter_wise": "engines.owners",

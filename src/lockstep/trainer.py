@@ -61,8 +61,9 @@ from lockstep.loggers.base import Logger
 from lockstep.loop import spawn_results, state
 from lockstep.loop.call import check_steps
 from lockstep.loop.compiled import unwrapped
+from lockstep.loop.ending import Result
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.fit import FitLoop, Result
+from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.session import Session

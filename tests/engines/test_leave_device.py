@@ -15,7 +15,7 @@ from lockstep.engines.optimizer_states import states_to_cpu, states_to_parameter
 from lockstep.engines.sharded.fsdp import FSDPStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.ground.types import TrainerStatus
-from lockstep.loop.device_left import leave_device
+from lockstep.loop.call import leave_device
 from tests.loop.pieces import Slope, numbers, quiet
 
 GPU = torch.device("cuda", 0)

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lockstep.engines.ddp.hooks import PowerSGDState, power_sgd
+from lockstep.loop.logged_entry import merged
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.metrics import load_metric
-from lockstep.loop.parts import merged
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet

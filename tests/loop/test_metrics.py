@@ -18,10 +18,9 @@ from torchmetrics import AUROC, CatMetric, MaxMetric, MeanMetric, Metric, Metric
 
 from lockstep import Callback
 from lockstep.ground import comm
-from lockstep.loop.logged_entry import Entry
+from lockstep.loop.logged_entry import Entry, merged
 from lockstep.loop.logged_rows import Rows, each_step_wanted, extreme, shown_value
 from lockstep.loop.logging import LogCollector
-from lockstep.loop.parts import merged
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.loop.parts import merged
+from lockstep.loop.logged_entry import merged
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import SaveAt, quiet

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lockstep import Callback, LightningDataModule, LightningModule
-from lockstep.loop.overridden import is_overridden, is_param_in_hook_signature
+from lockstep.loop.checks import is_param_in_hook_signature
+from lockstep.loop.hooks import is_overridden
 from tests.loop.pieces import Slope
 
 

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep.loop.uncalled import EPOCH_ENDS
+from lockstep.loop.checks import EPOCH_ENDS
 from lockstep.names.former_methods import former_methods
 
 ROOT = Path(__file__).resolve().parents[2]

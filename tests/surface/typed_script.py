@@ -51,7 +51,7 @@ class Data(LightningDataModule):
 trainer = Trainer(max_epochs=1, callbacks=[Watcher()])
 Trainer(max_epochs="three")  # error: Argument "max_epochs" to "Trainer"
 reveal_type(trainer)  # lockstep.trainer.Trainer
-reveal_type(trainer.fit(Net(), datamodule=Data()))  # lockstep.loop.fit.Result
+reveal_type(trainer.fit(Net(), datamodule=Data()))  # lockstep.loop.ending.Result
 reveal_type(trainer.fit)  # def (model: lockstep.module.LightningModule, ...
 reveal_type(trainer.validate(Net()))  # list[dict[str, float]]
 reveal_type(Net.load_from_checkpoint("last.ckpt"))  # typed_script.Net

@@ -15,12 +15,16 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
+from lockstep.checkpoint.pretrained import is_of_transformers
 from lockstep.config.objects import check_callbacks, check_kind, in_order, refuse_one_key
 from lockstep.config.run import RunConfig
 from lockstep.data.workers import name_death
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.engines.optimizer_states import states_to_cpu
+from lockstep.engines.strategy import Strategy
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed, words_of
 from lockstep.ground.hyperparameters import merged_hyperparameters
+from lockstep.ground.memory_use import empty_cache, is_oom_error
 from lockstep.ground.methods import replace_until
 from lockstep.ground.parameters import whole_shapes
 from lockstep.ground.rank import does, rank_zero_info, rank_zero_warn
@@ -29,8 +33,7 @@ from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerFn, Tr
 from lockstep.hooks import ModuleHooks
 from lockstep.loggers.base import FolderLogger
 from lockstep.loop import state
-from lockstep.loop.contradictions import check_contradictions
-from lockstep.loop.device_left import leave_device
+from lockstep.loop.checks import check_contradictions, check_removed_hooks, check_uncalled, refuse_iterator
 from lockstep.loop.finite_watch import guard_updates, release_updates
 from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, is_overridden, is_replaced
@@ -40,11 +43,8 @@ from lockstep.loop.logging import LogCollector
 from lockstep.loop.memory import keep
 from lockstep.loop.metrics import lists_made_alike
 from lockstep.loop.optimizers import parse
-from lockstep.loop.raw_errors import OWN, in_words
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals, undisturbed
-from lockstep.loop.signatures import refuse_iterator
-from lockstep.loop.uncalled import check_removed_hooks, check_uncalled
 from lockstep.module import LightningModule
 from lockstep.plans.choice import reconsider
 from lockstep.profilers.base import PassThroughProfiler
@@ -160,7 +160,7 @@ def _whereabouts(session: Session) -> tuple[str, int]:
 
 def _note_place(session: Session, error: BaseException) -> None:
     """Note on an error that came out of no hook of the user's where in the run it was."""
-    if isinstance(error, OWN) or not hasattr(error, "add_note"):  # Python has notes from 3.11 on
+    if isinstance(error, OWN_ERRORS) or not hasattr(error, "add_note"):  # Python has notes from 3.11 on
         return
     stack = stack_of(error)
     if stack.loads or any(frame.is_users for frame in stack.frames):
@@ -539,3 +539,88 @@ def _say(session: Session) -> None:
         clear = "\n" if sys.stderr.isatty() else ""  # below the bar and the ^C
         os.write(sys.stderr.fileno(), f"{clear}{text}\n".encode())
         status.heard_ctrl_c()
+
+
+# -- the end of a call: the device's memory is free again ----------------------------------------------------
+
+
+def leave_device(session: Session) -> None:
+    """Bring what the call had on its device back to the CPU, unless a failure forbids it.
+
+    Where one of several ranks has failed, the device may wait for a collective that never ends. In one process the
+    device may be what failed; then the first error is the one to be raised.
+    """
+    strategy = session.strategy
+    failed = session.state.status is TrainerStatus.INTERRUPTED and session.interruption is None
+    if not failed:
+        _leave(strategy)
+    elif strategy.world_size == 1:
+        with contextlib.suppress(RuntimeError):
+            _leave(strategy)
+
+
+def _leave(strategy: Strategy) -> None:
+    """Gradients are dropped on the way; a run on the CPU keeps them."""
+    module, device = strategy.module, strategy.root_device
+    if module is None:  # the call ended before it was set up
+        return
+    if device.type != "cpu":
+        for parameter in strategy.named_parameters().values():
+            parameter.grad = None
+    if not strategy.places_first:
+        module.cpu()
+        for optimizer in strategy.optimizers:
+            states_to_cpu(optimizer)
+    empty_cache(device)
+
+
+# -- errors of torch that mislead ----------------------------------------------------------------------------
+
+
+OWN_ERRORS = (MisconfigurationException, CorruptCheckpoint, RankFailed, KeyboardInterrupt)
+"""Errors that need no other words."""
+
+OUT_OF_MEMORY = "(trainer.memory() shows what memory is used for, and docs/memory.md what needs less.)"
+
+
+def in_words(module: LightningModule | None, error: BaseException) -> None:
+    """Give an error of torch that misleads another message, in place: it is still the one of the user's line."""
+    if isinstance(error, OWN_ERRORS) or len(error.args) > 1:
+        return
+    text, said = words_of(error), None
+    if is_oom_error(error):
+        said = text if OUT_OF_MEMORY in text else f"{text} {OUT_OF_MEMORY}".lstrip()
+    elif module is not None and isinstance(error, RuntimeError):
+        said = _reworded(module, text)
+    if said is not None:
+        error.args = (said,)
+
+
+def _reworded(module: LightningModule, text: str) -> str | None:
+    """Return another message for one of torch's; None for all others."""
+    if "backward through the graph a second time" in text and module.automatic_optimization:
+        # torch advises retain_graph=True, with which gradients would be added twice
+        return (
+            f"{type(module).__name__}.training_step: its loss leads to a graph that a backward has already gone "
+            "through. Either it has called `backward` itself: return the loss, and the Trainer does; or it keeps a "
+            "tensor of an earlier step: keep `tensor.detach()`."
+        )
+    return _on_meta(module) if "meta" in text else None
+
+
+def _on_meta(module: LightningModule) -> str | None:
+    names = [repr(name) for name, parameter in module.named_parameters() if parameter.is_meta]
+    if not names:
+        return None
+    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if any(map(is_of_transformers, module.modules())):
+        return (
+            f"{type(module).__name__}: parameter {which} is on the meta device, and has no values until those of the "
+            "folder that `load_pretrained` names are read, after `configure_model`: what computes with values comes "
+            "too early there, as resize_token_embeddings does (it takes a mean). For a larger vocabulary write another "
+            "folder, once, and load that: from_pretrained, resize_token_embeddings, save_pretrained(NEW_FOLDER)."
+        )
+    return (
+        f"{type(module).__name__}: parameter {which} is on the meta device, and has no values: make the layer in "
+        "`configure_model`, or call `to_empty(device=...)` and initialize it, before the fit."
+    )

@@ -19,6 +19,7 @@ from lockstep.ground.transfer import move_data_to_device
 from lockstep.ground.types import RunningStage
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.call import Asked, call, take_up_changes
+from lockstep.loop.checks import arguments_of, refuse_fewer
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logged_entry import Entry
 from lockstep.loop.logged_metrics import NOT_FOR_CALLBACKS
@@ -28,7 +29,6 @@ from lockstep.loop.padding import in_step, padding
 from lockstep.loop.progress import VALIDATED
 from lockstep.loop.resume import modes_of
 from lockstep.loop.session import STAGE_OF, Session
-from lockstep.loop.signatures import arguments_of, refuse_fewer
 from lockstep.loop.state import validation_start
 
 FN_OF = {stage: fn for fn, stage in STAGE_OF.items()}

@@ -6,31 +6,32 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.config.run import set_flag
 from lockstep.data.feed import Feed
 from lockstep.data.window import Window
-from lockstep.ground.errors import Inner, MisconfigurationException, no_inner_part
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import kept
-from lockstep.ground.rank import does, rank_zero_warn
+from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states_of
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.call import Asked, call, take_up_changes
 from lockstep.loop.closures import ByClosure
+from lockstep.loop.ending import FitEnding, Result
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.finite_watch import updates_left_out
 from lockstep.loop.fit_messages import say, say_memory
+from lockstep.loop.fit_names import FitNames
 from lockstep.loop.memory import memory_of, watch_first_window
-from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
+from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END
 from lockstep.loop.resume import Resume
 from lockstep.loop.session import FitState, Session
-from lockstep.loop.signals import TERMINATED, Signals
+from lockstep.loop.signals import Signals
 from lockstep.loop.state_checks import taking
 from lockstep.loop.step import Ahead, Automatic, Manual, Step
 from lockstep.loop.update import Update
@@ -42,43 +43,7 @@ if TYPE_CHECKING:
     from lockstep.balance.balance import Balance
 
 
-@dataclass(frozen=True)
-class Result:
-    """How a fit ended; the same on one process and on many.
-
-    Attributes:
-        stopped: why it ended, in words: ``max_epochs=5 reached``.
-        metrics: newest value of everything that was logged.
-        best_model_path: the best checkpoint, "" where none was kept.
-        best_model_score: the monitored value of that checkpoint.
-        epochs: epochs that were finished.
-        global_step: optimizer steps, those before a resume included.
-        interrupted: whether Ctrl-C ended it.
-    """
-
-    stopped: str
-    metrics: dict[str, float] = field(default_factory=dict)
-    best_model_path: str = ""
-    best_model_score: float | None = None
-    epochs: int = 0
-    global_step: int = 0
-    interrupted: bool = False
-
-
-class _Flag:
-    """One of the Trainer's flags as an attribute of its loop, where Lightning has them; set, it holds from now on."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, loop: FitLoop, owner: type | None = None) -> Any:
-        return self if loop is None else getattr(loop.session.config, self._name)
-
-    def __set__(self, loop: FitLoop, value: object) -> None:
-        loop.session.config = set_flag(loop.session.config, self._name, value)
-
-
-class FitLoop:
+class FitLoop(FitNames):
     """Epochs of windows.
 
     As pseudo-code::
@@ -100,24 +65,13 @@ class FitLoop:
         self.session = session
         self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due, self._requested)
         self.timing = ValidationTiming(session)
-        self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
+        self.ending = FitEnding(session)
         self.starts = False  # `on_train_start` runs
         self.begun = False  # set-up is over: the optimizers are those that the fit steps
         self.plays = False  # its epochs run
         self.balance: Balance | None = None  # where somebody wants to know how long steps take
-        self._reason: str | None = None
         self._stops = False
-        self._nothing_came = False  # the last epoch had no batches
-        self._told_to_stay = False  # that a stop waits for the least number of epochs and steps
-        self._most_steps = math.inf
         self._epochs_by_default = epochs_by_default  # the user gave no `max_epochs`
-
-    max_epochs, min_epochs, max_steps, min_steps = _Flag(), _Flag(), _Flag(), _Flag()
-
-    @property
-    def progress(self) -> Progress:
-        """The counters of the fit."""
-        return self.session.fit.progress
 
     @property
     def has_step(self) -> bool:
@@ -139,42 +93,10 @@ class FitLoop:
         """The number in its epoch of the training batch that was begun last; -1 before the first."""
         return self.step.newest if self.has_step else -1
 
-    @property
-    def total_batch_idx(self) -> int:
-        """The same, counted over all epochs."""
-        return self.progress.total_batches - self.progress.batch + self.batch_idx
-
-    @property
-    def epoch_loop(self) -> Inner:
-        """What third parties read of the inner loop that Lightning has."""
-        name = "trainer.fit_loop.epoch_loop"
-        source = {"is_defined": lambda: lambda: self.session.enable_validation}
-        validation = {"_data_source": lambda: Inner(f"{name}.val_loop._data_source", source)}
-        offers = {
-            "_batches_that_stepped": lambda: self.progress.windows,
-            "batch_idx": lambda: self.batch_idx,
-            "global_step": lambda: self.progress.global_step,
-            "total_batch_idx": lambda: self.total_batch_idx,
-            "val_loop": lambda: Inner(f"{name}.val_loop", validation),
-        }
-        return Inner(name, offers)
-
-    @property
-    def epoch_progress(self) -> Inner:
-        """What third parties read of the counters of epochs that Lightning has."""
-        name = "trainer.fit_loop.epoch_progress"
-        counts = {"completed": lambda: self.current_epoch}
-        return Inner(name, {"current": lambda: Inner(f"{name}.current", counts)})
-
     def __getstate__(self) -> dict[str, Any]:
-        state = {**kept(self, "signals", "balance"), "begun": False, "plays": False}
+        state = {**kept(self, "balance"), "begun": False, "plays": False}
         state.pop("step", None)
         return state
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "session" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise no_inner_part(f"trainer.fit_loop.{name}")
 
     @property
     def given(self) -> object:
@@ -186,7 +108,7 @@ class FitLoop:
     def run(self, ckpt_path: str | None = None, weights_only: bool | None = None) -> Result:
         """Fit the session's module; returns how it ended."""
         session = self.session
-        self.signals = signals = self._begin()
+        signals = self._begin()
         fit = session.fit
         asked = Asked(TrainerFn.FITTING, ckpt_path, weights_only, self.release, signals)
         try:
@@ -195,8 +117,8 @@ class FitLoop:
                 if signals.ending is not None:
                     return self._as_before(signals.ending)
                 self._set_up(ckpt_path, measured)
-                if self._done() is None:
-                    if self._validates:
+                if self.ending.between_epochs() is None:
+                    if self.validates:
                         session.state.stage = RunningStage.VALIDATING
                         self.validation.setup_data()
                         session.state.stage = RunningStage.TRAINING
@@ -209,7 +131,7 @@ class FitLoop:
                     self._restore_randomness()
                     self.plays = True
                     try:
-                        while self._done() is None:
+                        while self.ending.between_epochs() is None:
                             self.epoch()
                     finally:
                         self.plays = False
@@ -219,16 +141,16 @@ class FitLoop:
                 else:  # of a fit that had ended, whose ranks may have weights of their own
                     session.strategy.copies.end_training()
                 # the progress bar is closed by now
-                say(session, f"trainer.fit ended: {self._reason}{updates_left_out(session)}.")
-                self._share_ending()
+                say(session, f"trainer.fit ended: {self.ending.reason}{updates_left_out(session)}.")
+                self.ending.share()
                 if session.interruption is None:
-                    signals.ended(asdict(self._result()))
+                    signals.ended(asdict(self.ending.result()))
         finally:
-            self.signals = self.balance = None
+            self.balance = None
             fit.finite.stop()
             self._release_step()
         fit.progress.ended = session.interruption is None
-        return self._result()
+        return self.ending.result()
 
     def _begin(self) -> Signals:
         """Let go of what belongs to the fit before."""
@@ -238,7 +160,6 @@ class FitLoop:
         )
         self._reason = self.validation.feed = before.resume.batches.saved = None
         session.should_stop = session.received_sigterm = self.begun = self.starts = False
-        self._told_to_stay = self._nothing_came = False
         session.fit.started = time.monotonic()
         return Signals(session)
 
@@ -296,27 +217,6 @@ class FitLoop:
         if self.balance is not None:
             measured.enter_context(self.balance.attached())
 
-    def try_out(self) -> None:
-        """Train without what goes before and after a fit, until ``max_steps`` or ``should_stop``: for a trial.
-
-        It ends, too, with an epoch that has no batch to step for.
-        """
-        session = self.session
-        session.fit.results = session.results
-        self.make_step()
-        session.state.stage = RunningStage.TRAINING
-        self.setup_data()
-        if self._validates:
-            self.validation.setup_data()
-        session.hooks.call("on_train_start")
-        update, goes_on = self.step.update, True
-        while goes_on and session.fit.loaded.num_batches and self._done_in_epoch() is None:
-            update.had_batch = False
-            self.epoch()
-            # where all batches were None, or the user ended the epoch before one, no further epoch would step either
-            goes_on = update.had_batch or not session.module.automatic_optimization
-        session.hooks.call("on_train_end")
-
     def _say_how_long(self, ckpt_path: str | None) -> None:
         """Say what nobody may have meant: a fit of 1000 epochs, or one that ends before its first step."""
         session, progress, config = self.session, self.session.fit.progress, self.session.config
@@ -332,7 +232,7 @@ class FitLoop:
                 f"trainer.fit(ckpt_path={str(ckpt_path)!r}): this run has done {progress.epoch} epochs, more than "
                 f"Trainer(max_epochs={config.max_epochs}): raise it to go on."
             )
-        reason = self._done() if session.fit.resume.entry is not None else None
+        reason = self.ending.between_epochs() if session.fit.resume.entry is not None else None
         if reason is not None and session.interruption is None:
             rank_zero_warn(
                 f"fit(ckpt_path={str(ckpt_path)!r}) goes on from step {progress.global_step}, after {progress.epoch} "
@@ -395,7 +295,7 @@ class FitLoop:
         A sanity check's loaders count for the epoch that follows only if that epoch is validated, as in Lightning.
         """
         due = self._reload_due(self.session.fit.progress.val_loaded)
-        if due and (self.session.state.stage is not RunningStage.SANITY_CHECKING or self._validates):
+        if due and (self.session.state.stage is not RunningStage.SANITY_CHECKING or self.validates):
             self.session.fit.progress.val_loaded = self.session.fit.progress.epoch
         return due
 
@@ -466,12 +366,11 @@ class FitLoop:
         if self.balance is not None:
             self.balance.begin_epoch(feed, progress.epoch, accumulate)
         feed.begin(progress.epoch, progress.batch, accumulate)
-        most = session.config.max_steps
-        self._most_steps = math.inf if most == -1 else most
+        self.ending.start_epoch()
         session.results.enter("training_step")
         whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
-        self._act_on_signals()
-        windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
+        self.ending.act_on_signals()
+        windows = iter(()) if whole or self.ending.in_epoch() else feed.windows(accumulate)
         session.fit.resume.window_start.begin_epoch(session.module, session.results, session.published.callback)
         return whole, windows
 
@@ -479,7 +378,7 @@ class FitLoop:
         """Behind a window's update: look at the clock, and log where that is due."""
         session = self.session
         if session.config.max_time is not None:
-            self._look_at_clock(session.config.max_time)
+            self.ending.look_at_clock(session.config.max_time)
         if not log_every:
             return
         # the step at which a fit stops is logged, whichever it is; on all ranks alike
@@ -495,7 +394,7 @@ class FitLoop:
         self._begin_epoch()
         feed = session.fit.loaded
         if not whole:
-            log_every, validates = session.config.log_every_n_steps, self._validates
+            log_every, validates = session.config.log_every_n_steps, self.validates
             whole, windows = self._windows_left(feed)
             balance = self.balance
             for window in windows:
@@ -516,7 +415,7 @@ class FitLoop:
                 whole = progress.last
                 if self._stops:
                     break
-            self._nothing_came = not whole and not progress.batch
+            self.ending.had_no_batches = not whole and not progress.batch
         self._end_epoch(whole, feed)
 
     def _go_on_after_batch(self, accumulate: int) -> bool:
@@ -525,7 +424,7 @@ class FitLoop:
         progress.last = progress.last or progress.batch >= feed.num_batches
         at_end = progress.last or feed.begun(progress.batch, accumulate) == 0
         self.step.go_on_after(progress.batch, accumulate)
-        if progress.phase == BATCH_END and self._validates and self._validation_due(at_end):
+        if progress.phase == BATCH_END and self.validates and self._validation_due(at_end):
             self._validate(at_end)
         if at_end and progress.phase != WINDOW_END:
             self._after_window()
@@ -539,34 +438,15 @@ class FitLoop:
             self.step.update.schedulers.watch_metric("step", session.fit.resume.counted(progress.batch))
         progress.windows += 1
         progress.phase = WINDOW_END
-        stop = session.should_stop or progress.global_step >= self._most_steps
-        if self.step.shared:
-            up = session.agreement.up
-            interrupted = session.interrupt_flag in up
-            stop = stop or session.stop_flag in up
-            if session.not_finite_flag in up:
-                session.fit.finite.judge()
-        else:
-            interrupted = False if self.signals is None else self.signals.asked != 0
-            if session.fit.finite.has_found:
-                session.fit.finite.judge()
-        if interrupted:
-            self._act_on_signals()
-            stop = True
-        self._stops = stop and self._done_in_epoch() is not None
-
-    def _act_on_signals(self) -> None:
-        """Act on a signal that all ranks know of, between windows. Collective where one has interrupted the fit."""
-        session, signals = self.session, self.signals
-        if signals is None:
-            return
-        if session.agreement.is_up(session.interrupt_flag) if session.world_size > 1 else signals.asked:
-            signals.act()
-
-    def _look_at_clock(self, most: float) -> None:
-        if self.session.fit.seconds() >= most and self.session.is_global_zero:
-            self.session.should_stop = True  # rank 0's clock; the others learn of it at a boundary
-            self._reason = f"max_time={most:g} s reached"
+        signals = session.signals
+        has_come = (
+            session.should_stop
+            or progress.global_step >= self.ending.most_steps
+            or session.agreement.up
+            or session.fit.finite.has_found
+            or (signals is not None and signals.asked != 0)
+        )
+        self._stops = bool(has_come) and self.ending.after_window()
 
     def _call_end_hooks(self, whole: bool) -> dict[str, Tensor]:
         """Reduce what was logged, call the hooks of an epoch's end; gives what goes to the loggers."""
@@ -611,37 +491,15 @@ class FitLoop:
         if for_loggers:
             session.log_metrics(for_loggers, progress.windows - 1)
         session.record()
-        if whole or self._done_in_epoch() is None:
+        if whole or self.ending.in_epoch() is None:
             progress.earlier += feed.rows_at(progress.batch)
             progress.epoch += 1
             progress.batch, progress.validated, progress.phase = 0, 0, EPOCH_START
             session.fit.resume.lacks_logged = False
-            if self.signals is not None:
-                self.signals.epoch_ended()
+            if session.signals is not None:
+                session.signals.epoch_ended()
 
     # -- stopping ------------------------------------------------------------------------------------------
-
-    def _can_stop_early(self) -> bool:
-        """Whether a stop that somebody asks for ends the fit; that it does not yet is told once."""
-        config, progress = self.session.config, self.session.fit.progress
-        long_enough = progress.epoch >= config.min_epochs and progress.global_step >= config.min_steps
-        if not long_enough and not self._told_to_stay:
-            self._told_to_stay = True
-            least = f"min_epochs={config.min_epochs} and min_steps={config.min_steps}"
-            say(self.session, f"trainer.fit: a stop was asked for, and training goes on until {least} are reached.")
-        return long_enough
-
-    def _done_in_epoch(self) -> str | None:
-        session, config = self.session, self.session.config
-        if config.max_steps != -1 and self.session.fit.progress.global_step >= config.max_steps:
-            return f"max_steps={config.max_steps} reached"
-        interrupted = session.interrupted
-        if interrupted or (session.stop_asked and self._can_stop_early()):
-            session.should_stop = True
-            if interrupted:
-                session.interruption = session.interruption or "Ctrl-C on another rank"
-            return self._reason or self._early_reason()
-        return None
 
     @property
     def expects_validation(self) -> bool:
@@ -659,59 +517,15 @@ class FitLoop:
         """Whether the epoch is cut by Ctrl-C or a signal, so that a resume will end it. Of all ranks alike."""
         return self.session.fit.resume.cut_epoch is not None and self.session.interrupted
 
-    def _done(self) -> str | None:
-        """Why the fit is over; None while it is not."""
-        config = self.session.config
-        reason = None
-        if self.session.fit.loaded.num_batches == 0:
-            reason = "no training batches"
-        elif config.max_epochs != -1 and self.session.fit.progress.epoch >= config.max_epochs:
-            reason = f"max_epochs={config.max_epochs} reached"
-        else:
-            self.session.agree_on_ending()
-            self._act_on_signals()
-            reason = self._done_in_epoch() or self._spins()
-        if reason is not None:
-            self._reason = reason
-        return reason
-
-    def _spins(self) -> str | None:
-        """Why a fit ends that nothing else would end: its loader gives no batches any more."""
-        config = self.session.config
-        if not self._nothing_came or config.max_epochs != -1 or config.max_time is not None:
-            return None
-        return f"epoch {self.session.fit.progress.epoch - 1} had no training batches, and there is no limit of epochs"
-
-    def _early_reason(self) -> str:
-        if self.session.interruption is not None:
-            return self._interruption()
-        for callback in self.session.callbacks:
-            message = getattr(callback, "stopping_reason_message", None)  # EarlyStopping has one, and Timer
-            if message:
-                return f"{type(callback).__name__}: {message.rstrip('.')}"
-        return "trainer.should_stop was set"
-
-    def _interruption(self) -> str:
-        return f"interrupted by {TERMINATED if self.session.interruption == TERMINATED else 'Ctrl-C'}"
-
-    @does("ending the fit")
-    def _share_ending(self) -> None:
-        """All ranks tell the same of how the fit ended: rank 0's clock may have, or Ctrl-C on one of them."""
-        session = self.session
-        if session.world_size > 1:
-            self._reason = session.strategy.broadcast(self._reason)
-            if not session.interrupted:
-                session.interruption = None  # it came when all was over
-
     # -- validation ----------------------------------------------------------------------------------------
 
     @property
-    def _validates(self) -> bool:
+    def validates(self) -> bool:
         return self.timing.in_epoch(self.session.fit.progress.epoch)
 
     def validation_follows(self) -> bool:
         """Whether a validation follows the training batch at hand, with which a window ends."""
-        return self._validates and self._validation_due(True)
+        return self.validates and self._validation_due(True)
 
     def _validation_due(self, at_window_end: bool) -> bool:
         session, at_once = self.session, self.step.at_once
@@ -719,7 +533,7 @@ class FitLoop:
             return False  # the window was played in one piece
         if self.timing.due(session.fit.progress, at_window_end, at_once):
             return True
-        return at_window_end and session.stop_asked and not session.interrupted and self._can_stop_early()
+        return at_window_end and session.stop_asked and not session.interrupted and self.ending.may_stop_early()
 
     def _validate(self, at_window_end: bool) -> None:
         session = self.session
@@ -763,7 +577,7 @@ class FitLoop:
         fit = self.session.fit
         if fit.resume.entry is not None and "random" in fit.resume.entry:
             set_random_states_of(fit.resume.entry["random"], self.session.strategy.own_devices)
-        fit.resume.entry, self._reason, fit.progress.ended = None, ending["stopped"], True
+        fit.resume.entry, self.ending.reason, fit.progress.ended = None, ending["stopped"], True
         return Result(**ending)
 
     def _restore_randomness(self) -> None:
@@ -772,51 +586,7 @@ class FitLoop:
             state.restore_rank(self.session, fit.resume.entry)
             fit.resume.entry = None
 
-    def _result(self) -> Result:
-        session = self.session
-        best = state.best_of(session)
-        score = getattr(best, "best_model_score", None)
-        return Result(
-            stopped=self._interruption() if session.interruption is not None else self._reason or "",
-            metrics={name: float(value) for name, value in session.callback_metrics().items()},
-            best_model_path=str(getattr(best, "best_model_path", "") or ""),
-            best_model_score=None if score is None else float(score),
-            epochs=self.session.fit.progress.epoch,
-            global_step=self.session.fit.progress.global_step,
-            interrupted=session.interruption is not None,
-        )
-
     # -- what callbacks ask of it --------------------------------------------------------------------------
-
-    def forwards(self) -> int:
-        """Run ``training_step`` on the batches of the epoch to come, without hooks, gradients, logs and updates.
-
-        To be called on all ranks inside a fit, between two epochs or after the last one, under automatic
-        optimization. BatchNorm's statistics are an example of what changes.
-
-        Returns:
-            the number of batches that this rank had samples for, but for those that are None.
-        """
-        feed, strategy, results = self.session.fit.loaded, self.session.strategy, self.session.results
-        step = self.step
-        hook, table, muted = results.hook, results.table, results.muted
-        results.enter("training_step")
-        feed.begin(self.progress.epoch, 0)
-        number = drawn = 0
-        for window in feed.windows(1):
-            for batch, weight, _ in window:
-                results.muted = True
-                absent = () if window.absent is None else strategy.replicas.ranks(window.absent[0])
-                with torch.no_grad(), strategy.leaving_out(absent) if absent else nullcontext():
-                    used = bool(weight) and batch is not None
-                    if used:
-                        batch = step.transfer(batch) if step.moves else batch
-                        arguments = (batch, number) if step.takes_idx else (batch,)
-                        strategy.run(step.training_step, *arguments)
-                number += 1
-                drawn += used
-        results.hook, results.table, results.muted = hook, table, muted
-        return drawn
 
     def save_alone(self, path: str) -> None:
         """Write a checkpoint without asking another rank."""

@@ -76,15 +76,33 @@ def is_replaced(name: str, instance: object, base: type) -> bool:
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)
 
 
-def is_overridden(name: str, instance: object, base: type) -> bool:
-    """Whether ``instance`` means something else by ``name`` than ``base``.
+def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:
+    """Return True if ``instance`` means something else by ``method_name`` than its base class.
 
     What goes around the base's own method (`functools.wraps`, `functools.partial`, ``Mock(wraps=...)``), as a helper
     puts it there that traces calls, means the same: it is called where it is called for (`is_replaced`), and no reason
     to refuse a module.
+
+    Args:
+        method_name: a method of ``parent``.
+        instance: None has nothing overridden.
+        parent: the base class; None: LightningModule, LightningDataModule or Callback, as the instance is one.
+
+    Raises:
+        ValueError: ``parent`` is None and the instance is none of them, or the parent has no such method.
     """
-    found = getattr(instance, name, None)
-    return found is not None and innermost(found) is not innermost(getattr(base, name, None))
+    if instance is None:
+        return False
+    if parent is None:
+        parent = next((k for k in (LightningModule, LightningDataModule, Callback) if isinstance(instance, k)), None)
+    if parent is None:
+        raise ValueError(
+            f"is_overridden({method_name!r}, {type(instance).__name__}): say by `parent=` which class is its base."
+        )
+    if not hasattr(parent, method_name):
+        raise ValueError(f"is_overridden({method_name!r}, ...): {parent.__name__} has no such method.")
+    found = getattr(instance, method_name, None)
+    return found is not None and innermost(found) is not innermost(getattr(parent, method_name))
 
 
 class CallbackMethod(partial[Any]):

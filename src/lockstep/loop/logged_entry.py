@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from lockstep.ground.comm import reduction_of
 from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.logged_rows import NEUTRAL, extreme
+from lockstep.loop.logged_rows import NEUTRAL, extreme, joined
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -248,3 +249,41 @@ def _plus(total: Tensor | float, lost: Tensor | float, value: Tensor) -> tuple[T
     rest = value - lost
     found = total + rest
     return found, (found - total) - rest
+
+
+# -- what several ranks, or the parts of a micro-batch, have logged ------------------------------------------
+
+
+def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What several ranks had collected in an epoch, as one of them goes on with it; see `LogCollector.state_dict`."""
+    found: dict[Key, dict[str, Any]] = {}
+    for saved in (each for part in parts for each in part):
+        key: Any = tuple(saved["key"])
+        if key not in found:
+            found[key] = dict(saved)
+            continue
+        first, op = found[key], Entry(key, tuple(saved["options"])).op
+        first["total"], first["weight"] = joined(op, [(each["total"], each["weight"]) for each in (first, saved)])
+        first["fresh"] = first["fresh"] or saved["fresh"]
+        first.update(_newest_step(op, first, saved))
+    return list(found.values())
+
+
+def _newest_step(op: str, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The newest value of a step that two ranks had logged; of one micro-batch, that of both."""
+    ages = [math.inf if saved.get("age") is None else saved["age"] for saved in (one, other)]
+    if ages[0] != ages[1] or ages[0] == math.inf:
+        newest = one if ages[0] <= ages[1] else other
+        return {key: newest[key] for key in ("last", "last_weight", "age") if key in newest}
+    weights = one["last_weight"], other["last_weight"]
+    last = joined_values(op, one["last"], weights[0], other["last"], weights[1])
+    return {"last": last, "last_weight": sum(weights), "age": one["age"]}
+
+
+def joined_values(op: str, one: Any, its_weight: float, other: Any, others_weight: float) -> Any:
+    """Two reduced values as one; weights are those of means."""
+    if op == "mean":
+        return (one * its_weight + other * others_weight) / (its_weight + others_weight)
+    if op == "sum":
+        return one + other
+    return extreme(op, one, other)

@@ -38,14 +38,15 @@ from lockstep.engines.collectives import ReplicaMap
 from lockstep.engines.sharded.fully_shard import whole_gradients
 from lockstep.ground.methods import kept
 from lockstep.ground.parameters import plain_name
-from lockstep.loop.changed_loaders import warn_within_epoch
-from lockstep.loop.parts import merged
+from lockstep.ground.rank import rank_zero_warn
+from lockstep.loop.logged_entry import merged
 from lockstep.loop.progress import EPOCH_START, Progress
 from lockstep.loop.window_start import WindowStart
 
 if TYPE_CHECKING:
     from lockstep.engines.strategy import Strategy
     from lockstep.module import LightningModule
+
 
 RankEntry = dict[str, Any]
 """What a checkpoint holds of one rank: "random", "data", "results", "metrics"; within a window "window_start",
@@ -413,3 +414,51 @@ def modes_of(module: nn.Module) -> dict[str, bool]:
 def _changed(before: Flags, now: Flags) -> dict[str, bool]:
     """What is another one now."""
     return {name: value for name, value in now.items() if before.get(name, value) is not value}
+
+
+# -- other loaders than those that the epoch was begun with ---------------------------------------------------
+
+
+def _warn_of_other_order(saved: BatchPlan, feed: Feed) -> None:
+    """Where an epoch in torch's order goes on: one process and several draw differently."""
+    if saved.at.rows > 0 and saved.by_process not in (None, feed.by_process):
+        rank_zero_warn(
+            'Trainer(order="torch"): one process draws another permutation than several, so that of what is left '
+            "of this epoch some samples come twice and some never."
+        )
+
+
+def warn_within_epoch(config: RunConfig, saved: BatchPlan, feed: Feed, progress: Progress) -> None:
+    """Where a fit goes on in the middle of an epoch: warn of what keeps its samples from coming once each."""
+    if progress.phase == EPOCH_START or progress.last or not progress.batch:
+        return
+    has_warned = _warn_of_changed_loaders(saved, feed)
+    if config.order == "torch" and not has_warned:
+        _warn_of_other_order(saved, feed)
+
+
+def _warn_of_changed_loaders(saved: BatchPlan, feed: Feed) -> bool:
+    """Where an epoch goes on, and the loaders do not give the samples in the order in which it was begun."""
+    now, before = feed.orders, saved.orders
+    if before is None:
+        return False
+    if len(now) != len(before):
+        _warn_of_change("There are", f"{len(now)} training loaders, before {len(before)}")
+        return True
+    has_warned = False
+    for number, (order, old) in enumerate(zip(now, before, strict=True)):
+        if saved.workers is not None:  # the stream is read again, and its workers are told of
+            old = old._replace(workers=order.workers)
+        change = order.change(old)
+        if change:
+            name = f"train_dataloader[{number}]" if len(now) > 1 else "train_dataloader"
+            _warn_of_change(f"The samples of {name} are", change)
+            has_warned = True
+    return has_warned
+
+
+def _warn_of_change(what: str, change: str) -> None:
+    rank_zero_warn(
+        f"trainer.fit: the run goes on in the middle of an epoch. {what} {change}: of this epoch some samples may be "
+        "seen twice and some never. Resume with the loaders that it had, or from a checkpoint of the end of an epoch."
+    )

@@ -61,6 +61,12 @@ class FitSignals(Protocol):
     def request(self) -> None:
         """Tell the other ranks."""
 
+    def act(self) -> None:
+        """Do what was asked for. Collective."""
+
+    def epoch_ended(self) -> None:
+        """Note the end of an epoch."""
+
 
 @dataclass
 class FitState:

@@ -22,13 +22,14 @@ from lockstep.data.window import Window
 from lockstep.engines.engine import BatchByHand, MicroBatch, WindowPlayer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
+from lockstep.loop.checks import takes_idx
 from lockstep.loop.hooks import Transfer
+from lockstep.loop.logged_entry import Entry, joined_values
+from lockstep.loop.logging import LogCollector
 from lockstep.loop.optimizers import refuse_loss
 from lockstep.loop.padding import padding
-from lockstep.loop.parts import StepParts
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
-from lockstep.loop.signatures import takes_idx
 from lockstep.loop.update import Update
 
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
@@ -504,6 +505,49 @@ class Manual(Step):
                 self._session.agreement.settle(strategy.rounds != rounds)
             self.end(None if batch is None else shown, micro_batch)
             yield
+
+
+class StepParts:
+    """An engine may run ``training_step`` several times for one micro-batch, each time on a part of its samples.
+
+    What is logged for an epoch adds up by itself; of a step's values there is one for each part.
+
+    Args:
+        results: what the steps log into.
+    """
+
+    def __init__(self, results: LogCollector) -> None:
+        self._results = results
+        self._kept: dict[int, dict[str, tuple[Entry, Any, float]]] = {}  # micro-batch -> name -> entry, value, weight
+
+    def keep(self) -> None:
+        """A part is over: take what it has logged for its step."""
+        results = self._results
+        kept = self._kept.setdefault(results.micro_batch, {})
+        for name, entry in (results.table or {}).items():
+            if entry.step_fresh != results.micro_batch or not entry.last_weight:
+                continue
+            value, weight = entry.last, entry.last_weight
+            if name in kept:
+                _, before, weighed = kept[name]
+                value, weight = joined_values(entry.op, before, weighed, value, weight), weighed + weight
+            kept[name] = (entry, value, weight)
+            entry.step_fresh = 0
+
+    def show(self) -> None:
+        """The micro-batch at hand is over: its values are those of all its parts."""
+        results = self._results
+        for entry, value, weight in self._kept.pop(results.micro_batch, {}).values():
+            entry.last, entry.last_weight, entry.step_fresh = value, weight, results.micro_batch
+
+    def show_newest(self) -> int:
+        """Let names have the values of the newest micro-batch that was played, ended or not; gives its number."""
+        newest = self._results.micro_batch
+        for number in sorted(self._kept):
+            newest = max(newest, number)
+            for entry, value, weight in self._kept[number].values():
+                entry.last, entry.last_weight, entry.step_fresh = value, weight, number
+        return newest
 
 
 class Ahead(Step):

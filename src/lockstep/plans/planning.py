@@ -16,9 +16,9 @@ from lockstep.ground.methods import replace_until
 from lockstep.ground.parameters import refuse_lazy
 from lockstep.ground.tree import tensors_in
 from lockstep.hooks import ModuleHooks
+from lockstep.loop.checks import takes_idx
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.optimizers import parse
-from lockstep.loop.signatures import takes_idx
 from lockstep.module import LightningModule
 from lockstep.planner.profile import ModelProfile, measure_step, profile_step
 from lockstep.planner.trace import TracedStep

@@ -17,7 +17,7 @@ import pytest
 import lockstep
 from lockstep.cli.run import main
 from lockstep.extensions.lightning.migrate import ROWS, migrated
-from lockstep.loop.uncalled import EPOCH_ENDS
+from lockstep.loop.checks import EPOCH_ENDS
 from lockstep.names.former_methods import former_methods
 from lockstep.names.old_flags import OLD_FLAGS
 from lockstep.names.table import Refused, table

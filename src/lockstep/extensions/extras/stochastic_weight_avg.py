@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -288,7 +289,7 @@ class StochasticWeightAveraging(Callback):
         for layer in layers:
             layer.reset_running_stats()
             layer.momentum = None  # the mean over all batches so far
-        batches = trainer.fit_loop.forwards()
+        batches = run_forwards(trainer)
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
         if trainer.world_size == 1:
@@ -304,6 +305,37 @@ class StochasticWeightAveraging(Callback):
                 statistic.copy_(total[:-1] / total[-1])
             if layer.num_batches_tracked is not None:
                 layer.num_batches_tracked.copy_(trainer.strategy.reduce(layer.num_batches_tracked, reduce_op="sum"))
+
+
+def run_forwards(trainer: Trainer) -> int:
+    """Run ``training_step`` on the batches of the epoch to come, without hooks, gradients, logs and updates.
+
+    To be called on all ranks inside a fit, between two epochs or after the last one, under automatic optimization.
+    BatchNorm's statistics are an example of what changes.
+
+    Returns:
+        the number of batches that this rank had samples for, but for those that are None.
+    """
+    session, step = trainer.session, trainer.fit_loop.step
+    feed, strategy, results = session.fit.loaded, session.strategy, session.results
+    hook, table, muted = results.hook, results.table, results.muted
+    results.enter("training_step")
+    feed.begin(session.fit.progress.epoch, 0)
+    number = drawn = 0
+    for window in feed.windows(1):
+        for batch, weight, _ in window:
+            results.muted = True
+            absent = () if window.absent is None else strategy.replicas.ranks(window.absent[0])
+            with torch.no_grad(), strategy.leaving_out(absent) if absent else nullcontext():
+                used = bool(weight) and batch is not None
+                if used:
+                    batch = step.transfer(batch) if step.moves else batch
+                    arguments = (batch, number) if step.takes_idx else (batch,)
+                    strategy.run(step.training_step, *arguments)
+            number += 1
+            drawn += used
+    results.hook, results.table, results.muted = hook, table, muted
+    return drawn
 
 
 class SWALR(swa_utils.SWALR):

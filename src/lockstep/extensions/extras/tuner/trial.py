@@ -328,8 +328,25 @@ def in_session(trainer: Trainer, session: Session) -> Iterator[None]:
 
 
 def train(trainer: Trainer) -> None:
-    """Train inside a trial, epoch after epoch, until its ``max_steps`` or ``should_stop``."""
-    trainer.fit_loop.try_out()
+    """Train inside a trial, epoch after epoch, until its ``max_steps`` or ``should_stop``.
+
+    It has nothing of what goes before and after a fit. It ends, too, with an epoch that has no batch to step for.
+    """
+    session, loop = trainer.session, trainer.fit_loop
+    session.fit.results = session.results
+    loop.make_step()
+    session.state.stage = RunningStage.TRAINING
+    loop.setup_data()
+    if loop.validates:
+        loop.validation.setup_data()
+    session.hooks.call("on_train_start")
+    update, continues = loop.step.update, True
+    while continues and session.fit.loaded.num_batches and loop.ending.in_epoch() is None:
+        update.had_batch = False
+        loop.epoch()
+        # where all batches were None, or the user ended the epoch before one, no further epoch would step either
+        continues = update.had_batch or not session.module.automatic_optimization
+    session.hooks.call("on_train_end")
 
 
 def evaluate(trainer: Trainer) -> Any:

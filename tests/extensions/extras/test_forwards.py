@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import Callback, LightningModule
+from lockstep.extensions.extras.stochastic_weight_avg import run_forwards
 from tests.loop.pieces import Recorder, Slope, Stream, numbers, quiet
 
 
@@ -19,7 +20,7 @@ class Pass(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.metrics = dict(trainer.callback_metrics)
         self.batches = len(module.batches)
-        self.counted = trainer.fit_loop.forwards()
+        self.counted = run_forwards(trainer)
 
 
 class Logs(Slope):

@@ -1,0 +1,241 @@
+"""Checks of the user's module, data module, callbacks and strategy before a call.
+
+Methods that nobody would call are refused, or reported with what to write instead: hooks of other times, overrides of
+what a base does not have, misspelt hooks. So are callbacks that cannot do their work, and steps that take other
+arguments than they are called with.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lockstep.callbacks.base import Callback
+from lockstep.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.datamodule import LightningDataModule
+from lockstep.engines.strategy import Strategy
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_deprecation, warn_once
+from lockstep.ground.types import TrainerFn
+from lockstep.hooks import ModuleHooks
+from lockstep.loop.hooks import is_overridden
+from lockstep.loop.session import Session
+from lockstep.module import LightningModule
+from lockstep.names.former_methods import former_methods
+
+_OF_VALIDATION = {"validation_epoch_end": "on_validation_epoch_end"}
+EPOCH_ENDS = {
+    TrainerFn.FITTING: {"training_epoch_end": "on_train_epoch_end", **_OF_VALIDATION},
+    TrainerFn.VALIDATING: _OF_VALIDATION,
+    TrainerFn.TESTING: {"test_epoch_end": "on_test_epoch_end"},
+}
+"""Hooks that took the outputs of all batches, by the call that would have called them, and today's names."""
+SAMPLER = "distributed_sampler_kwargs"
+CLOSE = 0.87
+"""How like a hook's name another one that begins with ``on_`` must be to be taken for a misspelt one."""
+
+
+def check_uncalled(
+    strategy: Strategy, callbacks: Sequence[Callback], module: LightningModule, datamodule: LightningDataModule | None
+) -> None:
+    """Refuse a strategy or precision whose overrides nobody would call; tell of hooks that nobody knows.
+
+    Raises:
+        MisconfigurationException: with the first such method, and what to write instead.
+    """
+    uncalled = dict(former_methods("strategy"))
+    each_rank = {"num_replicas": strategy.replicas.count, "rank": strategy.replicas.index}
+    if getattr(strategy, SAMPLER, None) == each_rank:  # which is what lockstep does
+        del uncalled[SAMPLER]
+    _refuse_overrides(strategy, uncalled, "Strategy")
+    _refuse_overrides(strategy.precision, former_methods("precision"), "Precision")
+    for callback in callbacks:
+        _tell_former(callback, _written(callback), former_methods("callback"))
+        _tell_misspelt(callback, Callback, former_methods("callback"))
+    _tell_misspelt(module, ModuleHooks, former_methods("module"))
+    if datamodule is not None:
+        _tell_misspelt(datamodule, LightningDataModule, ())
+
+
+def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
+    """Refuse a module whose results would silently be missing.
+
+    Raises:
+        NotImplementedError: it has an ``*_epoch_end`` that takes outputs, which no Trainer has called since 2.0.
+        MisconfigurationException: it overrides both names of ``configure_model``.
+    """
+    kind, former = type(module).__name__, former_methods("module")
+    for name, new in EPOCH_ENDS.get(fn, {}).items():
+        if callable(getattr(module, name, None)):
+            raise NotImplementedError(
+                f"{kind}.{name}: Support for `{name}` has been removed in Lightning 2.0, and nobody calls it. Rename "
+                f"it to `{new}(self)`, and collect what it needs in an attribute of the module, by "
+                "`self.outputs.append(...)` in the step."
+            )
+    _tell_former(module, (name for name in former if callable(getattr(module, name, None))), former)
+    if is_overridden("configure_sharded_model", module, ModuleHooks):
+        if is_overridden("configure_model", module, ModuleHooks):
+            raise MisconfigurationException(
+                f"{kind} overrides configure_model and configure_sharded_model, its old name: keep configure_model."
+            )
+        rank_zero_deprecation(f"{kind}.configure_sharded_model: rename it to configure_model, its name of today.")
+
+
+def _written(owner: object) -> Iterator[str]:
+    """Names that the classes of an object define, those of lockstep and torch left out."""
+    for kind in type(owner).__mro__:
+        if kind.__module__.partition(".")[0] not in ("lockstep", "torch", "builtins", "abc", "typing"):
+            yield from vars(kind)
+
+
+def _refuse_overrides(owner: object, instead: Mapping[str, str], base: str) -> None:
+    name = next((name for name in _written(owner) if name in instead), None)
+    if name is not None:
+        raise MisconfigurationException(
+            f"{type(owner).__name__}.{name}: a {base} of lockstep has no such method, and nobody would call it. "
+            f"Instead: {instead[name]}."
+        )
+
+
+def _tell_former(owner: object, names: Iterable[str], instead: Mapping[str, str]) -> None:
+    today = ", ".join(f"{name} ({instead[name]})" for name in names if name in instead)
+    if today:
+        warn_once(
+            f"{type(owner).__name__} has hooks of old that nobody calls; in brackets what is called today: {today}."
+        )
+
+
+def _tell_misspelt(owner: object, base: type, known: Iterable[str]) -> None:
+    hooks = [name for name in dir(base) if name.startswith("on_")]
+    for name in _written(owner):
+        if name.startswith("on_") and not hasattr(base, name) and name not in known:
+            meant = difflib.get_close_matches(name, hooks, 1, CLOSE)
+            if meant:
+                warn_once(f"{type(owner).__name__}.{name} is no hook, and the Trainer does not call it: {meant[0]}?")
+
+
+# -- callbacks that cannot do their work ----------------------------------------------------------------------
+
+
+def check_contradictions(session: Session) -> None:
+    """Refuse two averages of the weights in a fit, and warn of checkpoints that are never saved.
+
+    Raises:
+        MisconfigurationException: with the callbacks, and the way out.
+    """
+    _check_averages(session.callbacks)
+    config = session.config
+    for callback in session.callbacks:
+        if isinstance(callback, ModelCheckpoint) and not config.fast_dev_run:
+            saves_nothing = callback.saves_nothing(config.max_epochs, config.max_steps)
+            if saves_nothing:
+                warn_once(saves_nothing)
+
+
+def _check_averages(callbacks: Sequence[Callback]) -> None:
+    """Two averages: each takes the other's for the weights, and only one is left in the module at the end."""
+    averages = [each for each in callbacks if each.averages_weights is True]  # a stand-in has every attribute
+    if len(averages) > 1:
+        names = " and ".join(type(each).__name__ for each in averages)
+        raise MisconfigurationException(
+            f"Trainer(callbacks=[{names}]): each leaves its own average of the weights in the module, so that one of "
+            "them would be lost: keep one."
+        )
+
+
+# -- what the user's step methods take ------------------------------------------------------------------------
+
+
+def takes_idx(training_step: Callable[..., Any]) -> bool:
+    """Whether a ``training_step`` has a parameter for the index of the batch, whatever its name is."""
+    positional, takes_any = _taken(training_step)
+    return takes_any or len(positional) > 1
+
+
+def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
+    """How many of (batch, batch_idx, dataloader_idx) the user's step of an evaluation takes.
+
+    Args:
+        step: the method.
+        several: whether there are several loaders, one after another.
+        name: of the method, for the error.
+
+    Raises:
+        MisconfigurationException: it draws its batches itself, or lacks what tells loaders apart.
+    """
+    wanted = 3 if several else 2
+    refuse_iterator(step, name)
+    if several:
+        refuse_fewer(step, wanted, name, f"{name}(self, batch, batch_idx, dataloader_idx=0)")
+    return _most(step, wanted)
+
+
+def refuse_iterator(step: Callable[..., Any], name: str) -> None:
+    """Refuse a step that draws its batches itself.
+
+    Raises:
+        MisconfigurationException: with what it may take.
+    """
+    if any(parameter.name == "dataloader_iter" for parameter in _taken(step)[0]):
+        raise MisconfigurationException(
+            f"`{name}(dataloader_iter)` is not supported: the order of data and which ranks have samples are planned "
+            f"batch by batch. Define `{name}(batch, batch_idx)`."
+        )
+
+
+def refuse_fewer(method: Callable[..., Any], given: int, name: str, define: str) -> None:
+    """Refuse a method that cannot take the number of the loader, of several.
+
+    Args:
+        method: of the module.
+        given: how many arguments it is called with.
+        name: of the method.
+        define: its definition, for the error.
+
+    Raises:
+        MisconfigurationException: with the definition.
+    """
+    if _most(method, given) < given:
+        raise MisconfigurationException(
+            f"There are several loaders, and `{name}` takes no `dataloader_idx`: define it as `{define}`."
+        )
+
+
+def _most(method: Callable[..., Any], given: int) -> int:
+    """How many of ``given`` arguments a method takes by their places."""
+    positional, takes_any = _taken(method)
+    return given if takes_any else min(given, len(positional))
+
+
+def _taken(method: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
+    """The parameters that arguments fill by their place, and whether a method takes any number of them.
+
+    A wrapper on the instance may show those of the class' function.
+    """
+    found = list(inspect.signature(method).parameters.values())
+    wraps = not inspect.ismethod(method) and (hasattr(method, "__wrapped__") or hasattr(method, "__signature__"))
+    if wraps and found and found[0].name == "self":
+        del found[0]
+    positional = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return positional, any(p.kind is p.VAR_POSITIONAL for p in found)
+
+
+def is_param_in_hook_signature(
+    hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
+) -> bool:
+    """Whether a hook takes an argument.
+
+    Args:
+        hook_fx: the hook.
+        param: name of the argument.
+        explicit: only the name counts as taking it.
+        min_args: unless ``explicit``, so many arguments count as taking it, whatever their names are.
+    """
+    parameters = inspect.signature(inspect.unwrap(hook_fx)).parameters
+    named = [name for name in parameters if name != "self"]
+    if param in named or explicit:
+        return param in named
+    takes_any = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
+    return takes_any or (min_args is not None and len(named) >= min_args)

@@ -1,0 +1,80 @@
+"""Names of Lightning's fit loop that third parties read: ``trainer.fit_loop.epoch_loop`` and its like."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.run import set_flag
+from lockstep.ground.errors import Inner, no_inner_part
+
+if TYPE_CHECKING:
+    from lockstep.loop.progress import Progress
+    from lockstep.loop.session import Session
+
+
+class _Flag:
+    """One of the Trainer's flags as an attribute of its loop, where Lightning has them; set, it holds from now on."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loop: FitNames, owner: type | None = None) -> Any:
+        return self if loop is None else getattr(loop.session.config, self._name)
+
+    def __set__(self, loop: FitNames, value: object) -> None:
+        loop.session.config = set_flag(loop.session.config, self._name, value)
+
+
+class FitNames:
+    """What a fit loop has for third parties."""
+
+    session: Session
+
+    max_epochs, min_epochs, max_steps, min_steps = _Flag(), _Flag(), _Flag(), _Flag()
+
+    @property
+    def progress(self) -> Progress:
+        """The counters of the fit."""
+        return self.session.fit.progress
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that runs."""
+        raise NotImplementedError
+
+    @property
+    def batch_idx(self) -> int:
+        """The number in its epoch of the training batch that was begun last; -1 before the first."""
+        raise NotImplementedError
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The same, counted over all epochs."""
+        return self.progress.total_batches - self.progress.batch + self.batch_idx
+
+    @property
+    def epoch_loop(self) -> Inner:
+        """The inner loop that Lightning has."""
+        name = "trainer.fit_loop.epoch_loop"
+        source = {"is_defined": lambda: lambda: self.session.enable_validation}
+        validation = {"_data_source": lambda: Inner(f"{name}.val_loop._data_source", source)}
+        offers = {
+            "_batches_that_stepped": lambda: self.progress.windows,
+            "batch_idx": lambda: self.batch_idx,
+            "global_step": lambda: self.progress.global_step,
+            "total_batch_idx": lambda: self.total_batch_idx,
+            "val_loop": lambda: Inner(f"{name}.val_loop", validation),
+        }
+        return Inner(name, offers)
+
+    @property
+    def epoch_progress(self) -> Inner:
+        """The counters of epochs that Lightning has."""
+        name = "trainer.fit_loop.epoch_progress"
+        counts = {"completed": lambda: self.current_epoch}
+        return Inner(name, {"current": lambda: Inner(f"{name}.current", counts)})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "session" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise no_inner_part(f"trainer.fit_loop.{name}")
