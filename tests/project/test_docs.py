@@ -154,6 +154,33 @@ def test_short_names_on_the_architecture_page_are_there() -> None:
         assert name in everything or (owner in everything and attribute in attributes), name
 
 
+def strangers(sketch: str) -> list[str]:
+    """Lines of a sketch that its function does not have in this order. The first line names the function."""
+    path, _, name = sketch.splitlines()[0].removeprefix("# ").partition(": ")
+    tree = ast.parse((PACKAGE / path).read_text())
+    owner, _, method = name.partition(".")
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
+    function = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == method)
+    lines = iter(line.strip() for line in ast.unparse(function).splitlines())
+    return [line for line in sketch.splitlines()[1:] if line.strip() not in lines]
+
+
+def test_sketches_on_the_architecture_page_are_the_code() -> None:
+    sketches = re.findall(r"^```python\n(.*?)^```", text_of("docs/architecture.md"), re.DOTALL | re.MULTILINE)
+    assert sketches
+    assert [line for sketch in sketches for line in strangers(sketch)] == []
+
+
+def test_a_sketch_of_other_code_is_caught() -> None:
+    head = "# loop/step.py: Automatic.window\n"
+    assert strangers(f"{head}self.end(shown, micro_batch)\nyield\n") == []
+    assert strangers(f"{head}yield\nself.end(shown, micro_batch)\n") == ["self.end(shown, micro_batch)"]
+
+
+def test_the_architecture_page_can_be_read_in_half_an_hour() -> None:
+    assert len(text_of("docs/architecture.md").split()) <= 4500
+
+
 def test_the_glossary_is_short_and_each_word_stands_once() -> None:
     words = re.findall(r"^\| ([\w\- ]+) \|", text_of("docs/architecture.md").partition("## Glossary")[2], re.MULTILINE)
     words.remove("word")
