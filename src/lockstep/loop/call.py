@@ -59,7 +59,7 @@ STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_ste
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call of the Trainer is to do.
+    """The request that a call of the Trainer carries out.
 
     Attributes:
         fn: which of its methods was called.
@@ -147,7 +147,7 @@ def _end(session: Session, signals: Signals | None) -> None:
 
 
 def _be_watched(session: Session) -> None:
-    """Tell those who look for hangs how long this rank may wait, and who knows where it is."""
+    """Pass the monitor of hangs this call's timeout and the way to find where this rank is."""
     status.expect(session.config.hang_timeout, session.config.hang_kill)
     set_location(partial(_whereabouts, session))
 
@@ -208,7 +208,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
         session: of the call.
         asked: what it is to do.
         watched: left when the loop has ended.
-        ends: closed when all of the call has ended, behind the last hooks.
+        ends: closed when all of the call has ended, after the last hooks.
     """
     session.connect()
     reconsider(session)
@@ -261,7 +261,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
 
 
 def configured_optimizers(session: Session) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """What the module's ``configure_optimizers`` returns, as lists."""
+    """Return what the module's ``configure_optimizers`` returns, as lists."""
     module = session.module
     own_step = is_overridden("lr_scheduler_step", module, LightningModule)
     with whole_shapes(module):  # by which groups of parameters may be chosen
@@ -355,7 +355,7 @@ def _with_model_callbacks(session: Session) -> list[Callback]:
     """The Trainer's callbacks with the model's: one of the model's replaces the Trainer's of its class and those above.
 
     Raises:
-        MisconfigurationException: what the model gave is no callback, or a checkpoint could not tell two apart.
+        MisconfigurationException: what the module returned is not a callback, or two have the same key in a checkpoint.
     """
     callbacks, module = session.base_callbacks, session.module
     if not is_overridden("configure_callbacks", module, LightningModule):
@@ -390,7 +390,7 @@ def _give_logs(callbacks: list[Callback], module: LightningModule, end: ExitStac
 
 
 def take_up_changes(session: Session) -> None:
-    """What a hook has changed holds from here on: callbacks of the Trainer's list, hooks that the module was given."""
+    """Apply what a hook has changed: callbacks in the Trainer's list, hooks set on the module."""
     if [*map(id, session.callbacks)] != [*map(id, session.shown)]:
         check_callbacks("trainer.callbacks", session.callbacks)
         if session.watched is not None:
@@ -412,7 +412,7 @@ def _configure_model(session: Session) -> None:
 
 
 def _agree_on_ends(session: Session, signals: Signals | None) -> None:
-    """Make the flags by which ranks tell each other to stop."""
+    """Register the flags by which ranks stop each other."""
     session.agreement = session.strategy.make_agreement()
     session.stop_flag = session.agreement.register("stop")
     session.interrupt_flag = session.agreement.register("interrupt")
@@ -483,7 +483,7 @@ def _failed(session: Session, error: BaseException) -> None:
 
 
 def _show_last_values(session: Session) -> None:
-    """Let users read behind the call what was logged before it failed and nobody has looked at.
+    """Publish, after the call, what was logged before it failed and nobody has read yet.
 
     Where one of several ranks has failed, a device may wait for a collective that never ends: its values stay unread.
     """
@@ -532,7 +532,7 @@ def _interruptible(session: Session) -> Iterator[None]:
 
 
 def _say(session: Session) -> None:
-    """What follows from a Ctrl-C. Written past Python's buffers: a handler may strike while they are written to."""
+    """Print what follows from a Ctrl-C, past Python's buffers: a handler may run while they are being written."""
     where = "the next boundary" if session.state.fn is TrainerFn.FITTING else "this batch's end"
     text = f"lockstep: Ctrl-C: trainer.{session.state.fn} ends at {where}; a second Ctrl-C ends it at once."
     with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no stderr

@@ -34,13 +34,13 @@ EPOCH_ENDS = {
 """Hooks that took the outputs of all batches, by the call that would have called them, and today's names."""
 SAMPLER = "distributed_sampler_kwargs"
 CLOSE = 0.87
-"""How like a hook's name another one that begins with ``on_`` must be to be taken for a misspelt one."""
+"""How similar to a hook's name another name starting with ``on_`` must be to count as misspelt."""
 
 
 def check_uncalled(
     strategy: Strategy, callbacks: Sequence[Callback], module: LightningModule, datamodule: LightningDataModule | None
 ) -> None:
-    """Refuse a strategy or precision whose overrides nobody would call; tell of hooks that nobody knows.
+    """Refuse a strategy or precision whose overrides nobody would call; warn of unknown hooks.
 
     Raises:
         MisconfigurationException: with the first such method, and what to write instead.
@@ -149,13 +149,13 @@ def _check_averages(callbacks: Sequence[Callback]) -> None:
 
 
 def takes_idx(training_step: Callable[..., Any]) -> bool:
-    """Whether a ``training_step`` has a parameter for the index of the batch, whatever its name is."""
+    """Return True if a ``training_step`` has a parameter for the index of the batch, under any name."""
     positional, takes_any = _taken(training_step)
     return takes_any or len(positional) > 1
 
 
 def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
-    """How many of (batch, batch_idx, dataloader_idx) the user's step of an evaluation takes.
+    """Return how many of (batch, batch_idx, dataloader_idx) the user's step of an evaluation takes.
 
     Args:
         step: the method.
@@ -163,7 +163,7 @@ def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
         name: of the method, for the error.
 
     Raises:
-        MisconfigurationException: it draws its batches itself, or lacks what tells loaders apart.
+        MisconfigurationException: it draws its batches itself, or takes no ``dataloader_idx`` for several loaders.
     """
     wanted = 3 if several else 2
     refuse_iterator(step, name)
@@ -225,7 +225,7 @@ def _taken(method: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
 def is_param_in_hook_signature(
     hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Whether a hook takes an argument.
+    """Return True if a hook takes an argument.
 
     Args:
         hook_fx: the hook.

@@ -84,7 +84,7 @@ class ByClosure(Automatic):
         return self.forward_backward(micro_batch)
 
     def _loss(self, has_samples: bool) -> Tensor | None:
-        """What the closure returns: the loss of the window; None where no step returned one.
+        """Return the closure's value: the loss of the window; None if no step returned one.
 
         Args:
             has_samples: whether this rank has samples of each micro-batch.

@@ -75,7 +75,7 @@ class FitLoop(FitNames):
 
     @property
     def has_step(self) -> bool:
-        """Whether a fit of this loop has had optimizers."""
+        """True once a fit of this loop has had optimizers."""
         return "step" in vars(self)
 
     @property
@@ -85,12 +85,12 @@ class FitLoop(FitNames):
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that runs; where a fit goes on behind an epoch's end, the next one already as it starts."""
+        """The epoch that runs. While a fit that resumes after an epoch's end starts, it is the next one."""
         return self.progress.epoch + (self.starts and self.progress.phase == EPOCH_END)
 
     @property
     def batch_idx(self) -> int:
-        """The number in its epoch of the training batch that was begun last; -1 before the first."""
+        """The number in its epoch of the newest training batch that has started; -1 before the first."""
         return self.step.newest if self.has_step else -1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class FitLoop(FitNames):
     # -- the fit -------------------------------------------------------------------------------------------
 
     def run(self, ckpt_path: str | None = None, weights_only: bool | None = None) -> Result:
-        """Fit the session's module; returns how it ended."""
+        """Fit the session's module; return how the fit ended."""
         session = self.session
         signals = self._begin()
         fit = session.fit
@@ -153,7 +153,7 @@ class FitLoop(FitNames):
         return self.ending.result()
 
     def _begin(self) -> Signals:
-        """Let go of what belongs to the fit before."""
+        """Drop what belongs to the fit before."""
         session, before = self.session, self.session.fit
         session.fit = FitState(
             before.progress.go_on(), given=before.given, resume=Resume(batches=before.resume.batches)
@@ -164,7 +164,7 @@ class FitLoop(FitNames):
         return Signals(session)
 
     def _set_up(self, ckpt_path: str | None, measured: ExitStack) -> None:
-        """Up to the first epoch: the session is there, and the ranks are connected."""
+        """Prepare the first epoch. The session is filled, and the ranks are connected."""
         session, fit, self.begun = self.session, self.session.fit, True
         self.timing.start()
         fit.finite.start(session, None if fit.resume.entry is None else session.ckpt_path)
@@ -207,7 +207,7 @@ class FitLoop(FitNames):
             self.step.update.watch.detach()
 
     def _measure(self, measured: ExitStack) -> None:
-        """Have steps measured where somebody has asked for it; else nothing is in their way."""
+        """Measure steps if a callback or ``balance`` asks for it."""
         session = self.session
         listeners = [callback for callback in session.callbacks if callback._hears_step_times is True]
         if session.config.balance or listeners:
@@ -218,7 +218,7 @@ class FitLoop(FitNames):
             measured.enter_context(self.balance.attached())
 
     def _say_how_long(self, ckpt_path: str | None) -> None:
-        """Say what nobody may have meant: a fit of 1000 epochs, or one that ends before its first step."""
+        """Warn of a fit of 1000 epochs that nobody asked for; refuse or warn of one that ends before its first step."""
         session, progress, config = self.session, self.session.fit.progress, self.session.config
         if self._epochs_by_default and (config.max_epochs, config.max_steps, config.max_time) == (1000, -1, None):
             steps = self.estimated_steps()
@@ -240,7 +240,7 @@ class FitLoop(FitNames):
             )
 
     def _look_for_eval_mode(self) -> None:
-        """Say which parts are in eval mode, and so will stay: models of other libraries come in it."""
+        """Warn of parts in eval mode, which the fit leaves in it: models of other libraries arrive that way."""
         parts = [name or type(part).__name__ for name, part in self.session.module.named_modules() if not part.training]
         if parts:
             others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
@@ -262,9 +262,9 @@ class FitLoop(FitNames):
             self._load()
 
     def _has_other_loaders(self) -> bool:
-        """Whether the training loaders are those of an earlier epoch than the one within which a resume goes on."""
+        """Return True if the training loaders belong to an earlier epoch than that within which a resume continues."""
         fit, loaded = self.session.fit, self.session.fit.progress.train_loaded
-        within = fit.progress.batch > 0 and self._reload_due(loaded)  # of a checkpoint that does not tell
+        within = fit.progress.batch > 0 and self._reload_due(loaded)  # of a checkpoint without that number
         every = self.session.config.reload_dataloaders_every_n_epochs
         return within or (bool(every) and loaded not in (None, fit.asked_for))
 
@@ -285,12 +285,12 @@ class FitLoop(FitNames):
         return min(steps, most)
 
     def _reload_due(self, loaded: int | None) -> bool:
-        """Whether loaders are to be asked for anew, which were so last for this epoch; None: for none."""
+        """Return True if loaders that were last made for epoch ``loaded`` have to be made again; None: for no epoch."""
         every = self.session.config.reload_dataloaders_every_n_epochs
         return bool(every) and (loaded is None or self.session.fit.progress.epoch - loaded >= every)
 
     def _val_reload_due(self) -> bool:
-        """Whether the validation loaders are to be asked for anew; notes that it is done where it will be.
+        """Return True if the validation loaders have to be made again, and note that they will be.
 
         A sanity check's loaders count for the epoch that follows only if that epoch is validated, as in Lightning.
         """
@@ -342,7 +342,7 @@ class FitLoop(FitNames):
             progress.epoch = epoch
 
     def _begin_epoch(self) -> None:
-        """Begin an epoch, unless a resume goes on within one."""
+        """Start an epoch, unless a resume continues within one."""
         progress = self.session.fit.progress
         if progress.phase == EPOCH_START:
             progress.batch = 0
@@ -353,13 +353,13 @@ class FitLoop(FitNames):
         self._take_up_changes()
 
     def _take_up_changes(self) -> None:
-        """What hooks have changed holds in this epoch: callbacks, hooks, ``training_step``, schedulers."""
+        """Apply what hooks have changed: callbacks, hooks, ``training_step``, schedulers."""
         take_up_changes(self.session)
         self.step.take_step()
         self.step.update.schedulers.use(self.session.strategy.lr_scheduler_configs)
 
     def _windows_left(self, feed: Feed) -> tuple[bool, Iterator[Window]]:
-        """The windows that are left of the epoch; and whether it is done already, but for its end."""
+        """Return True if only the epoch's end is left, and the windows that are left of the epoch."""
         session, progress = self.session, self.session.fit.progress
         session.strategy.check_trained()
         accumulate = session.config.accumulation(progress.epoch)
@@ -375,13 +375,13 @@ class FitLoop(FitNames):
         return whole, windows
 
     def _updated(self, log_every: int | None) -> None:
-        """Behind a window's update: look at the clock, and log where that is due."""
+        """Check the clock after a window's update, and log if that is due."""
         session = self.session
         if session.config.max_time is not None:
             self.ending.look_at_clock(session.config.max_time)
         if not log_every:
             return
-        # the step at which a fit stops is logged, whichever it is; on all ranks alike
+        # the step at which a fit stops is always logged; all ranks agree on the flag
         stops = session.stop_flag in session.agreement.up if self.step.shared else session.should_stop
         if stops or (session.fit.progress.windows + 1) % log_every == 0:
             self._log_step()
@@ -419,7 +419,7 @@ class FitLoop(FitNames):
         self._end_epoch(whole, feed)
 
     def _go_on_after_batch(self, accumulate: int) -> bool:
-        """Do what was still to come after the batch of the checkpoint; tells whether it was the last one."""
+        """Do what was still to come after the batch of the checkpoint; return True if it was the epoch's last one."""
         progress, feed = self.session.fit.progress, self.session.fit.loaded
         progress.last = progress.last or progress.batch >= feed.num_batches
         at_end = progress.last or feed.begun(progress.batch, accumulate) == 0
@@ -431,7 +431,7 @@ class FitLoop(FitNames):
         return progress.last
 
     def _after_window(self) -> None:
-        """At a boundary: schedulers that watch a metric, and whether the fit stops here."""
+        """Step schedulers that watch a metric, count the window, and decide whether the fit stops here."""
         session = self.session
         progress = session.fit.progress
         if self.step.update.schedulers.by_metric["step"]:
@@ -449,7 +449,7 @@ class FitLoop(FitNames):
         self._stops = bool(has_come) and self.ending.after_window()
 
     def _call_end_hooks(self, whole: bool) -> dict[str, Tensor]:
-        """Reduce what was logged, call the hooks of an epoch's end; gives what goes to the loggers."""
+        """Reduce what was logged and call the hooks of an epoch's end; return what goes to the loggers."""
         session, hooks, results = self.session, self.session.hooks, self.session.results
         newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown)
         session.published.publish(newest)
@@ -482,7 +482,7 @@ class FitLoop(FitNames):
     def _end_epoch(self, whole: bool, feed: Feed) -> None:
         session, results, progress = self.session, self.session.results, self.session.fit.progress
         results.weight, results.among_batches = 1.0, False  # what is logged from here on is no batch's
-        if not whole:  # reducing it begins its means anew, and a resume goes on with them
+        if not whole:  # reducing restarts its means, which a resume continues
             session.fit.resume.cut_epoch = state.logged(session)
         resumed_at_end = whole and progress.phase == EPOCH_END  # after the end's hooks
         for_loggers = {} if resumed_at_end else self._call_end_hooks(whole)
@@ -503,7 +503,7 @@ class FitLoop(FitNames):
 
     @property
     def expects_validation(self) -> bool:
-        """Whether the fit validates, as far as is known: loaders are asked for where the first validation begins."""
+        """True if the fit validates, as far as is known: loaders are made at the first validation."""
         feed = self.validation.feed
         return self.session.enable_validation and (feed is None or sum(feed.by_loader) > 0)
 
@@ -514,7 +514,7 @@ class FitLoop(FitNames):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the epoch is cut by Ctrl-C or a signal, so that a resume will end it. Of all ranks alike."""
+        """True if Ctrl-C or a signal cuts the epoch, so that a resume will end it. The same on all ranks."""
         return self.session.fit.resume.cut_epoch is not None and self.session.interrupted
 
     # -- validation ----------------------------------------------------------------------------------------
@@ -524,7 +524,7 @@ class FitLoop(FitNames):
         return self.timing.in_epoch(self.session.fit.progress.epoch)
 
     def validation_follows(self) -> bool:
-        """Whether a validation follows the training batch at hand, with which a window ends."""
+        """Return True if a validation follows the current training batch, with which a window ends."""
         return self.validates and self._validation_due(True)
 
     def _validation_due(self, at_window_end: bool) -> bool:

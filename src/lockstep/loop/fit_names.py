@@ -26,7 +26,7 @@ class _Flag:
 
 
 class FitNames:
-    """What a fit loop has for third parties."""
+    """Attributes of a fit loop that third parties read."""
 
     session: Session
 
@@ -44,7 +44,7 @@ class FitNames:
 
     @property
     def batch_idx(self) -> int:
-        """The number in its epoch of the training batch that was begun last; -1 before the first."""
+        """The number in its epoch of the newest training batch that has started; -1 before the first."""
         raise NotImplementedError
 
     @property

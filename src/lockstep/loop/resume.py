@@ -49,25 +49,25 @@ if TYPE_CHECKING:
 
 
 RankEntry = dict[str, Any]
-"""What a checkpoint holds of one rank: "random", "data", "results", "metrics"; within a window "window_start",
+"""One rank's entry in a checkpoint: "random", "data", "results", "metrics"; within a window also "window_start",
 "weights" and gradients."""
 
 
 @dataclass
 class Resume:
-    """What a fit continues from, and what a checkpoint of it needs for that.
+    """State that a fit continues from, and that its checkpoints need besides weights and optimizers.
 
     Attributes:
         entry: this rank's entry of the checkpoint, until training continues.
         lacks_logged: the checkpoint does not hold what was logged in the epoch within which the fit continues.
         cut_epoch: what an epoch that ended early had logged, for a checkpoint.
-        validation: random states and torchmetrics objects at the beginning of the validation under way, which a resume
-            plays again; None: there is none.
+        validation: random states and metrics at the start of the validation under way, which a resume plays again; or
+            None
         batches: the counting of batches on other ranks.
         counted: micro-batches of this rank's epoch as the run's plan counts them.
         shares: the ranks' shares in the checkpoint; None: they were equal.
         window_start: what the micro-batches of the window under way change, as it was before them.
-        hook_changes: what hooks have frozen, thawed or switched to eval mode since training began.
+        hook_changes: what hooks have frozen, thawed or switched to eval mode since training started.
     """
 
     entry: RankEntry | None = None
@@ -86,7 +86,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class ValidationStart:
-    """What a validation changes, as it was before."""
+    """State that a validation changes, as it was before."""
 
     random: dict[str, Any]
     metrics: dict[str, Any]
@@ -105,10 +105,10 @@ class SavedRanks:
 
     @classmethod
     def read(cls, own: dict[str, Any]) -> SavedRanks:
-        """From lockstep's part of a checkpoint.
+        """Read lockstep's part of a checkpoint.
 
         Raises:
-            ValueError: replicas that cannot be.
+            ValueError: the replicas do not match the entries.
         """
         parts, of_rank = own["ranks"], own["replicas"]
         if len(of_rank) != len(parts) or set(of_rank) != set(range(max(of_rank, default=-1) + 1)):
@@ -126,31 +126,31 @@ class SavedRanks:
 
     @property
     def of_replicas(self) -> list[RankEntry]:
-        """The parts of each replica's first rank, which stand for all of the replica's."""
+        """The entry of each replica's first rank, which stands for the whole replica."""
         return [self.parts[self.of_rank.index(replica)] for replica in range(self.count)]
 
     @property
     def knows_logged(self) -> bool:
-        """Whether what the epoch had logged is there: a rank that saved alone did not know that of the others."""
-        return all("results" in part for part in self.of_replicas if part)  # a part that nobody has read is empty
+        """True if the epoch's logged values are there: a rank that saved alone did not know those of the others."""
+        return all("results" in part for part in self.of_replicas if part)  # an entry that was not read is empty
 
     def _window_start(self, mine: Sequence[RankEntry]) -> RankEntry:
-        """The beginning of the window under way, for a rank that stands for several; buffers are rank 0's."""
+        """Join the starts of the window under way for a rank that continues several; buffers are rank 0's."""
         first = self.parts[0].get("window_start") or {}
-        alike = {key: first.get(key, {}) for key in ("buffers", "published")}
-        return {**joined(_saved(mine, "window_start")), **alike}
+        shared = {key: first.get(key, {}) for key in ("buffers", "published")}
+        return {**joined(_saved(mine, "window_start")), **shared}
 
     def part_for(self, rank: int, replicas: ReplicaMap, cuts: bool, first_logs: bool) -> RankEntry:
-        """What a rank goes on with.
+        """Return the entry that a rank continues from.
 
         Args:
             rank: of this attempt.
             replicas: of this attempt.
-            cuts: whether its engine holds gradients in shards.
-            first_logs: whether of each replica the first rank alone weighs losses.
+            cuts: its engine holds gradients in shards.
+            first_logs: only the first rank of each replica weighs losses.
         """
-        alike = not self.holds_gradients or cuts == any("sharded" in part for part in self.parts)
-        if self.of_rank == replicas.of_rank and alike:
+        same_form = not self.holds_gradients or cuts == any("sharded" in part for part in self.parts)
+        if self.of_rank == replicas.of_rank and same_form:
             return self.parts[rank]
         each = self.of_replicas
         mine = each[replicas.index :: replicas.count]
@@ -169,11 +169,11 @@ class SavedRanks:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether a window was under way, or steps were by hand."""
+        """True if a window was under way, or optimization was manual."""
         return any("gradients" in part for part in self.parts)
 
     def mean_gradients(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """Whole gradients, the mean over the replicas; a replica without one counts as zeros.
+        """Return whole gradients, the mean over the replicas; a replica without one counts as zeros.
 
         Args:
             shapes: of the whole parameters.
@@ -186,7 +186,7 @@ class SavedRanks:
 
 
 def joined(parts: Sequence[RankEntry]) -> RankEntry:
-    """What several replicas had logged, as one goes on with it."""
+    """Join what several replicas had logged, for one rank that continues them."""
     metrics: dict[str, list[Any]] = {}
     for part in parts:
         for name, state in part.get("metrics", {}).items():
@@ -195,48 +195,48 @@ def joined(parts: Sequence[RankEntry]) -> RankEntry:
 
 
 def _saved(parts: Sequence[RankEntry], key: str) -> list[Any]:
-    """What parts hold under a key, those left out that hold nothing."""
+    """Return the values under a key, without None and missing ones."""
     return [part[key] for part in parts if part.get(key) is not None]
 
 
-def at_window_start(part: RankEntry, anew: bool) -> RankEntry:
-    """What a rank goes on with that plays the window under way again.
+def at_window_start(part: RankEntry, restarts_epoch: bool) -> RankEntry:
+    """Return the entry of a rank that plays the window under way again.
 
     Args:
-        part: of the rank.
-        anew: it is the epoch's first, and the epoch begins anew, with all that its hooks log.
+        part: the rank's entry.
+        restarts_epoch: the window is the epoch's first, so the epoch restarts, with all that its hooks log.
     """
     start = part.get("window_start") or {}
     found = {**_those(part, "data", "random"), **_those(start, "metrics", "published")}
     found["buffers_at_start"] = start.get("buffers", {})
-    return found if anew else {**found, **_those(start, "results")}
+    return found if restarts_epoch else {**found, **_those(start, "results")}
 
 
 def _those(part: RankEntry, *keys: str) -> RankEntry:
-    """What a part holds under some keys, as far as it does."""
+    """Return a part of a dict: those of the keys that it has."""
     return {key: part[key] for key in keys if key in part}
 
 
 class RunBatches:
-    """By what one Trainer's fits count their batches.
+    """The plan by which one Trainer's fits count their batches.
 
     Attributes:
-        saved: the plan of the checkpoint that the fit goes on from, until training goes on.
+        saved: the plan of the checkpoint that the fit resumes from, until training continues.
     """
 
     def __init__(self) -> None:
         self.saved: BatchPlan | None = None
-        self._ranks: int | None = None  # those of the plan, once it is settled
-        self._flag: Accumulation = 1  # as it is given to the fit, whatever callbacks make of it later
-        self._by_hooks: Accumulation | None = None  # what those of a checkpoint's run had made of it
+        self._ranks: int | None = None  # of the plan, once it is settled
+        self._flag: Accumulation = 1  # as passed to the fit; callbacks may change the config later
+        self._by_hooks: Accumulation | None = None  # the value that hooks of the checkpoint's run had set
 
     @property
     def planned(self) -> int | None:
-        """The number of ranks of the plan, where it is known."""
+        """The number of ranks of the plan, if it is known."""
         return self._ranks if self.saved is None else self.saved.ranks
 
     def read(self, own: dict[str, Any]) -> None:
-        """Take in lockstep's part of a checkpoint that a fit is to go on from."""
+        """Read lockstep's part of a checkpoint that a fit resumes from."""
         self._ranks = self._by_hooks = None
         if own.get("plan") is not None:
             self.saved = BatchPlan.load(own["plan"])
@@ -252,15 +252,15 @@ class RunBatches:
         flexible: bool,
         workers: int | None = None,
     ) -> BatchCounting:
-        """How the fit counts.
+        """Return how the fit counts its batches.
 
         Args:
-            config: of the fit.
-            automatic: whether optimization is.
-            ranks: that see samples of their own.
-            batches: the ``batch_size`` of its loaders.
-            flexible: whether these can be cut into windows of any size.
-            workers: that read a stream.
+            config: the fit's.
+            automatic: optimization is automatic.
+            ranks: number of ranks that see samples of their own.
+            batches: the ``batch_size`` of each loader.
+            flexible: the loaders can be cut into windows of any size.
+            workers: number of workers that read a stream.
         """
         if self.saved is None:
             return BatchCounting(self._ranks or ranks, ranks)
@@ -270,7 +270,7 @@ class RunBatches:
         return count_batches(self.saved, attempt)
 
     def prepare(self, feed: Feed, config: RunConfig, epoch: int) -> None:
-        """Have a new feed know the epoch that it goes on in, before that is begun."""
+        """Set the epoch in which a new feed continues, before that epoch starts."""
         epoch = epoch if self.saved is None else self.saved.at.epoch
         feed.prepare(epoch, config.accumulation(epoch))
 
@@ -282,23 +282,23 @@ class RunBatches:
         resumed: dict[str, Any] | None,
         holds: bool = True,
     ) -> dict[str, Any] | None:
-        """The loaders are there and training is about to begin: go on by the counting that they allow.
+        """Settle the counting when the loaders exist and training is about to continue.
 
         Args:
-            config: of the fit.
+            config: the fit's.
             feed: its loaders.
             progress: its counters, which are moved to the same place in this rank's count.
-            resumed: this rank's part of the checkpoint.
-            holds: whether gradients of a window under way can be taken over, by its engine and optimizers.
+            resumed: this rank's entry of the checkpoint.
+            holds: engine and optimizers can take over the gradients of a window under way.
 
         Returns:
-            what of that part still holds.
+            the part of the entry that still applies.
         """
         saved, self.saved = self.saved, None
         found = feed.counting
         self._ranks, self._flag = found.ranks, config.accumulate_grad_batches
         if saved is not None and saved.accumulate != self._flag:
-            self._by_hooks = None  # the user has set the flag anew
+            self._by_hooks = None  # the user has changed the flag
         if saved is None or resumed is None:
             return resumed
         warn_within_epoch(config, saved, feed, progress)
@@ -314,18 +314,18 @@ class RunBatches:
         return at_window_start(resumed, number is None) if again else resumed
 
     def as_hooks_left_it(self, config: RunConfig) -> RunConfig:
-        """The config of a fit that goes on, with the accumulation that hooks had set which do not run again."""
+        """Return the config with the accumulation that hooks had set, which do not run again."""
         by_hooks, self._by_hooks = self._by_hooks, None
         return config if by_hooks is None else set_flag(config, "accumulate_grad_batches", by_hooks)
 
     def state_dict(self, config: RunConfig, feed: Feed | None, progress: Progress, begun: int) -> dict[str, Any] | None:
-        """For a checkpoint: the plan, and how far it has come.
+        """Return the plan and its position for a checkpoint.
 
         Args:
-            config: of the fit, as hooks have left it.
-            feed: the training loaders; None before they are asked for.
+            config: the fit's, as hooks have left it.
+            feed: the training loaders; None before they exist.
             progress: the fit's.
-            begun: batches of a window under way.
+            begun: number of batches of a window under way.
         """
         if feed is None:
             return None
@@ -345,31 +345,31 @@ class RunBatches:
 
 
 Flags = Mapping[str, bool]
-Noted = dict[str, Flags]
-"""Which parameters are "trained", and which parts are in "training" mode, by name."""
+ModuleFlags = dict[str, Flags]
+"""Flags of a module by name: "trained" for parameters, "training" for the mode of parts."""
 
 
 class HookChanges:
-    """Which parameters have been frozen or thawed, and which parts have changed their mode, since training began.
+    """Parameters that were frozen or thawed, and parts that changed their mode, since training started.
 
-    A hook that does so when an epoch begins does not run again where a fit resumes within that epoch or behind it. What
-    the user does with the module behind the fit is not among them.
+    A hook that does so at the start of an epoch does not run again in a fit that resumes within that epoch or later.
+    Changes that the user makes after the fit do not count.
 
     Attributes:
-        outside: the mode of each part outside of the evaluation under way; None: there is none.
+        outside: the mode of each part outside of the evaluation under way; None if there is none.
     """
 
     def __init__(self) -> None:
         self.outside: Flags | None = None
-        self._begun: Noted | None = None
-        self._ended: Noted | None = None
-        self._saved: Noted = {}
+        self._begun: ModuleFlags | None = None
+        self._ended: ModuleFlags | None = None
+        self._saved: ModuleFlags = {}
 
-    def load(self, saved: Noted) -> None:
-        """Take changes out of a checkpoint, for `begin`.
+    def load(self, saved: ModuleFlags) -> None:
+        """Read changes from a checkpoint, for :meth:`begin`.
 
         Raises:
-            TypeError: they are none.
+            TypeError: a value is not a bool.
         """
         for what in ("trained", "training"):
             if not all(isinstance(value, bool) for value in saved[what].values()):
@@ -377,7 +377,7 @@ class HookChanges:
         self._saved = saved
 
     def begin(self, strategy: Strategy, module: LightningModule) -> None:
-        """Training begins, behind ``on_train_start``: note what is trained, and make the changes of the checkpoint."""
+        """Note the flags after ``on_train_start``, and apply the changes of the checkpoint."""
         self._begun = self._noted(module)
         parameters, parts = strategy.named_parameters(), dict(module.named_modules())
         for name, needed in self._saved.get("trained", {}).items():
@@ -388,39 +388,39 @@ class HookChanges:
                 parts[name].training = training
 
     def end(self, module: LightningModule) -> None:
-        """The last epoch has ended."""
+        """Note the flags after the last epoch."""
         self._ended = self._noted(module)
 
-    def state_dict(self, module: LightningModule) -> Noted:
-        """The changes, by name; nothing where there are none."""
+    def state_dict(self, module: LightningModule) -> ModuleFlags:
+        """Return the changes by name; empty if there are none."""
         if self._begun is None:
             return self._saved
         now = self._ended or self._noted(module)
         changes = {what: _changed(before, now[what]) for what, before in self._begun.items()}
         return dict(changes) if any(changes.values()) else {}
 
-    def _noted(self, module: LightningModule) -> Noted:
-        """What is trained now, but for what the steps of manual optimization toggle."""
+    def _noted(self, module: LightningModule) -> ModuleFlags:
+        """Return the current flags; toggled parameters of manual optimization count as before the toggle."""
         toggled = module._toggled
         trained = {plain_name(n): toggled.get(p, p.requires_grad) for n, p in module.named_parameters()}
         return {"trained": trained, "training": self.outside or modes_of(module)}
 
 
 def modes_of(module: nn.Module) -> dict[str, bool]:
-    """Whether each part of a module is in training mode, by name."""
+    """Return the training mode of each part of a module by name."""
     return {name: part.training for name, part in module.named_modules()}
 
 
 def _changed(before: Flags, now: Flags) -> dict[str, bool]:
-    """What is another one now."""
+    """Return the flags that differ from before."""
     return {name: value for name, value in now.items() if before.get(name, value) is not value}
 
 
-# -- other loaders than those that the epoch was begun with ---------------------------------------------------
+# -- loaders that differ from those of the epoch's start ------------------------------------------------------
 
 
 def _warn_of_other_order(saved: BatchPlan, feed: Feed) -> None:
-    """Where an epoch in torch's order goes on: one process and several draw differently."""
+    """Warn if an epoch in torch's order continues on one process after several, or the reverse: the draws differ."""
     if saved.at.rows > 0 and saved.by_process not in (None, feed.by_process):
         rank_zero_warn(
             'Trainer(order="torch"): one process draws another permutation than several, so that of what is left '
@@ -429,7 +429,7 @@ def _warn_of_other_order(saved: BatchPlan, feed: Feed) -> None:
 
 
 def warn_within_epoch(config: RunConfig, saved: BatchPlan, feed: Feed, progress: Progress) -> None:
-    """Where a fit goes on in the middle of an epoch: warn of what keeps its samples from coming once each."""
+    """Warn, in a fit that continues within an epoch, of what keeps each sample from coming once."""
     if progress.phase == EPOCH_START or progress.last or not progress.batch:
         return
     has_warned = _warn_of_changed_loaders(saved, feed)
@@ -438,7 +438,7 @@ def warn_within_epoch(config: RunConfig, saved: BatchPlan, feed: Feed, progress:
 
 
 def _warn_of_changed_loaders(saved: BatchPlan, feed: Feed) -> bool:
-    """Where an epoch goes on, and the loaders do not give the samples in the order in which it was begun."""
+    """Warn if the loaders of a continued epoch give the samples in another order; return True if they do."""
     now, before = feed.orders, saved.orders
     if before is None:
         return False
@@ -447,7 +447,7 @@ def _warn_of_changed_loaders(saved: BatchPlan, feed: Feed) -> bool:
         return True
     has_warned = False
     for number, (order, old) in enumerate(zip(now, before, strict=True)):
-        if saved.workers is not None:  # the stream is read again, and its workers are told of
+        if saved.workers is not None:  # the stream is read again; a change of its workers is reported elsewhere
             old = old._replace(workers=order.workers)
         change = order.change(old)
         if change:

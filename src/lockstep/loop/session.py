@@ -1,4 +1,4 @@
-"""What a run consists of: one typed object, which set-up fills, which the loops work on, and which the Trainer owns."""
+"""The session: one typed object for all parts of a run. Set-up fills it, loops work on it, the Trainer owns it."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ STAGE_OF = {
 
 
 class FitSignals(Protocol):
-    """What has been asked of a fit from outside: see `lockstep.loop.signals`."""
+    """Requests to a fit from outside; implemented by `lockstep.loop.signals.Signals`."""
 
     asked: int
 
     def request(self) -> None:
-        """Tell the other ranks."""
+        """Request the flags of this rank's signal."""
 
     def act(self) -> None:
         """Do what was asked for. Collective."""
@@ -82,7 +82,7 @@ class FitState:
         uneven_targets: the samples of the first batch have different numbers of labels.
         resume: what it continues from, and what a checkpoint needs for that.
         finite: looks for losses, gradients and weights that are not finite.
-        started: when this attempt of the fit began, on the clock of ``time.monotonic``.
+        started: when this attempt of the fit started, on the clock of ``time.monotonic``.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -105,7 +105,7 @@ class FitState:
 
     @property
     def loaded(self) -> Feed:
-        """:attr:`feed`, where training has begun."""
+        """:attr:`feed`, once training has started."""
         assert self.feed is not None, "the training loaders have not been asked for"
         return self.feed
 
@@ -114,12 +114,12 @@ class FitState:
 class Session:
     """A run: its parts, its counters, and what steers it.
 
-    The Trainer's constructor makes it. `lockstep.loop.call` fills the second half anew in each call; before that,
+    The Trainer's constructor makes it. `lockstep.loop.call` fills the second half again in each call; before that,
     those attributes are not there.
 
     Attributes:
         trainer: the Trainer, to be handed to the user's hooks.
-        connect: finds out which rank this process is, and ties the module to the Trainer; set-up begins with it.
+        connect: finds out which rank this process is, and ties the module to the Trainer; the first act of set-up.
         cluster: the user's cluster plugin.
         base_callbacks: the Trainer's own; ``callbacks`` has those of the module besides. Users may change the list.
         shown: ``callbacks`` as set-up made it.
@@ -130,10 +130,10 @@ class Session:
         is_padding: the batch at hand stands in for samples that this rank does not have.
         signals: those of the fit that runs; None in an evaluation and in a trial, which nobody goes on from.
         stop_flag, interrupt_flag, not_finite_flag: bits of ``agreement``.
-        base: what the module began with frozen.
+        base: the weights that were frozen at the start.
         activations: what a forward of this fit keeps, once the first one has been counted.
         used: what memory was used for when the last fit ended.
-        chooses: a plan may put another strategy in the place of this one, when a fit begins.
+        chooses: a plan may replace this strategy when a fit starts.
         inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
         came_back: the last call ran in processes of its own, and its weights have come back to this one.
     """
@@ -188,7 +188,7 @@ class Session:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.strategy.world.rank == 0
 
     @property
@@ -199,16 +199,16 @@ class Session:
 
     @property
     def fitting(self) -> bool:
-        """Whether the call is a fit."""
+        """True if the call is a fit."""
         return self.state.fn is TrainerFn.FITTING
 
     @property
     def places_first(self) -> bool:
-        """Whether the module is placed before a checkpoint's weights come: what a folder fills would replace them."""
+        """True if the module is placed before a checkpoint's weights, which pretrained ones would replace."""
         return self.strategy.places_first or is_planned(self.module)
 
     def has(self, name: str) -> bool:
-        """Whether set-up has come to a part ("hooks", say)."""
+        """Return True if set-up has filled an attribute, for example "hooks"."""
         return name in vars(self)
 
     def begin(self, fn: TrainerFn) -> None:
@@ -219,7 +219,7 @@ class Session:
             vars(self).pop(name, None)
 
     def branch(self, **changes: object) -> Session:
-        """A session of its own that begins with the parts of this one, but for some."""
+        """Make another session with the parts of this one, some replaced."""
         made = object.__new__(Session)
         vars(made).update(vars(self), **changes)
         return made
@@ -236,7 +236,7 @@ class Session:
         apply_to_process(self.config, self.strategy.root_device.type)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has, here or in another process; the rest is bound to this one, or to the call that runs."""
+        """Return what a copy has, here or in another process. The rest belongs to this process or the running call."""
         bound = ("hooks", "results", "agreement", "activations", "signals", "inner", "watched")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
@@ -346,7 +346,7 @@ class Session:
 
     @property
     def lacks_metrics(self) -> str | None:
-        """Why metrics of this epoch may be missing, which then is no mistake of the user's. Of all ranks alike."""
+        """Why metrics of this epoch may be missing, which then is not the user's mistake. The same on all ranks."""
         if self.fit.resume.cut_epoch is not None:
             return "The epoch ended before its last batch"
         if self.fit.resume.lacks_logged:
@@ -359,18 +359,18 @@ class Session:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether somebody wants the fit to end, as all ranks know."""
+        """True if a rank wants the fit to end and all ranks know."""
         return self.should_stop if self.world_size == 1 else self.agreement.is_up(self.stop_flag)
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C or a signal ends the fit, as all ranks know."""
+        """True if Ctrl-C or a signal ends the fit and all ranks know."""
         if self.world_size == 1:
             return self.interruption is not None
         return self.agreement.is_up(self.interrupt_flag)
 
     def request_stop(self) -> None:
-        """Tell the agreement what this rank wants."""
+        """Request the flags that this rank wants raised."""
         if self.signals is not None and self.signals.asked:
             self.signals.request()
         if self.should_stop:

@@ -1,4 +1,4 @@
-"""Signals to a fit, and the saving of a run that is started anew: agreed on, and acted on by all at a boundary."""
+"""Signals to a fit, and saves of a run that may be restarted: all ranks agree, and act at the same boundary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.supervise.signals import by_default, end_at_once, handling, is_und
 from lockstep.supervise.status import is_given_up
 
 TERMINATED = "SIGTERM"
-"""What ``trainer.interruption`` says of a fit that SIGTERM has ended."""
+"""Value of ``trainer.interruption`` after SIGTERM."""
 
 AGAIN = 1.0
 """Seconds after which a second SIGTERM is no echo of the first: schedulers send it twice within milliseconds."""
@@ -32,7 +32,7 @@ DUE = -1
 """In place of a signal: the run is to be saved, and goes on."""
 
 OFTEN = 600.0
-"""Seconds after which a run that may be started anew, and that nobody else saves, is saved within an epoch, too."""
+"""Seconds after which a run that may be restarted, and that no callback saves, is saved within an epoch."""
 
 
 @contextmanager
@@ -56,9 +56,9 @@ class Signals:
     - SIGTERM ends the fit in order, as Ctrl-C does, and then the process with code 143. After a failure, the second
       time, or while ranks have not met, it ends the process at once.
     - In a task of a SLURM job, or its batch script of one task, the run is saved first. SIGUSR1 and SIGUSR2 have rank 0
-      put the job back into the queue (SIGTERM says that SLURM has decided already), and all wait for SLURM to end them.
+      put the job back into the queue (after SIGTERM, SLURM has decided already), and all wait for SLURM to end them.
       The job's next attempt goes on from there. If SLURM refuses, the fit goes on.
-    - In a run that ``lockstep run`` may start anew, SIGTERM has it saved before it ends. Such a run is also saved when
+    - In a run that ``lockstep run`` may restart, SIGTERM has it saved before it ends. Such a run is also saved when
       the fit has ended, and, where no callback saves it, at the end of every epoch and every ten minutes.
 
     Args:
@@ -168,7 +168,7 @@ class Signals:
     # -- at a boundary -------------------------------------------------------------------------------------
 
     def request(self) -> None:
-        """Tell the agreement what this rank has heard: that the fit is interrupted, and that a signal has done it."""
+        """Request two flags: the fit is interrupted, and a signal has done it."""
         session = self.session
         session.agreement.request(self._flag)
         session.agreement.request(session.interrupt_flag)
@@ -260,7 +260,7 @@ class Signals:
 
 
 def _saves(callback: Callback) -> bool:
-    """Whether a callback writes checkpoints while training goes well, from which a fit can go on."""
+    """Return True if a callback writes checkpoints, from which a fit can resume, while training goes well."""
     if not isinstance(callback, Checkpoint) or isinstance(callback, OnExceptionCheckpoint):
         return False
     kept = getattr(callback, "save_top_k", -1) != 0 or getattr(callback, "save_last", None)

@@ -46,7 +46,7 @@ LAYOUT = "2.6.0"
 
 
 def _training(session: Session, engine: EngineState) -> dict[str, Any]:
-    """What a fit has beside its module, by Lightning's names: callbacks, optimizers, schedulers, the scaler."""
+    """Return a fit's state besides its module under Lightning's keys: callbacks, optimizers, schedulers, scaler."""
     strategy = session.strategy
     found: dict[str, Any] = {
         "callbacks": {callback.state_key: saved for callback in session.callbacks if (saved := callback.state_dict())}
@@ -69,7 +69,7 @@ def collect(
         session: in a fit, or after one.
         weights_only: leave out what only a resume needs.
         alone: ask no other rank: leave out what each has to itself, and go back to the window's beginning.
-        trainable_only: leave out weights that are frozen and have not changed, and say which they are.
+        trainable_only: leave out weights that are frozen and have not changed, and record their names.
     """
     progress, strategy = session.fit.progress.saved(), session.strategy
     base = session.base.record(strategy.named_parameters()) if trainable_only else {}
@@ -148,9 +148,9 @@ def _resume_entries(session: Session, engine: EngineState, progress: Progress, a
 
 
 def _plays_again(session: Session, progress: Progress, alone: bool) -> bool:
-    """Whether a resume plays the window under way again; moves ``progress`` to its beginning.
+    """Return True if a resume plays the window under way again, and move ``progress`` to its beginning.
 
-    While a batch runs, gradients may hold a part of it, and what it has logged is not told from what others have.
+    While a batch runs, gradients may hold a part of it, and what it has logged is mixed with what others have.
     """
     again = alone or (session.fit.progress.runs and session.module.automatic_optimization)
     if again and (begun := _begun(session, progress)):
@@ -159,7 +159,7 @@ def _plays_again(session: Session, progress: Progress, alone: bool) -> bool:
 
 
 def _begun(session: Session, progress: Progress) -> int:
-    """Batches of a window that is under way."""
+    """Return the number of batches of a window that is under way."""
     feed = session.fit.feed
     if progress.last or not progress.batch or feed is None:
         return 0
@@ -167,12 +167,12 @@ def _begun(session: Session, progress: Progress) -> int:
 
 
 def _parts(session: Session, progress: Progress, begun: int, start: dict[str, Any] | None, holds: bool) -> list[Any]:
-    """What each rank has to itself; on rank 0 that of all, on others of themselves. Collective.
+    """Return the entries of all ranks on rank 0; elsewhere this rank's alone. Collective.
 
     Args:
         session: of this rank.
         progress: as it is saved.
-        begun: batches of a window that a resume goes on within.
+        begun: batches of a window that a resume continues.
         start: what the rank has logged, where it does not go on from here.
         holds: gradients may be held in the window.
     """
@@ -196,7 +196,7 @@ def _parts(session: Session, progress: Progress, begun: int, start: dict[str, An
 
 
 def logged(session: Session) -> dict[str, Any]:
-    """What this rank has logged in the epoch so far, and what callbacks read of the epochs before."""
+    """Return what this rank has logged in the epoch so far, and what callbacks read of the epochs before."""
     module, results, validation = session.module, session.fit.results, session.fit.resume.validation
     return {
         "results": [] if results is None else deepcopy(results.state_dict()),
@@ -211,11 +211,11 @@ def validation_start(session: Session) -> ValidationStart:
 
 
 def metric_states(module: torch.nn.Module, of: LogCollector | None = None) -> dict[str, Any]:
-    """What the torchmetrics objects of a module have collected, by name.
+    """Return what the torchmetrics objects of a module have collected, by name.
 
     Args:
         module: of the fit.
-        of: what is logged into; where it has ended, its metrics are as they will begin anew.
+        of: the collector of logged values; once it has ended, its metrics count as reset.
     """
     logged = of.metrics if of is not None and of.ended else []
     ended = {id(part) for metric in logged for part in parts_of(metric)}
@@ -230,7 +230,10 @@ def _of_data(session: Session) -> dict[str, Any]:
 
 
 def _at_window_start(session: Session, engine: EngineState, batch: int) -> dict[str, Any] | None:
-    """What the rank had logged when a window began, whose buffers go into the weights; None: a window of one batch."""
+    """Return what the rank had logged when the window started; None for a window of one batch.
+
+    Buffers as they were go into the weights.
+    """
     start = session.fit.resume.window_start.state(batch)
     if start is None:
         return None
@@ -307,7 +310,7 @@ def finish(session: Session) -> None:
 
 
 def finish_alone(session: Session) -> None:
-    """The same on a rank that has failed: it asks nobody, and what could not be written is said and not raised."""
+    """`finish` on a rank that has failed: asks no other rank, and logs an error instead of raising it."""
     try:
         session.strategy.checkpoints.close()
     except Exception as failed:
@@ -324,7 +327,7 @@ def best_of(session: Session) -> Checkpoint | None:
 
 
 def _best_of_last_fit(session: Session) -> str | None:
-    """What a call without a module loads, if there is one; it is told."""
+    """Return the checkpoint that a call without a module loads, if there is one, and log it."""
     best = getattr(best_of(session), "best_model_path", "")
     if not best:
         return None
@@ -392,7 +395,7 @@ def _requeued(session: Session) -> str:
 def _last(session: Session) -> str | None:
     """The newest of the checkpoints that the ModelCheckpoint callbacks know of or find on disk.
 
-    It is the one of the latest optimizer step, or where files do not tell that, the one that was written last.
+    It is the one of the latest optimizer step; if a file does not contain that, the one that was written last.
     """
     found: set[str] = set()
     for callback in session.checkpoint_callbacks:
@@ -477,7 +480,7 @@ def _are_same(some: list[tuple[str, Any]], others: list[tuple[str, Any]]) -> boo
 
 
 def _hashes_base(session: Session) -> bool:
-    """Whether what is frozen is hashed when a fit begins: a callback will save without it, or it is soon done."""
+    """Return True if frozen weights are hashed when a fit starts: a callback saves without them, or they are few."""
     will_save = any(getattr(callback, "save_trainable_only", False) for callback in session.checkpoint_callbacks)
     return will_save or session.base.elements <= frozen.SOON_HASHED
 

@@ -2,7 +2,7 @@
 
 `FitLoop.make_step` chooses, once per fit, the class that plays its windows: `Automatic`, `ByClosure`
 (`loop/closures.py`), `Manual` or `Ahead`. Each has the whole story of a window in its method ``window``. What they have
-in common, how a micro-batch begins and ends and what a loss and its backward are, is in `Step`. The update is in
+in common, how a micro-batch starts and ends and what its loss and backward are, is in `Step`. The update is in
 `loop/update.py`.
 """
 
@@ -75,21 +75,21 @@ class TrainingBatch(NamedTuple):
 
 
 class Step:
-    """What the ways through a window have in common.
+    """Base class of the ways to play a window.
 
-    A micro-batch of which this rank has no samples does not exist for the user's code here: its batch hooks and
-    ``training_step`` do not run. What belongs to the update runs on every rank.
+    If this rank has no samples of a micro-batch, the user's code does not see it: batch hooks and ``training_step`` do
+    not run. Hooks of the update run on every rank.
 
     Attributes:
         update: of the optimizers.
-        shared: whether there are several ranks.
-        training_step: the module's. Who measures it puts a timed one in its place.
-        takes_idx: whether that takes the number of the batch.
+        shared: there are several ranks.
+        training_step: the module's, or a timed one in its place.
+        takes_idx: ``training_step`` takes the number of the batch.
         transfer: brings a batch to the device.
-        moves: whether there is anything to do for it.
+        moves: ``transfer`` has anything to do.
         absent: ranks without samples of the micro-batch at hand.
         ended_by_user: ``on_train_batch_start`` has returned -1.
-        newest: the number in its epoch of the micro-batch that was begun last; -1 before the first.
+        newest: the number in its epoch of the newest micro-batch that has started; -1 before the first.
         at_once: micro-batches that are played before a validation can come.
     """
 
@@ -128,7 +128,7 @@ class Step:
         raise NotImplementedError
 
     def go_on_after(self, batch: int, accumulate: int) -> None:
-        """A resumed run begins after this micro-batch."""
+        """Prepare for a resumed run that continues after this micro-batch."""
 
     def take_step(self) -> None:
         """Take the module's ``training_step``, which a hook may have replaced since the last epoch."""
@@ -137,10 +137,10 @@ class Step:
             self._given = self.training_step = given
             self.takes_idx = takes_idx(given)
 
-    # -- a micro-batch begins ------------------------------------------------------------------------------
+    # -- a micro-batch starts ------------------------------------------------------------------------------
 
     def micro_batches(self, window: Window, batch_idx: int) -> Iterator[TrainingBatch]:
-        """Begin one micro-batch after the other; none after the one for which the user has ended the epoch."""
+        """Start one micro-batch after the other; stop after the one for which the user has ended the epoch."""
         strategy, progress, last, absent = self._strategy, self._progress, window.size - 1, window.absent
         local = strategy.copies.local_steps
         if last and not window.begun:
@@ -187,7 +187,7 @@ class Step:
         return batch
 
     def _begin_with_absent(self, batch: object, batch_idx: int, weight: float) -> Any:
-        """:meth:`begin` where some ranks have no samples of the micro-batch: all learn whether the epoch ends here."""
+        """:meth:`begin` if some ranks have no samples of the micro-batch. All agree whether the epoch ends here."""
         names = self._hooks.owners(BATCH_HOOKS)
         if names:
             warn_once(SKIPPED.format(ranks=list(self.absent), names=", ".join(names)), key="batch hooks skipped")
@@ -211,7 +211,7 @@ class Step:
 
     @contextmanager
     def without_absent(self) -> Iterator[None]:
-        """Around user code that ranks without samples do not run: it may call no collective."""
+        """Surround user code that ranks without samples do not run: collectives are refused in it."""
         self._strategy.absent = self.absent
         try:
             yield
@@ -221,16 +221,16 @@ class Step:
     # -- its forward ---------------------------------------------------------------------------------------
 
     def arguments(self, micro_batch: TrainingBatch) -> tuple[Any, ...]:
-        """Of ``training_step``."""
+        """Arguments of ``training_step``."""
         return (micro_batch.batch, micro_batch.number) if self.takes_idx else (micro_batch.batch,)
 
     def enter_step(self, muted: bool) -> None:
-        """What is logged from here on is logged in ``training_step``; ``muted``: and counts for nothing."""
+        """Log into the table of ``training_step`` from here on; with ``muted``, values count for nothing."""
         self._results.table = self._table
         self._results.muted = muted
 
     def read_loss(self, output: Any, share: float) -> tuple[Tensor | None, float | Tensor]:
-        """The loss, and its factor.
+        """Return the loss and its factor.
 
         Args:
             output: what ``training_step`` returned.
@@ -259,7 +259,7 @@ class Step:
         return loss, share
 
     def _loss_in(self, output: Any) -> Any:
-        """The loss in a dict: a tensor, or a nest of them, one for each of several loaders."""
+        """Return the loss in a dict: a tensor, or a nest of tensors, one for each of several loaders."""
         loss = output.get("loss") if isinstance(output, Mapping) else None
         nests = (dict, list, tuple) if self._fit.loaded.nest is not None else ()
         if not isinstance(loss, (Tensor, *nests)):
@@ -275,12 +275,12 @@ class Step:
     # -- its backward --------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Before this rank's part of the reduction: what it wants the others to know at the window's end."""
+        """Publish this rank's flags before its part of the reduction; others read them at the window's end."""
         self._session.request_stop()
         self._session.agreement.publish()
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> Tensor:
-        """Backward of a loss times its factor; return the product."""
+        """Run backward of a loss times its factor; return the product."""
         if isinstance(factor, Tensor) or factor != 1.0:  # the value of one on a device is not waited for
             loss = loss * factor
         hooks = self._hooks
@@ -295,7 +295,7 @@ class Step:
         return loss
 
     def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """``LightningModule.manual_backward``: a batch counts by its samples there, too."""
+        """Run ``LightningModule.manual_backward``: the loss is weighed by the samples of the batch."""
         if self._watch_loss is not None and not self._session.is_padding:
             self._watch_loss(loss)
         if self.update.share != 1.0:
@@ -425,7 +425,7 @@ class Automatic(Step):
             warnings.warn(NO_HOOK.format(rank=strategy.global_rank), stacklevel=3)  # on this rank, whichever it is
 
     def _without_batch(self, micro_batch: TrainingBatch) -> None:
-        """What :meth:`forward_backward` does where the loader gave None for a batch."""
+        """:meth:`forward_backward` if the loader returned None for a batch."""
         if micro_batch.first and not self._strategy.sync_gradients:  # the window goes on
             self.update.zero_grad(micro_batch.number)
         if self.shared and self._strategy.sync_gradients:
@@ -435,7 +435,7 @@ class Automatic(Step):
     # -- where some ranks have no samples ------------------------------------------------------------------
 
     def _with_absent_ranks(self, micro_batch: TrainingBatch) -> Any:
-        """:meth:`forward_backward` of a micro-batch of which some ranks have no samples."""
+        """:meth:`forward_backward` of a micro-batch that some ranks have no samples for."""
         strategy = self._strategy
         with strategy.leaving_out(micro_batch.absent):
             if micro_batch.weight and micro_batch.batch is None:
@@ -456,7 +456,7 @@ class Automatic(Step):
         return None
 
     def _run_padding(self, micro_batch: TrainingBatch) -> None:
-        """Let this rank, which has no samples, go through the step with the others; its gradients count for nothing."""
+        """Run the step with the others on a rank without samples; its gradients count for nothing."""
         strategy, weights = self._strategy, self._fit.weights
         with padding(self._session):
             output = strategy.run(self.training_step, *self.arguments(micro_batch))
@@ -586,7 +586,7 @@ class Ahead(Step):
         begun = [(micro_batch, results.micro_batch) for micro_batch in self.micro_batches(window, batch_idx)]
         if self.ended_by_user:
             return
-        losses: dict[int, Tensor] = {}  # by number, as backward begins from them
+        losses: dict[int, Tensor] = {}  # by number, as backward starts from them
         parts = [self._part(micro_batch, number, losses) for micro_batch, number in begun]
         if not window.begun:
             update.zero_grad(batch_idx)
@@ -603,7 +603,7 @@ class Ahead(Step):
         self._strategy.step(update.optimizer)  # type: ignore[arg-type]  # there is one on this way
         update.end_window(begun[-1][0].number, True)
         for output, (micro_batch, number) in zip(outputs, begun, strict=True):
-            # as elsewhere: who saves at the end of a window does so after all of its batches
+            # as elsewhere: a checkpoint at the end of a window comes after all of its batches
             self._strategy.sync_gradients = micro_batch.last
             self._enter(micro_batch.weight, number)
             self._parts.show()
@@ -616,7 +616,7 @@ class Ahead(Step):
             yield
 
     def _part(self, micro_batch: TrainingBatch, number: int, losses: dict[int, Tensor]) -> MicroBatch:
-        """What the engine gets of a micro-batch."""
+        """Make what the engine gets of a micro-batch."""
         enter = partial(self._enter_part, micro_batch.weight, number)
         loss = partial(self._scaled_loss, micro_batch.share, losses, number)
         return MicroBatch(self.arguments(micro_batch), enter, loss, empty=micro_batch.weight == 0.0)
@@ -626,14 +626,14 @@ class Ahead(Step):
         self._enter(weight * part, number)
 
     def _enter(self, weight: float, number: int) -> None:
-        """What is logged from here on is of this micro-batch."""
+        """Log for this micro-batch from here on."""
         self._results.weight, self._results.micro_batch = weight, number
         self.enter_step(muted=weight == 0.0)
 
     def _scaled_loss(
         self, share: float, losses: dict[int, Tensor], number: int, output: object, part: float = 1.0
     ) -> Tensor | None:
-        """What backward begins from, of what ``training_step`` returned for (a part of) micro-batch ``number``."""
+        """Return the scaled loss of (a part of) micro-batch ``number`` from what ``training_step`` returned."""
         loss, factor = self.read_loss(output, share_of(share, part))
         if loss is None:
             return None
@@ -645,7 +645,7 @@ class Ahead(Step):
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def go_on_after(self, batch: int, accumulate: int) -> None:
-        """A resumed run begins after this micro-batch."""
+        """Set :attr:`at_once` for a resumed run that continues after this micro-batch."""
         self.at_once = (batch - 1) % accumulate + 1
 
 

@@ -1,6 +1,6 @@
-"""What the micro-batches of a window change besides gradients, as it was before the first of them.
+"""State that a window's micro-batches change besides gradients, as it was before the first of them.
 
-A run that resumes within a window and cannot take its gradients over plays the window again. It begins with what is
+A run that resumes within a window and cannot take its gradients over plays the window again. It starts from what is
 kept here, so that nothing counts twice.
 """
 
@@ -26,7 +26,7 @@ MetricState = dict[str, Any]
 
 
 def metric_state(metric: Metric) -> MetricState:
-    """What a torchmetrics object has collected. Lists are copied, their tensors are not: nobody changes them."""
+    """Return what a torchmetrics object has collected. Lists are copied, their tensors are shared."""
     states: dict[str, Any] = {}
     for name in metric._defaults:
         value = getattr(metric, name)
@@ -35,7 +35,7 @@ def metric_state(metric: Metric) -> MetricState:
 
 
 def initial_state(metric: Metric) -> MetricState:
-    """What a torchmetrics object will have collected when it begins anew."""
+    """Return the state of a torchmetrics object after a reset."""
     states = metric._defaults.items()
     return {"states": {name: list(v) if isinstance(v, list) else v.detach().clone() for name, v in states}, "count": 0}
 
@@ -57,11 +57,11 @@ class _Buffer:
     value: Tensor
 
     def fits(self, buffer: Tensor) -> bool:
-        """Whether another buffer can be kept in the same memory."""
+        """Return True if another buffer can be kept in the same memory."""
         return self.value.shape == buffer.shape and self.value.dtype == buffer.dtype
 
     def unchanged(self) -> bool:
-        """Whether it is certain that it is still what it was."""
+        """Return True if the buffer is certain to be unchanged."""
         now = self.layer.get(self.key)
         return now is self.source and self.version is not None and _version(now) == self.version
 
@@ -94,7 +94,7 @@ class WindowStart:
         return WindowStart, ()  # it is bound to the fit that runs
 
     def begin_epoch(self, module: nn.Module, results: LogCollector, published: dict[str, Tensor]) -> None:
-        """Look which layers the module has, and from where its values are read.
+        """Find the layers of the module that have buffers or are metrics.
 
         Args:
             module: of the fit.
@@ -106,7 +106,7 @@ class WindowStart:
 
     @torch.no_grad()
     def note(self, batch: int) -> None:
-        """A window begins after so many micro-batches of the epoch."""
+        """Note the start of a window, after ``batch`` micro-batches of the epoch."""
         self._batch, self._read = batch, None
         assert self._results is not None
         self._entries = self._results.snapshot()
@@ -126,7 +126,7 @@ class WindowStart:
             torch._foreach_copy_(targets, sources)  # one kernel on a GPU
 
     def _changed_of(self, prefix: str, part: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """What is kept of a layer's buffers that may have changed, and what they are now; a new one is kept at once."""
+        """Yield (kept, current) for each buffer of a layer that may have changed. Keep a new one at once."""
         for key, buffer in part._buffers.items():
             if buffer is None:
                 continue
@@ -145,15 +145,15 @@ class WindowStart:
                     yield kept.value, buffer
 
     def take(self, state: dict[str, Any] | None) -> None:
-        """A run goes on within a window whose beginning :meth:`state` of an earlier attempt told."""
+        """Take over the :meth:`state` of an earlier attempt, within whose window the run continues."""
         self._read = state
 
     def state(self, batch: int, with_buffers: bool = True) -> dict[str, Any] | None:
-        """For a checkpoint; None where no window has begun there.
+        """Return the kept state for a checkpoint; None if no window has started there.
 
         Args:
-            batch: micro-batches of the epoch that were done when the window began.
-            with_buffers: tell of buffers, too.
+            batch: micro-batches of the epoch that were done when the window started.
+            with_buffers: include buffers.
         """
         if self._read is not None:
             return self._read
