@@ -24,6 +24,8 @@ IN_EXTENSIONS = (
     "extensions/deepspeed/package.py",
     "extensions/deepspeed/partition.py",
     "extensions/lightning/unchanged.py",
+    "extensions/parallel/backward_watcher.py",
+    "extensions/parallel/hooks/hook_transport.py",
 )
 """Files of extensions that install something of their own."""
 
@@ -50,10 +52,10 @@ GLOBALS = {
     "supervise/collective_trace.py": {"_trace": "the same", "_replaced": "what stood in torch's place"},
     "launch/script.py": {"_sides": "this process' side of its supervisor"},
     "launch/attempts.py": {"_entered": "the attempt that this process belongs to"},
-    "engines/ddp/backward_watcher.py": {"waiting_for_steps": "containers, as long as they live"},
+    "extensions/parallel/backward_watcher.py": {"waiting_for_steps": "containers, as long as they live"},
     "engines/ddp/late_parameters.py": {"_watching": "models, as long as they are trained"},
     "extensions/deepspeed/package.py": {"_known_group": "whose process group DeepSpeed has joined"},
-    "engines/ddp/hooks/hook_transport.py": {"_queues": "threads of process groups, as long as these live"},
+    "extensions/parallel/hooks/hook_transport.py": {"_queues": "threads of process groups, as long as these live"},
     "loop/spawn_results.py": {"_parents": "the Trainer that this process was copied from"},
     "extensions/search/parser.py": {"_running": "the trial of a study that this process is"},
     "callbacks/progress/tqdm.py": {"_class": "tqdm, once it is imported"},

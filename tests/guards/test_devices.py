@@ -24,6 +24,7 @@ CUDAS_ALONE = {
     "precision/formats.py": "float8",
     "profilers/pytorch.py": "NVTX and the profiler's CUDA activity",
     "extensions/deepspeed/config.py": "DeepSpeed's overlap_comm",
+    "extensions/parallel/hooks/hook_transport.py": "the devices that torch.futures knows",
     "engines/ranks.py": "NCCL",
 }
 """File -> what is in it that only CUDA has."""
