@@ -10,7 +10,7 @@ import pytest
 from lockstep.launch.environment import free_port
 from tests.tools.fresh import python
 
-SCRIPT = str(Path(__file__).resolve().parents[2] / "examples" / "distributed.py")
+SCRIPT = str(Path(__file__).resolve().parents[3] / "examples" / "distributed.py")
 RUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 LAUNCH = ["-m", "torch.distributed.launch", "--use-env", "--nproc-per-node", "3", "--master-port"]
 
