@@ -189,7 +189,7 @@ def this_rank(runs: int, steps: int, report: Path) -> None:
     """One of two ranks: the hand-written loop over lockstep's container against Trainer(strategy="ddp")."""
     import torch.distributed as dist
 
-    from lockstep.engines.ddp.container import DistributedDataParallel
+    from lockstep.extensions.parallel.container import DistributedDataParallel
 
     dist.init_process_group("gloo")
     data = samples(steps, ranks=2)

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.engines.ddp.bucket import Bucket
-from lockstep.engines.ddp.container import DistributedDataParallel
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.transport import AllReduce
+from lockstep.extensions.parallel.container import DistributedDataParallel
 
 from .pairs import Interval, interval, turns
 

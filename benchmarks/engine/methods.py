@@ -41,7 +41,7 @@ def register(runner: nn.Module, hook: str, start: int) -> Any:
         hook: of `HOOKS`.
         start: plain rounds before PowerSGD.
     """
-    from lockstep.engines.ddp import hooks
+    from lockstep.extensions.parallel import hooks
 
     if hook == NONE:
         return None
@@ -61,8 +61,8 @@ def make(method: str, model: nn.Module, start: int = 2) -> Method:
     """``model`` on this rank by ``method``: one of `HOOKS` in our container over TCP, or torch's container."""
     if method == TORCH:
         return Method(TorchDDP(model, gradient_as_bucket_view=True), nothing, None, 1)
-    from lockstep.engines.ddp.averaging import OuterOptimizer, ParameterAverager
-    from lockstep.engines.ddp.container import DistributedDataParallel
+    from lockstep.extensions.parallel.averaging import OuterOptimizer, ParameterAverager
+    from lockstep.extensions.parallel.container import DistributedDataParallel
 
     runner = DistributedDataParallel(model, shared_memory=False)
     state = register(runner, method, start)

@@ -61,12 +61,12 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
     if kind == "local":
         return model
     if kind == "dp":
-        from lockstep.engines.dp.replicas import DataParallel
+        from lockstep.extensions.parallel.dp.replicas import DataParallel
 
         return DataParallel(model, [next(model.parameters()).device] * dist.get_world_size())
     if kind.startswith("torch"):
         return TorchDDP(model, gradient_as_bucket_view="views" in kind, static_graph="static" in kind)
-    from lockstep.engines.ddp.container import DistributedDataParallel
+    from lockstep.extensions.parallel.container import DistributedDataParallel
 
     return DistributedDataParallel(
         model,

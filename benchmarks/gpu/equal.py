@@ -91,7 +91,7 @@ HOOKS = ("fp16", "bf16", "power_sgd")
 def trained(what: str, world: int, accelerator: Any, steps: int) -> list[str]:
     """On a rank: digests of the parameters that all ranks have alike, after some steps in float32."""
     from lockstep import Trainer
-    from lockstep.engines.ddp import hooks
+    from lockstep.extensions.parallel import hooks
     from lockstep.testing.equivalence import digest
 
     if not dist.is_initialized():

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from lockstep.callbacks.base import Callback as Callback
     from lockstep.checkpoint.pretrained import load_pretrained as load_pretrained
     from lockstep.datamodule import LightningDataModule as LightningDataModule
-    from lockstep.engines.ddp.container import DistributedDataParallel as DistributedDataParallel
-    from lockstep.engines.dp.replicas import DataParallel as DataParallel
     from lockstep.engines.owners import parameter_wise as parameter_wise
+    from lockstep.extensions.parallel.container import DistributedDataParallel as DistributedDataParallel
+    from lockstep.extensions.parallel.dp.replicas import DataParallel as DataParallel
     from lockstep.extensions.search.cluster import SlurmCluster as SlurmCluster
     from lockstep.extensions.search.parser import HyperOptArgumentParser as HyperOptArgumentParser
     from lockstep.ground.optimizers import CombinedOptimizer as CombinedOptimizer
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 _FILES = {
     "Callback": "callbacks.base",
     "CombinedOptimizer": "ground.optimizers",
-    "DataParallel": "engines.dp.replicas",
-    "DistributedDataParallel": "engines.ddp.container",
     "LightningDataModule": "datamodule",
     "LightningModule": "module",
     "Result": "loop.ending",

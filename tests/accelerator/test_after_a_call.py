@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import LightningModule, Trainer
+from lockstep.ground.extensions import is_there
 from lockstep.testing.pool import RankPool
 from tests.accelerator.madeup import NAME
 from tests.accelerator.test_lockstep import QUIET, rows
@@ -65,6 +66,7 @@ def _on_several() -> list[list[Tensor]]:
     return [_trained({"accelerator": NAME, "devices": 3, "strategy": "dp"}), _trained({"accelerator": "cpu"})]
 
 
+@pytest.mark.skipif(not is_there("parallel"), reason="dp is of the extension parallel")
 def test_one_process_on_three_devices_trains_as_on_the_cpu(madeup: RankPool) -> None:
     ((several, alone),) = madeup(1).run(_on_several, group=False)
     for one, other in zip(several, alone, strict=True):

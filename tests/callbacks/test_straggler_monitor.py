@@ -138,8 +138,3 @@ def test_wrong_settings_are_refused_at_once(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(MisconfigurationException, match=rf"StragglerMonitor\({name}="):
         StragglerMonitor(**wrong)
-
-
-def test_a_strategy_whose_steps_cannot_be_told_apart_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"StragglerMonitor: DataParallelStrategy plays.*ddp"):
-        run("data", 1.0, range(0), lambda **flags: quiet(strategy="dp", devices=2, **flags))

@@ -231,12 +231,3 @@ def test_ones_own_machine_has_the_devices_that_were_asked_for() -> None:
     assert node_devices(Gpus(4), "auto", dealt_out=False)[1] == 4
     with pytest.raises(MisconfigurationException, match="there are 4"):
         node_devices(Gpus(4), 5, dealt_out=False)
-
-
-def test_one_process_for_all_devices_took_more_than_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a launcher of one rank, where ``devices`` was read as a number of ranks."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
-    put(monkeypatch, ELASTIC | alone | {"GROUP_WORLD_SIZE": "1"})
-    monkeypatch.setattr("lockstep.trainer.find_accelerator", lambda asked: Gpus(4))
-    strategy = quiet(accelerator="gpu", devices=2, strategy="dp").strategy
-    assert [device.index for device in strategy.devices] == [0, 1]

@@ -11,9 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
+from lockstep.ground.extensions import is_there
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
 from tests.surface.matrix import ROWS, Row
+
+THERE = [row for row in ROWS if is_there("parallel") or row.flags.get("strategy") != "dp"]
 
 
 class Net(LightningModule):
@@ -43,7 +46,7 @@ def train(flags: dict[str, Any], batch_size: int) -> tuple[list[Any], set[str], 
     return weights, {str(dtype) for dtype in module.dtypes}, trainer.world_size, trainer.num_devices
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.command)
+@pytest.mark.parametrize("row", THERE, ids=lambda row: row.command)
 def test_a_row_trains_the_model_that_one_device_trains(ranks: RankPool, row: Row) -> None:
     expected, _, _, _ = train({"devices": 1, **{k: v for k, v in row.flags.items() if k == "precision"}}, 8)
     if row.ranks == 1:
@@ -58,7 +61,7 @@ def test_a_row_trains_the_model_that_one_device_trains(ranks: RankPool, row: Row
             torch.testing.assert_close(torch.tensor(own), torch.tensor(whole), rtol=0, atol=2e-2 if half else 1e-6)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.command)
+@pytest.mark.parametrize("row", THERE, ids=lambda row: row.command)
 def test_the_line_of_2019_makes_the_same_trainer(eight_gpus: None, row: Row) -> None:
     today = {key: "16-mixed" if key == "precision" else value for key, value in row.flags.items()}
     silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

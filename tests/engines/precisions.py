@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lockstep import LightningModule
+from lockstep.ground.extensions import is_there
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
@@ -25,7 +26,7 @@ BEGIN, END = "<!-- table: begins -->\n", "<!-- table: ends -->\n"
 
 STRATEGIES: dict[str, tuple[Any, int]] = {
     "one device": (SingleDeviceStrategy, 1),
-    "`dp`": (lambda: "dp", 1),
+    **({"`dp`": (lambda: "dp", 1)} if is_there("parallel") else {}),
     "`ddp`": (DDPStrategy, 2),
     "`ddp`, sharded optimizer": (lambda: DDPStrategy(shard_optimizer=True), 2),
     "`fsdp`": (FSDPStrategy, 2),

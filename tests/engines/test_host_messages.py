@@ -144,28 +144,6 @@ def test_a_rank_that_has_failed_aborts_what_is_queued(
     assert did == ["aborted" if failed else "destroyed"]
 
 
-def _in_part() -> Any:
-    """A group of two of three ranks, made beside a default group that is bound to a device."""
-    from lockstep.engines.ddp.hooks import local_sgd
-
-    parts = [dist.new_group([0, 1]), dist.new_group([2])]
-    default: Any = dist.group.WORLD
-    made, seen = dist.new_group, []
-    default.bound_device_id = CUDA
-    dist.new_group = lambda *args, **given: seen.append(default.bound_device_id) or made(*args, **given)
-    try:
-        if dist.get_rank() < 2:
-            local_sgd.group_of([0, 1], parts[0])
-        return seen, default.bound_device_id
-    finally:
-        dist.new_group, default.bound_device_id = made, None
-
-
-def test_a_group_of_some_ranks_connects_without_the_others(ranks: RankPool) -> None:
-    """Beside a bound default group torch splits that one's communicator, which all of its ranks must call: it hung."""
-    assert ranks(3).run(_in_part) == [([None], CUDA), ([None], CUDA), ([], CUDA)]
-
-
 def test_a_groups_backend_for_a_kind_of_device_is_told(group: Callable[[str], None]) -> None:
     group("cpu:gloo,cuda:nccl")
     assert comm.backend_of(None, "cpu") == comm.backend_of(None, "cuda") == "fake"

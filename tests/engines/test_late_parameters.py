@@ -15,13 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
-from lockstep.engines.ddp.hooks.compress import allreduce
-from lockstep.engines.ddp.hooks.local_sgd import PostLocalSGDState, post_local_sgd
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure
 from tests.loop.pieces import quiet
+from tests.tools.hooked import hooked
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -35,12 +34,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "many buckets": {"bucket_cap_mb": 1e-4},
     "sharded optimizer": {"shard_optimizer": True},
     "sharded optimizer over TCP": {"shard_optimizer": True, "shared_memory": False},
-    "communication hook": {"ddp_comm_hook": allreduce},
-    "local steps to come": {
-        "ddp_comm_state": PostLocalSGDState(start=1000),
-        "ddp_comm_hook": post_local_sgd,
-        "model_averaging_period": 4,
-    },
+    **hooked("communication hook", "local steps to come"),
 }
 
 
@@ -373,22 +367,6 @@ def test_a_parameter_made_with_the_optimizers_starts_from_rank_zeros(ranks: Rank
 
     one, other = ranks(2).run(values)
     assert one == other
-
-
-def local(**options: Any) -> dict[str, Any]:
-    state = PostLocalSGDState(start=1, local_allreduce=False)
-    return {"ddp_comm_state": state, "ddp_comm_hook": post_local_sgd, "model_averaging_period": 2, **options}
-
-
-@pytest.mark.parametrize("outer", [None, {}])
-def test_local_steps_average_what_was_unfrozen(ranks: RankPool, outer: dict[str, Any] | None) -> None:
-    def values() -> Any:
-        module = fit(Grows, local(outer_optimizer=outer), [Grow("thawed", "on_train_batch_start", 2)], max_steps=7)
-        assert module.frozen.weight.requires_grad
-        return [parameter.detach().clone() for parameter in module.parameters()]
-
-    for one, other in zip(*ranks(2).run(values), strict=True):
-        assert torch.equal(one, other)
 
 
 class HasPlain(Grows):

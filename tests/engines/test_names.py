@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from lockstep.engines.ddp.strategy import DDPStrategy
-from lockstep.engines.dp.strategy import DataParallelStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy
-from lockstep.engines.table import NAMES, REFUSED, drives_all_devices, make_strategy
+from lockstep.engines.table import NAMES, REFUSED, make_strategy
 from lockstep.extensions.deepspeed import package
 from lockstep.ground.errors import MisconfigurationException
 
@@ -61,10 +60,8 @@ def test_a_refused_name_says_why_and_what_to_use(name: str) -> None:
 def test_a_row_takes_a_name_out_of_the_refused_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MisconfigurationException, match="xla"):
         make_strategy("xla", 1)
-    monkeypatch.setitem(NAMES, "xla", ("dp.strategy.DataParallelStrategy", {}))
-    assert type(make_strategy("xla", 1)) is DataParallelStrategy
-    assert drives_all_devices("xla")
-    assert not drives_all_devices("ddp")
+    monkeypatch.setitem(NAMES, "xla", ("strategy.SingleDeviceStrategy", {}))
+    assert type(make_strategy("xla", 1)) is SingleDeviceStrategy
 
 
 @pytest.mark.parametrize(

@@ -265,11 +265,6 @@ def test_a_step_without_a_loss_is_an_error_and_not_a_wait(ranks: RankPool) -> No
         assert "0.0 * loss" in said
 
 
-def test_it_is_refused_where_one_process_drives_all_devices() -> None:
-    with pytest.raises(MisconfigurationException, match=r'sync_batchnorm=True.*strategy="ddp"'):
-        quiet(strategy="dp", devices=2, sync_batchnorm=True)
-
-
 def lonely_fit() -> None:
     fit(seeded(), 9, sync_batchnorm=True)
 

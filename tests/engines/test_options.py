@@ -6,6 +6,7 @@ import inspect
 import os
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.checkpoint.io import TorchCheckpointIO
 from lockstep.cluster.world import World
-from lockstep.engines.ddp.bucket import GradBucket
+from lockstep.engines.ddp.bucket import Bucket
 from lockstep.engines.ranks import NO_EFFECT, REFUSED
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision.base import Precision
@@ -184,21 +185,23 @@ def test_without_init_sync_ranks_keep_what_they_have(ranks: RankPool) -> None:
     assert [weight for _, weight in ranks(2).run(lambda: gradients(init_sync=False))] == [[-18.0], [-17.0]]
 
 
-def tampering(state: Any, bucket: GradBucket) -> Any:
-    """A communication hook that is not the same on every rank."""
-    reduced = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert reduced is not None
-    return reduced.get_future().then(lambda done: done.value()[0] + dist.get_rank())
-
-
 def tampered(check: bool) -> str:
-    strategy = DDPStrategy(ddp_comm_hook=tampering, check_reduction=check)
-    trainer = quiet(strategy=strategy, devices=2, max_epochs=1)
-    if not check:
-        trainer.fit(Slope(), numbers(4))
-        return ""
-    with pytest.raises(RuntimeError, match="check_reduction") as error:
-        trainer.fit(Slope(), numbers(4))
+    """A fit whose gradients are not the same on every rank."""
+    give_back = Bucket.give_back
+
+    def differently(bucket: Bucket, *given: Any) -> None:
+        give_back(bucket, *given)
+        for parameter in bucket.parameters:
+            assert parameter.grad is not None
+            parameter.grad += dist.get_rank()
+
+    trainer = quiet(strategy=DDPStrategy(check_reduction=check), devices=2, max_epochs=1)
+    with patch.object(Bucket, "give_back", differently):
+        if not check:
+            trainer.fit(Slope(), numbers(4))
+            return ""
+        with pytest.raises(RuntimeError, match="check_reduction") as error:
+            trainer.fit(Slope(), numbers(4))
     return str(error.value)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lockstep.ground.extensions import is_there
 from lockstep.strategies import FSDPStrategy
 from lockstep.testing import RankPool
 from tests.engines.precisions import NEAR, PAGE, PAIRS, STRATEGIES, Blocks, change, page
@@ -54,6 +55,7 @@ def test_parameters_travel_in_bfloat16_where_a_policy_says_so(ranks: RankPool) -
     assert (plain - whole).norm() < (rounded - whole).norm() < 0.01 * whole.norm()
 
 
+@pytest.mark.skipif(not is_there("parallel"), reason="the table has rows of the extension parallel")
 def test_the_page_has_todays_table() -> None:
     assert page(PAGE.read_text()) == PAGE.read_text()
 

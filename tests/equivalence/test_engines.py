@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from lockstep import LightningModule
 from lockstep.engines.ddp.bucket import ALIGNMENT
-from lockstep.engines.ddp.hooks import PostLocalSGDState, allreduce, post_local_sgd
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import CASES as COMMON
 from tests.equivalence.models import Case, Idle, Normed, Plain, Sometimes, rows
+from tests.tools.hooked import hooked
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,12 +27,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "without views": {"gradient_as_bucket_view": False},
     "many buckets": {"bucket_cap_mb": 1e-4},
     "sharded optimizer": {"shard_optimizer": True},
-    "communication hook": {"ddp_comm_hook": allreduce},
-    "local steps to come": {
-        "ddp_comm_state": PostLocalSGDState(start=1000),
-        "ddp_comm_hook": post_local_sgd,
-        "model_averaging_period": 4,
-    },
+    **hooked("communication hook", "local steps to come"),
 }
 # Of 26 samples in micro-batches of 2, two are left for all ranks.
 CASES: dict[str, Case] = {
@@ -67,17 +62,6 @@ def test_ranks_are_one_process(ranks: RankPool, engine: str, case: str, world: i
     first, *others = ranks(world).run(check, group=False, timeout=50)
     assert first, first
     assert all(report == first for report in others)
-
-
-# Statistics of a part are its own, and a weight is the sum of the parts': tests/engines/dp/test_strategy.py holds it.
-@pytest.mark.everyday
-@pytest.mark.parametrize("case", [case for case in CASES if "BatchNorm" not in case and "weights" not in case])
-@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_one_process_with_several_devices_is_one_with_one(devices: int, case: str) -> None:
-    make, length, given = CASES[case]
-    given = {"batch_size": 8, **given}
-    report = check_equivalence(make, rows(length), strategy="dp", devices=devices, **given)
-    assert report, report
 
 
 @pytest.mark.parametrize(("case", "worlds"), [("empty shares", (2, 3, 4)), ("SyncBatchNorm, empty shares", (3, 4))])

@@ -22,7 +22,6 @@ from lockstep.engines.ddp import strategy as ddp
 from lockstep.engines.ddp.bucket import Bucket
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.shared_memory import SharedReduction
-from lockstep.engines.dp import strategy as dp
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, Running, Sometimes, Weighted, rows
@@ -118,14 +117,6 @@ def test_mean_of_means(ranks: RankPool, length: int, world: int, accumulate: int
     assert (worst.step, worst.what, worst.ranks) == (step, "gradient", tuple(range(world)))
     assert names(report) == EVERY
     assert report.cause.startswith("mean of means")
-
-
-def test_a_mean_of_the_devices_means() -> None:
-    """Of one process with several devices. The harness once let it use one of them, and so had nothing to say."""
-    with patch.object(dp, "_mean", lambda values, weights: torch.stack(values).mean()):
-        report = check_equivalence(Plain, rows(23), strategy="dp", devices=2, batch_size=8)
-    assert (report.first[0].step, report.first[0].what) == (2, "gradient")  # 7 samples: 4 and 3
-    assert names(report) == EVERY
 
 
 # -- a rank's weight off by one

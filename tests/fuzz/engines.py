@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lockstep.ground.extensions import is_there
 from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import RankFailure, RankPool, RankTimeout
 from tests.equivalence.models import cut_by_mesh
@@ -35,7 +36,7 @@ ENGINES: dict[str, tuple[int, int]] = {
     "fsdp, whole between": (2, 2),
     "balanced": (2, 1),
     "one process balanced": (1, 1),
-    "dp": (1, 1),
+    **({"dp": (1, 1)} if is_there("parallel") else {}),
     "tensor parallel": (2, 1),
     "rows": (2, 2),
     "deepspeed 1": (2, 2),

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from lockstep import Callback, LightningModule, Trainer
-from lockstep.engines.ddp.hooks import allreduce
 from lockstep.loggers import Logger
 from lockstep.strategies import DDPStrategy, FSDPStrategy
+from tests.tools.hooked import hooked
 
 ENGINES: dict[str, dict[str, Any]] = {
     "in shared memory": {},
@@ -34,7 +34,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "without views": {"gradient_as_bucket_view": False},
     "many buckets": {"bucket_cap_mb": 1e-4},
     "sharded optimizer": {"shard_optimizer": True},
-    "communication hook": {"ddp_comm_hook": allreduce},
+    **hooked("communication hook"),
     "check_reduction": {"check_reduction": True},
     "shards": {"auto_wrap_policy": {nn.Linear}},
     "shards, whole between": {"sharding_strategy": "SHARD_GRAD_OP"},

@@ -93,6 +93,10 @@ said(old)
 from lockstep.cli.run import main
 print(main(["verify", "train.py"]))
 said(lambda: Trainer(accelerator="cpu", logger=False).verify(LightningModule()))
+said(lambda: Trainer(strategy="dp", accelerator="cpu", devices=2))
+said(lambda: lockstep.DistributedDataParallel)
+from lockstep.strategies import DDPStrategy
+said(lambda: DDPStrategy(ddp_comm_hook=print))
 import pydoc
 assert "verify" in pydoc.render_doc(Trainer)
 """
@@ -102,7 +106,7 @@ def test_what_is_of_a_deleted_extension_is_missing_by_name(without: Path) -> Non
     run = subprocess.run([sys.executable, "-c", DELETED.format(path=str(without))], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     absent = "is not installed: install torch-lockstep again, or do without it."
-    strategy, face, old, code, call = run.stdout.splitlines()[1:]
+    strategy, face, old, code, call, dp, container, hook = run.stdout.splitlines()[1:]
     assert run.stdout.startswith("False True\n")
     assert strategy.startswith("MissingExtension: the strategy 'deepspeed_stage_2' is of the extension 'deepspeed'")
     assert face.startswith("ImportError: cannot import name 'SpikeDetection'") or "extension 'extras'" in face
@@ -111,6 +115,10 @@ def test_what_is_of_a_deleted_extension_is_missing_by_name(without: Path) -> Non
     assert code == "2"
     assert run.stderr.count("the command 'verify' is of the extension 'verify'") == 1
     assert call.startswith("MissingExtension: the service 'trainer.verify' is of the extension 'verify'")
+    assert dp.startswith("MissingExtension: the strategy 'dp' is of the extension 'parallel'")
+    assert container.startswith("AttributeError: lockstep.DistributedDataParallel is of the extension 'parallel'")
+    assert hook.startswith("MissingExtension: the service 'communication hooks' is of the extension 'parallel'")
+    assert all(said.endswith(absent) for said in (dp, container, hook))
 
 
 TRAIN = """

@@ -45,16 +45,15 @@ FLOORS = {
 STRATEGIES = {
     *("strategy", "engine", "ranks", "collectives", "table", "planned", "buffers", "copies"),
     "optimizer_states",
-    *("ddp.strategy", "ddp.comm_hooks", "ddp.sharded_optimizer", "dp.strategy", "sharded.strategy", "sharded.fsdp"),
+    *("ddp.strategy", "ddp.sharded_optimizer", "sharded.strategy", "sharded.fsdp"),
     *("sharded.model_parallel", "pipeline.strategy"),
 }
 """Files of engines/ that know of a run; the others work in a loop by hand."""
 
-WINGS = ("ddp", "dp", "sharded", "pipeline")
+WINGS = ("ddp", "sharded", "pipeline")
 CROSSINGS = {
     "buffers": "ddp.consistency ddp.sync_batchnorm",
-    "planned": "ddp.strategy dp.strategy sharded.fsdp",
-    "ddp.container": "dp.replicas",
+    "planned": "ddp.strategy sharded.fsdp",
     "pipeline.strategy": "ddp.consistency",
     "sharded.fsdp": "ddp.reducer ddp.strategy",
     "sharded.fully_shard": "ddp.consistency ddp.transport",
@@ -71,7 +70,7 @@ FACES = {
     "lockstep.callbacks",
     "lockstep.cli",
     "lockstep.loggers",
-    "lockstep.engines.ddp.hooks",
+    "lockstep.extensions.parallel.hooks",
     "lockstep.profilers",
     "lockstep.strategies",
     "lockstep.testing",
@@ -418,7 +417,7 @@ CASES = [
     (names, {"misc/tree.py": '"""A."""'}, "'misc' is no noun"),
     (docstrings, {"ground/tree.py": "import torch"}, "tree.py does not open with a docstring"),
     (engines, {"data/order.py": "from lockstep.callbacks.base import Callback"}, "is an engine and imports"),
-    (engines, {"engines/ddp/container.py": "def f():\n    from lockstep.loop import fit"}, "is an engine and imports"),
+    (engines, {"engines/ddp/reducer.py": "def f():\n    from lockstep.loop import fit"}, "is an engine and imports"),
     (
         environment,
         {"loop/fit.py": "import os\nx = os.environ.get('RANK')"},
@@ -465,7 +464,7 @@ def test_a_law_lets_pass(law: Callable[[Sources], Iterator[str]], tmp_path: Path
         "ground/tree.py": '"""Trees."""\nimport os\nhere = os.getcwd()',
         "cluster/slurm.py": '"""Slurm."""\nimport os\nrank = os.environ["SLURM_PROCID"]',
         "trainer.py": '"""The Trainer."""\nfrom lockstep.callbacks.base import Callback\nisinstance(1, str)',
-        "engines/ddp/container.py": '"""The container."""\nfrom lockstep.ground.tree import here',
+        "engines/ddp/reducer.py": '"""The reducer."""\nfrom lockstep.ground.tree import here',
         "data/order.py": '"""Order."""',
         "testing/pool.py": '"""A pool."""\nfrom lockstep.trainer import Trainer',
     }

@@ -14,9 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.engines.ddp.hooks import PostLocalSGDState, post_local_sgd
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.guards.test_step_cost import CALLS, ENGINE, Looks, calls_a_step, over_budget
 from tests.loop.balanced import Takes, made_up_clock, slow_rank
@@ -149,7 +147,7 @@ def test_one_device_is_told_that_there_is_nothing_to_balance(caplog: pytest.LogC
     assert "Trainer(balance=True) has no effect on one device" in caplog.text
 
 
-@pytest.mark.parametrize("strategy", ["dp", "deepspeed_stage_2", "model_parallel"])
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "model_parallel"])
 def test_strategies_without_unequal_shares_are_refused_at_once(strategy: str) -> None:
     with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): \w+Strategy cannot.*ddp.*leave"):
         quiet(balance=True, strategy=strategy, devices=2)
@@ -160,18 +158,11 @@ def test_another_value_than_a_switch_is_refused() -> None:
         quiet(balance="yes")
 
 
-def local_sgd() -> DDPStrategy:
-    return DDPStrategy(ddp_comm_state=PostLocalSGDState(8), ddp_comm_hook=post_local_sgd, model_averaging_period=2)
-
-
-def refused(kind: str) -> str:
-    flags: dict[str, Any] = {}
+def refused(kind: str, **flags: Any) -> str:
     loader: Any = numbers(16, 4)
-    if kind == "local steps":
-        flags["strategy"] = local_sgd()
-    elif kind == "iterable":
+    if kind == "iterable":
         loader = DataLoader(Stream(16), 4)
-    else:
+    elif kind == "use_distributed_sampler=False":
         flags["use_distributed_sampler"] = False
     flags = {"strategy": "ddp", "devices": 2, **flags}
     with pytest.raises(MisconfigurationException) as told:
@@ -182,7 +173,6 @@ def refused(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("local steps", "DDPStrategy cannot give its ranks unequal shares of a global batch, since it takes local"),
         ("iterable", "Trainer(balance=True): train_dataloader gives whole batches"),
         ("use_distributed_sampler=False", "Trainer(balance=True): train_dataloader gives whole batches"),
     ],

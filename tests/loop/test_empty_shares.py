@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import LightningModule
@@ -20,6 +19,7 @@ from lockstep.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, S
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Recorder, Slope, Stream, numbers, on_ranks, quiet
+from tests.tools.hooked import hooked
 
 SAMPLES, WORLD = 13, 3
 """Of the last micro-batch two ranks have no sample."""
@@ -199,7 +199,10 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], bool, dict[str, Any]]]
     "a line search over a window": (lambda: Net("LBFGS"), {}, False, {"accumulate_grad_batches": 3}),
     "static graph": (Net, {"static_graph": True}, False, {}),
     "sharded": (lambda: Net("Adam"), {"shard_optimizer": True}, False, {"gradient_clip_val": 0.2}),
-    "a communication hook": (Net, {"ddp_comm_hook": allreduce_hook}, False, {"accumulate_grad_batches": 3}),
+    **{
+        name: (Net, given, False, {"accumulate_grad_batches": 3})
+        for name, given in hooked("communication hook").items()
+    },
     "compared": (Net, {"check_reduction": True}, False, {}),
     "by hand": (Gan, {}, False, {}),
     "stream": (Net, {}, True, {}),

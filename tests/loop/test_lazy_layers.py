@@ -95,7 +95,6 @@ NEEDS: dict[str, Callable[[], object]] = {
     ),
     "A plan": lambda: quiet().plan(Lazy(), rows()),
     "A search": lambda: Tuner(quiet(max_epochs=1)).lr_find(Lazy(), rows(), num_training=2, update_attr=False),
-    "DataParallelStrategy": lambda: quiet(strategy="dp").fit(Lazy(), rows()),
 }
 
 

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep import LightningModule
-from lockstep.engines.ddp.hooks import PowerSGDState, power_sgd
 from lockstep.engines.owners import owners_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.memory_use import is_oom_error
@@ -175,19 +174,6 @@ def test_fsdp_holds_its_part_of_the_model(ranks: RankPool, world: int, strategy:
         assert used.optimizer_states <= 8 * part + STEPS
         assert used.buckets == 0
     assert sum(used.optimizer_states for used in found) == 8 * ELEMENTS + world * STEPS
-
-
-def remembered() -> MemoryUse:
-    state = PowerSGDState(1, start=2)
-    trainer = quiet(strategy=DDPStrategy(ddp_comm_hook=power_sgd, ddp_comm_state=state), devices=2, max_steps=4)
-    trainer.fit(Plain(), rows(32)(4))
-    return trainer.memory()
-
-
-def test_what_a_communication_hook_remembers_counts(ranks: RankPool) -> None:
-    """PowerSGD keeps its error, as large as the gradients of matrices."""
-    for used in ranks(2).run(remembered):
-        assert used.hook_state >= 4 * (131 * 6 + 131 * 57)
 
 
 # -- what is told, and when --------------------------------------------------------------------------------------

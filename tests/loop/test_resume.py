@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
-from lockstep.engines.ddp.hooks import PostLocalSGDState, post_local_sgd
-from lockstep.strategies import DDPStrategy, ModelParallelStrategy
+from lockstep.strategies import ModelParallelStrategy
 from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Recorder, Slope, numbers, on_ranks, quiet
@@ -498,31 +497,6 @@ def test_a_stream_with_a_state_begins_anew_after_the_end_of_an_epoch(
         quiet(max_epochs=3, callbacks=[Cut("on_train_batch_end", nth, tmp_path / "cut.ckpt")]).fit(first, make())
     quiet(max_epochs=3).fit(second, make(), ckpt_path=tmp_path / "cut.ckpt")
     assert first.batches + second.batches == expected.batches
-
-
-def resumed_when_over(path: Path) -> list[tuple[float, float]]:
-    """The weights of a fit of local steps that has ended, and of a resume that finds nothing left to train."""
-    found = []
-    for resume in (None, path):
-        module = Slope(lr=0.1)
-        strategy = DDPStrategy(
-            ddp_comm_state=PostLocalSGDState(start=1, local_allreduce=False),
-            ddp_comm_hook=post_local_sgd,
-            model_averaging_period=4,
-        )
-        trainer = quiet(strategy=strategy, devices=2, max_epochs=1)
-        trainer.fit(module, numbers(14), ckpt_path=resume)
-        if resume is None:
-            trainer.save_checkpoint(path)
-        found.append((module.w.item(), trainer.global_step))
-    return found
-
-
-def test_a_fit_of_local_steps_that_was_over_leaves_the_mean_again(ranks: RankPool, tmp_path: Path) -> None:
-    """Killed after its last checkpoint and run again, each rank was left with weights of its own."""
-    first, second = ranks(2).run(resumed_when_over, tmp_path / "over.ckpt")
-    assert first == second
-    assert first[0] == first[1]
 
 
 def test_hpc_is_the_newest_file_that_a_requeued_job_of_lightnings_left(tmp_path: Path) -> None:

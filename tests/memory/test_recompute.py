@@ -19,7 +19,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from lockstep import LightningModule
-from lockstep.engines.dp.replicas import DataParallel
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.memory.recompute import is_recomputing, recompute
 from lockstep.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
@@ -172,16 +171,6 @@ def test_copies_are_recomputed_with_their_own_parameters() -> None:
         assert copied.blocks[1].into.weight.grad is not None
         assert net.blocks[1].into.weight.grad is None
         assert [block.forwards for block in copied.blocks] == [1, 1, 1]
-
-
-def test_replicas_are_recomputed_with_their_own_parameters() -> None:
-    net = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-    expected = DataParallel(net, ["cpu", "cpu"])(torch.ones(4, 6))
-    recompute(net, nn.Sequential)
-    found = DataParallel(net, ["cpu", "cpu"])(torch.ones(4, 6))
-    assert torch.equal(expected, found)
-    found.sum().backward()
-    assert net[1][0].weight.grad is not None
 
 
 def test_hooks_of_a_layer_run_once_and_those_inside_it_again() -> None:

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.engines.ddp.hooks.compress import allreduce
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import RankPool, check_equivalence
-from lockstep.testing.pool import RankFailure
 from tests.loop.pieces import quiet
+from tests.tools.hooked import hooked
 
 
 class Waves(LightningModule):
@@ -72,7 +71,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "static graph": {"static_graph": True},
     "without views": {"gradient_as_bucket_view": False},
     "sharded optimizer": {"shard_optimizer": True},
-    "communication hook": {"ddp_comm_hook": allreduce},
+    **hooked("communication hook"),
     "check_reduction": {"check_reduction": True},
 }
 FLAGS: list[dict[str, Any]] = [
@@ -94,12 +93,6 @@ def test_complex_gradients_are_those_of_one_process(ranks: RankPool, world: int)
     assert ranks(world).run(reports, group=False, timeout=50) == [[]] * world
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_dp_takes_complex_batches(flags: dict[str, Any]) -> None:
-    report = check_equivalence(Waves, rows, strategy="dp", devices=2, **flags)
-    assert report, report
-
-
 def test_clipping_by_value_bounds_both_parts() -> None:
     """It was refused within torch, as clamp is not there for complex numbers."""
     found: list[Tensor] = []
@@ -111,21 +104,3 @@ def test_clipping_by_value_bounds_both_parts() -> None:
     flags: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "max_steps": 2}
     quiet(precision="64-true", **flags).fit(Clipped(), rows(4))
     assert found == [0.01, 0.01]
-
-
-def real_hook(state: Any, bucket: Any) -> Any:
-    future: Any = torch.futures.Future()
-    future.set_result(bucket.buffer().real)
-    return future
-
-
-@pytest.mark.filterwarnings("ignore:Casting complex")
-def test_a_hook_that_drops_imaginary_parts_is_refused(ranks: RankPool) -> None:
-    """Real numbers in the place of complex gradients were taken, and their imaginary parts were zero from then on."""
-
-    def fit() -> None:
-        strategy = DDPStrategy(ddp_comm_hook=real_hook)
-        quiet(strategy=strategy, devices=2, max_steps=1, precision="64-true").fit(Waves(), rows(4))
-
-    with pytest.raises(RankFailure, match=r"real_hook holds a tensor of \d+ elements \(torch.float64"):
-        ranks(2).run(fit)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lockstep import Callback, LightningModule, Trainer, seed_everything
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
-from lockstep.engines.ddp.hooks import PostLocalSGDState, PowerSGDState, post_local_sgd, power_sgd
+from lockstep.ground.extensions import is_there
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, Strategy
 from tests.tools.crash import Kill, KillAt, report
 
@@ -33,19 +33,25 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp_fork": {"start_method": "fork"},
     "shard_optimizer": {"shard_optimizer": True},
     "static_graph": {"static_graph": True},
-    "local_steps": {
-        "ddp_comm_hook": post_local_sgd,
-        "model_averaging_period": 4,
-        "ddp_comm_state": lambda: PostLocalSGDState(start=5, local_allreduce=False),
-    },
     "fsdp": {},
     "fsdp_in_parts": {"state_dict_type": "sharded"},
     "fsdp_async": {"state_dict_type": "sharded", "async_save": True},
-    "power_sgd": {"ddp_comm_hook": power_sgd, "ddp_comm_state": lambda: PowerSGDState(rank=2, start=2)},
     "balanced": {"split": [2, 3]},
     "balanced_zero_bubble": {"schedule": "zero-bubble", "stages_per_rank": 2, "split": [1, 1, 1, 2]},
 }
 """Names of strategies, and arguments of the class that each begins with; a hook's state is made anew."""
+if is_there("parallel"):
+    from lockstep.engines.ddp.hooks import PostLocalSGDState, PowerSGDState, post_local_sgd, power_sgd
+
+    STRATEGIES["local_steps"] = {
+        "ddp_comm_hook": post_local_sgd,
+        "model_averaging_period": 4,
+        "ddp_comm_state": lambda: PostLocalSGDState(start=5, local_allreduce=False),
+    }
+    STRATEGIES["power_sgd"] = {
+        "ddp_comm_hook": power_sgd,
+        "ddp_comm_state": lambda: PowerSGDState(rank=2, start=2),
+    }
 
 DATA = ("keyed", "torch", "random", "weighted", "numpy", "batch", "stream", "stateful")
 """Where the order comes from: lockstep's own, torch's, a sampler of torch's with a generator, one that draws with

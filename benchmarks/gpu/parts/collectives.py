@@ -70,15 +70,16 @@ def gradients(net: nn.Module) -> list[Tensor]:
 
 def averaged(device: str, hook: str | None, tolerance: float) -> Numbers:
     """The largest difference of averaged gradients from those of one process, over some steps."""
-    from lockstep.engines.ddp import hooks
     from lockstep.engines.ddp.reducer import Reducer
     from lockstep.engines.ddp.transport import AllReduce
+    from lockstep.extensions.parallel import hooks
+    from lockstep.extensions.parallel.hooks.hook_transport import attach_hook
 
     net, plain = network(device), network(device)
     reducer = Reducer(net.named_parameters(), bucket_cap_mb=0.01, transport=AllReduce(None))
     if hook is not None:
         state = {"power_sgd": lambda: hooks.PowerSGDState(rank=5, start=2)}.get(hook)
-        reducer.register_comm_hook(state() if state else None, getattr(hooks, hook))
+        attach_hook(reducer, state() if state else None, getattr(hooks, hook))
     world, largest = dist.get_world_size(), 0.0
     for step in range(4):
         plain.zero_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lockstep.engines.ddp.strategy import DDPStrategy
-from lockstep.engines.dp.strategy import DataParallelStrategy
 from lockstep.engines.sharded.fsdp import FSDPStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy, Strategy
 from lockstep.ground.extensions import load
@@ -26,8 +25,10 @@ def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
     again = candidate.recomputed
     if candidate.kind == "single":
         return SingleDeviceStrategy(activation_checkpointing=again or None)
+    made: Strategy
     if candidate.kind == "dp":
-        return DataParallelStrategy()
+        made = load("strategies", "dp")()
+        return made
     if candidate.kind in MODES:
         return FSDPStrategy(
             sharding_strategy=MODES[candidate.kind],
@@ -37,7 +38,7 @@ def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
         )
     if candidate.kind == "deepspeed":
         both = candidate.offload and candidate.stage == 3
-        made: Strategy = load("strategies", "deepspeed")(
+        made = load("strategies", "deepspeed")(
             stage=candidate.stage,
             offload_optimizer=candidate.offload,
             offload_parameters=both,

@@ -16,7 +16,6 @@ SPAWN, FORK = {"start_method": "spawn"}, {"start_method": "fork"}
 DDP, FSDP = "ddp.strategy.DDPStrategy", "sharded.fsdp.FSDPStrategy"
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "single_device": ("strategy.SingleDeviceStrategy", {}),
-    "dp": ("dp.strategy.DataParallelStrategy", {}),
     "ddp": (DDP, {}),
     "ddp_find_unused_parameters_true": (DDP, {"find_unused_parameters": True}),
     "ddp_find_unused_parameters_false": (DDP, {"find_unused_parameters": False}),

@@ -585,3 +585,35 @@ def grouped(
             size += tensor.nbytes
         if group:
             yield group
+
+
+PIECE = 16 * 2**20
+"""At most this many bytes of tensors are copied together for one message (a larger tensor goes alone).
+
+The allocator keeps memory of that size and gives it again. Memory of 64 MiB it asks of the system anew each time, which
+takes longer than sending it.
+"""
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """A tensor's numbers as real ones in a row, two for each complex one."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+
+def pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that travel together: of one dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in kinds.values():
+        piece: list[Tensor] = []
+        size = 0
+        for tensor in alike:
+            if piece and size + tensor.nbytes > PIECE:
+                yield piece
+                piece, size = [], 0
+            piece.append(tensor)
+            size += tensor.nbytes
+        yield piece

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -141,20 +140,6 @@ def in_stream(stream: Any) -> AbstractContextManager[Any]:
     """Inside, what is computed goes into ``stream``."""
     made: AbstractContextManager[Any] = device_module(stream.device).stream(stream)
     return made
-
-
-@cache
-def has_futures(kind: str) -> bool:
-    """Whether ``torch.futures`` knows a kind of device: the stream of who waits for one waits for that of who set."""
-    if kind in ("cpu", "cuda"):
-        return kind == "cuda"
-    try:
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[current_of(kind)])
-        future.set_result(torch.empty(1, device=current_of(kind)))
-        future.wait()
-    except RuntimeError:
-        return False
-    return True
 
 
 def has_timed_events(device: torch.device) -> bool:

@@ -116,6 +116,27 @@ EXTENSIONS: dict[str, Extension] = {
             "lightning": "unchanged",
         },
     ),
+    "parallel": Extension(
+        strategies={"dp": ("dp.strategy:DataParallelStrategy", {})},
+        services={"communication hooks": "comm_hooks:communication_hook"},
+        names={
+            "DataParallel": "dp.replicas",
+            "DistributedDataParallel": "container",
+        },
+        paths={
+            "engines.ddp.averaging": "averaging",
+            "engines.ddp.backward_watcher": "backward_watcher",
+            "engines.ddp.comm_hooks": "comm_hooks",
+            "engines.ddp.container": "container",
+            "engines.ddp.hooks": "hooks",
+            "engines.ddp.join": "join",
+            "engines.ddp.torch_names": "torch_names",
+            "engines.dp": "dp",
+            "parallel.averaging": "averaging",
+            "parallel.ddp": "container",
+            "parallel.hooks": "hooks",
+        },
+    ),
     "search": Extension(
         commands={
             "submit": ("submit_command:submit", "submit a script to SLURM"),

@@ -115,11 +115,6 @@ EXCEPTHOOK = Installation(
     "notes what ends a rank's script, and folds long tracebacks; on one process it comes when a call has failed, in a "
     "rank of `lockstep run` before the script's first line. It stays, since what nobody catches comes after the call",
 )
-OPTIMIZER_HOOK = Installation(
-    "torch's hook before each optimizer step",
-    ("engines/ddp/backward_watcher.py",),
-    "tells a container that waits for a backward; a hook for each container could go in torch's loop over the hooks",
-)
 MODULE_HOOKS = Installation(
     "torch's hooks on parameters, buffers and submodules that are registered",
     ("engines/ddp/late_parameters.py",),
@@ -191,11 +186,6 @@ EXIT_THREADS = Installation(
     "atexit: wait for torch's threads",
     ("ground/fork_and_exit.py",),
     "one that wants the interpreter while it goes aborts it",
-)
-EXIT_ORDERED = Installation(
-    "atexit: end the threads of ordered messages",
-    ("engines/ddp/hooks/hook_transport.py",),
-    "the same, from the import on",
 )
 EXIT_GROUP = Installation("atexit: leave the process group", ("engines/ranks.py",), "the group stays behind a fit")
 EXIT_WORKERS = Installation(

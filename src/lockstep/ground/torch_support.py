@@ -143,20 +143,11 @@ PARTS: tuple[Part, ...] = (
     # the DistributedDataParallel engine
     Part("torch._C._current_graph_task_id", "engines/", "whether a backward runs, and which", DDP),
     Part(
-        "torch._C._will_engine_execute_node",
-        "engines/ddp/backward_watcher.py",
-        "parameters that a backward reaches",
-        DDP,
-    ),
-    Part(
         "torch._C._storage_Use_Count",
         "ground/transfer.py engines/ddp/bucket.py",
         "whether memory is used elsewhere",
         EVERYTHING,
     ),
-    Part("torch._C._are_functorch_transforms_active", "engines/ddp/container.py", "a forward within torch.func", DDP),
-    Part("torch._C.Future", "engines/ddp/hooks/hook_transport.py", "what a communication hook returns", DDP),
-    Part("torch.Tensor._is_view", "engines/ddp/hooks/powersgd.py", "whether a state would hold a whole bucket", DDP),
     Part("torch.autograd.variable.Variable._execution_engine", "engines/", "a callback at a backward's end", DDP),
     Part(
         "torch.autograd._unsafe_preserve_version_counter",
@@ -166,38 +157,16 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch.autograd.profiler._is_profiler_enabled",
-        "engines/ddp/container.py loop/update.py",
+        "loop/update.py",
         "whether a profile names phases",
         EVERYTHING,
     ),
-    Part("torch.nn.parallel.distributed._BufferCommHook", "engines/ddp/torch_names.py", "an argument of torch's", DDP),
-    Part(
-        "torch.nn.parallel.distributed._BufferCommHookLocation",
-        "engines/ddp/container.py engines/ddp/torch_names.py",
-        "an argument of torch's",
-        DDP,
-    ),
-    Part("torch.distributed.algorithms.join._JoinConfig", "engines/ddp/join.py", "torch's Join", DDP),
     Part("torch.distributed.ProcessGroup._get_backend", "engines/", "what carries a device's tensors", DDP),
-    Part("torch.distributed.distributed_c10d._get_default_store", "engines/", "messages beside a collective", DDP),
     Part(
         "torch.distributed.distributed_c10d._abort_process_group",
         "engines/ranks.py",
         "to leave a group whose collectives wait for a lost rank",
         "nothing: a rank that fails leaves later",
-    ),
-    # what torch's class takes, and few ask for: read late, with a way out of its own
-    Part(
-        "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform",
-        "engines/ddp/consistency.py",
-        "a module that is tensor-parallel within replicas",
-        "DistributedDataParallel(device_mesh=...)",
-    ),
-    Part(
-        "torch.distributed.DeviceMesh._get_root_mesh",
-        "engines/ddp/consistency.py",
-        "as above",
-        "DistributedDataParallel(device_mesh=...)",
     ),
     # shards by fully_shard
     Part(f"{_FSDP}._fully_shard.FSDPModule._get_fsdp_state", "engines/", "what torch keeps of a module", FSDP),
@@ -381,21 +350,21 @@ PARTS: tuple[Part, ...] = (
     # compiled modules
     Part(
         "torch._dynamo",
-        "loop/compiled.py loop/spawn_results.py engines/ddp/container.py",
+        "loop/compiled.py loop/spawn_results.py",
         "whether anything is compiled",
         COMPILE,
     ),
     Part("torch._dynamo.eval_frame.OptimizedModule", "loop/compiled.py", "the module that was compiled", COMPILE),
     Part(
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
-        "loop/compiled.py engines/ddp/container.py",
+        "loop/compiled.py",
         "as above",
         COMPILE,
     ),
     Part("torch.nn.Module._call_impl", "engines/pipeline/chain.py", "forward with the hooks around it", PIPELINES),
     Part(
         "torch.nn.Module._compiled_call_impl",
-        "ground/methods.py engines/ddp/container.py",
+        "ground/methods.py",
         "module.compile()",
         COMPILE,
     ),
@@ -415,13 +384,6 @@ PARTS: tuple[Part, ...] = (
         TRACE,
     ),
     Part("torch.cuda._is_in_bad_fork", "ground/device.py", "CUDA used before ranks are forked", "its message"),
-    Part(
-        "torch.distributed.rpc._is_current_rpc_agent_set",
-        "engines/ddp/backward_watcher.py",
-        "distributed autograd",
-        "rpc",
-    ),
-    Part("torch.distributed.autograd._current_context", "engines/ddp/backward_watcher.py", "as above", "rpc"),
     # testing
     Part("torch.distributed.distributed_c10d._set_pg_timeout", "testing/pool.py", "a call's limit", TESTING),
     Part("torch._C._distributed_c10d._set_thread_isolation_mode", "testing/pool.py", "groups of rank threads", TESTING),
@@ -437,23 +399,24 @@ PARTS: tuple[Part, ...] = (
 
 
 @cache
-def missing(feature: str) -> tuple[Part, ...]:
-    """The parts of a feature that this torch does not have."""
-    return tuple(part for part in PARTS if part.feature == feature and not is_there(part.name))
+def missing(feature: str, more: tuple[Part, ...] = ()) -> tuple[Part, ...]:
+    """The parts of a feature that this torch does not have; ``more``: those of an extension."""
+    return tuple(part for part in (*PARTS, *more) if part.feature == feature and not is_there(part.name))
 
 
-def refuse_without(feature: str, what: str, instead: str) -> None:
+def refuse_without(feature: str, what: str, instead: str, more: tuple[Part, ...] = ()) -> None:
     """Refuse a feature whose parts this torch lacks.
 
     Args:
         feature: one of `ASKED_FOR`.
         what: as the user wrote it.
         instead: the way out that is no other torch.
+        more: the parts that an extension lists.
 
     Raises:
         MisconfigurationException: it lacks one, which is named.
     """
-    lacking = missing(feature)
+    lacking = missing(feature, more)
     if lacking:
         part = lacking[0]
         raise MisconfigurationException(

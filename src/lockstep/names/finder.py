@@ -125,11 +125,11 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
     if first == "pytorch":
         return ModuleSpec(fullname, _SameModule(f"{ROOT}.{rest}".rstrip(".")))
     # before Python's own, which would make a second module of a file that is asked for by its former path
-    if first == "parallel" and rest:
-        return _moved(fullname, name)
     home = extensions.home_of(name)
     if home is not None and _exists(home):
         return ModuleSpec(fullname, _SameModule(home))
+    if first == "parallel" and rest and home is None:
+        return _moved(fullname, name)
     spec = PathFinder.find_spec(fullname, path)
     if spec is not None and spec.origin is not None:  # without origin: a folder that holds no __init__
         return _completing(spec) if name in COMPLETED else spec

@@ -10,9 +10,9 @@ from itertools import takewhile
 
 import torch
 
-from lockstep.engines.ddp.averaging import PIECE
 from lockstep.engines.ddp.bucket import ALIGNMENT, ParameterInfo, in_order_of_arrival, plan_buckets
 from lockstep.engines.owners import owners_of
+from lockstep.ground.comm import PIECE
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.partition import Block, Device, DoesNotFit, Split, Stage, partition
 from lockstep.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile

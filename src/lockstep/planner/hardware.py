@@ -289,7 +289,7 @@ def probe(rank: int, folder: str) -> None:
         rank: 0 or 1.
         folder: where they meet.
     """
-    from lockstep.engines.ddp.container import DistributedDataParallel
+    from lockstep.engines.ddp.reducer import Reducer
 
     cpu = torch.device("cpu")
     torch.set_num_threads(1)
@@ -301,14 +301,18 @@ def probe(rank: int, folder: str) -> None:
     extra = []
     for width in (8, 1448):
         seconds = []
-        for wrap in (False, True):
+        for reduced in (False, True):
             layer = torch.nn.Linear(width, width, bias=False)
-            net: Any = DistributedDataParallel(layer) if wrap else layer
+            reducer = Reducer(layer.named_parameters()) if reduced else None
             x = torch.ones(1, width)
 
-            def step(net: Any = net, layer: Any = layer, x: Any = x) -> None:
+            def step(layer: Any = layer, reducer: Any = reducer, x: Any = x) -> None:
                 layer.zero_grad()
-                net(x).sum().backward()
+                if reducer is not None:
+                    reducer.prepare()
+                layer(x).sum().backward()
+                if reducer is not None:
+                    reducer.finish()
 
             for _ in range(3):  # buckets are laid out by the first ones
                 step()

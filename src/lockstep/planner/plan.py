@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_type_hints
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.extensions import is_there
 from lockstep.memory.meter import readable
 
 if TYPE_CHECKING:  # else imported where a plan is made: each Trainer names this file, and few make a plan
@@ -88,6 +89,9 @@ def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, pa
     """
     if candidate.kind == "pipeline":
         return 'predicted, not chosen: the module needs a chain of blocks; give strategy="balanced"'
+    extension = {"deepspeed": "deepspeed", "dp": "parallel"}.get(candidate.kind)
+    if extension is not None and not is_there(extension):
+        return f"needs the extension {extension}"
     if candidate.kind == "deepspeed" and "deepspeed" not in packages:
         return "needs the package deepspeed"
     if candidate.kind == "deepspeed" and not profile.elementwise:

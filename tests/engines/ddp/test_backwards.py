@@ -103,7 +103,7 @@ def _late_nesting() -> str:
     reducer.prepare()
     with pytest.raises(RuntimeError) as raised:
         net(_batch(0, 0), 3).sum().backward()
-    for bucket in reducer._buckets:
+    for bucket in reducer.buckets:
         if bucket.work is not None:
             reducer._transport.wait(bucket)
     with pytest.raises(RuntimeError, match="start again from a checkpoint"):

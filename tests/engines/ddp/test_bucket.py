@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from lockstep.engines.ddp.bucket import ALIGNMENT, Bucket, GradBucket, ParameterInfo, fit_plan, offsets, plan_buckets
+from lockstep.engines.ddp.bucket import ALIGNMENT, Bucket, ParameterInfo, fit_plan, offsets, plan_buckets
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground import transfer
 from lockstep.testing.pool import RankPool
@@ -199,93 +199,3 @@ def test_sparse_gradients_stay_sparse(ranks: RankPool, static: bool, micro: int)
     for found in ranks(2).run(_sparse, static, micro):
         for got, right in zip(found, expected, strict=True):
             assert torch.allclose(got, right) if isinstance(right, Tensor) else got is right
-
-
-def _hooked(kind: str) -> Any:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1), nn.Linear(7, 7))
-    seen: list[Any] = []
-
-    def halve(state: str, bucket: GradBucket) -> Any:
-        shapes = [tuple(g.shape) for g in bucket.gradients()] == [tuple(p.shape) for p in bucket.parameters()]
-        length = bucket.buffer().numel() == sum(p.numel() for p in bucket.parameters())
-        seen.append((state, bucket.index(), bucket.is_last(), shapes, length))
-        if kind == "tensor":
-            return bucket.buffer()
-        if kind == "length":
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer()[:1])
-            return future
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda done: [done.value()[0] / 4])
-
-    reducer = Reducer(net.named_parameters(), bucket_cap_mb=0.00002, first_bucket_mb=0.00002)
-    reducer.register_comm_hook("state", halve)
-    with pytest.raises(RuntimeError, match="a hook already"):
-        reducer.register_comm_hook(None, halve)
-    grads = []
-    for _ in range(2):
-        net.zero_grad()
-        reducer.prepare()
-        try:
-            net[:2](torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
-            reducer.finish()
-        except TypeError as error:
-            return str(error)
-        grads = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
-    return seen, grads, len(reducer.plan())
-
-
-def test_a_hook_gets_undivided_gradients_without_gaps(ranks: RankPool) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1), nn.Linear(7, 7))
-    for rank in range(2):
-        (net[:2](torch.full((1, 3), 1.0 + rank)).sum() / 4).backward()
-    for seen, grads, buckets in ranks(2).run(_hooked, "right"):
-        assert len(seen) == 2 * buckets
-        assert [index for _, index, *_ in seen] == list(range(buckets)) * 2
-        assert all(state == "state" and shapes and length for state, _, _, shapes, length in seen)
-        assert [last for _, _, last, *_ in seen] == ([False] * (buckets - 1) + [True]) * 2
-        for grad, right in zip(grads, [p.grad for p in net.parameters()], strict=True):
-            assert (grad is None) == (right is None)
-            assert grad is None or torch.allclose(grad, right, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "says"), [("tensor", "returned Tensor"), ("length", "a tensor of 1 elements")])
-def test_a_hook_that_returns_the_wrong_thing_is_named(ranks: RankPool, kind: str, says: str) -> None:
-    for rank, error in enumerate(ranks(2).run(_hooked, kind)):
-        assert f"rank {rank}: " in error
-        assert "halve" in error
-        assert says in error
-
-
-def _chained(overlaps: bool) -> list[str]:
-    """Notes when a hook is called for a bucket, and when the bucket's second message is on its way."""
-    net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
-    notes: list[str] = []
-
-    def twice(state: None, bucket: GradBucket) -> Any:
-        index, buffer = bucket.index(), bucket.buffer()
-        notes.append(f"called {index}")
-
-        def second(done: Any) -> Tensor:
-            dist.all_reduce(buffer)  # a callback of a gloo future: in another thread
-            notes.append(f"done {index}")
-            return buffer
-
-        return dist.all_reduce(buffer, async_op=True).get_future().then(second)
-
-    twice.overlaps = overlaps  # type: ignore[attr-defined]
-    reducer = Reducer(net.named_parameters(), bucket_cap_mb=0.00006, first_bucket_mb=0.00006)
-    reducer.register_comm_hook(None, twice)
-    for _ in range(2):
-        reducer.prepare()
-        net(torch.ones(1, 4)).sum().backward()
-        reducer.finish()
-    return notes
-
-
-def test_hooks_that_chain_messages_go_bucket_by_bucket(ranks: RankPool) -> None:
-    for notes in ranks(2).run(_chained, False):
-        expected = [f"{what} {index}" for index in range(4) for what in ("called", "done")]
-        assert notes == expected * 2

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
-from lockstep.engines.ddp.late_parameters import LateParameters, find_cast
-from lockstep.engines.ddp.reducer import Reducer
-from lockstep.engines.ddp.transport import AllReduce
+from lockstep.engines.ddp.late_parameters import LateParameters
 
 
 def _net() -> nn.Sequential:
@@ -104,14 +102,3 @@ def test_an_ignored_name_may_come() -> None:
     assert late.found is None
     model[0] = nn.Linear(1, 1)
     assert late.found == "0.weight"
-
-
-def test_a_parameter_that_was_cast_or_resized_is_found() -> None:
-    net = _net()
-    reducer = Reducer(net.named_parameters(), transport=AllReduce(None))
-    assert find_cast(reducer._buckets) is None
-    net[0].bias.data = torch.zeros(3)
-    assert str(find_cast(reducer._buckets)).startswith("parameter '0.bias' has become torch.float32 of shape (3,)")
-    net.double()
-    assert str(find_cast(reducer._buckets)).startswith("parameter '1.bias' has become torch.float64 of shape (2,)")
-    reducer.detach()

@@ -475,12 +475,12 @@ def _copied(keep: str) -> tuple[int, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(5):
-            before = [id(view) for buck in reducer._buckets for view in buck.views]
+            before = [id(view) for buck in reducer.buckets for view in buck.views]
             net.zero_grad()
             reducer.prepare()
             _two_losses(net, step, 0)[0].backward()
             reducer.finish()
-            made.append(sum(id(view) not in before for buck in reducer._buckets for view in buck.views))
+            made.append(sum(id(view) not in before for buck in reducer.buckets for view in buck.views))
             if keep == "gradient":
                 kept[:] = [[p.grad for p in net.parameters() if p.grad is not None]]
             elif keep == "alias":

@@ -77,7 +77,7 @@ def _train(
                     attached.finish()
         found.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
         optimizer.step()
-    counts = (len(attached._hooks), len(attached._buckets), attached.collectives) if reducer else None
+    counts = (len(attached._hooks), len(attached.buckets), attached.collectives) if reducer else None
     return found, counts
 
 
@@ -170,7 +170,7 @@ def _another_order(buckets: int) -> Any:
             return f"{step}: {caught}"
         found.append({name: parameter.grad for name, parameter in values.items()})
         found[-1] = {name: grad.clone() for name, grad in found[-1].items() if grad is not None}
-    assert len(reducer._buckets) == buckets
+    assert len(reducer.buckets) == buckets
     return found
 
 

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
-from lockstep.engines.ddp.hooks import PostLocalSGDState, post_local_sgd
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.extensions.extras.weight_averaging import EMAWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
@@ -75,7 +74,7 @@ def data(batch_size: int) -> Any:
 
 
 def _equivalent(optimizer: str) -> EquivalenceReport:
-    """By the others: tests/equivalence, and tests/engines/ddp/test_owned_optimizer.py."""
+    """By the others: tests/equivalence, and tests/extensions/parallel/test_owned_optimizer.py."""
     return check_equivalence(
         lambda: Net(optimizer),
         data,
@@ -280,24 +279,6 @@ def _reraise() -> None:
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (
-            {
-                "ddp_comm_hook": post_local_sgd,
-                "ddp_comm_state": PostLocalSGDState(8),
-                "model_averaging_period": 4,
-            },
-            "local steps",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused_at_once(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(MisconfigurationException, match=text):
-        sharded(**options)
 
 
 class Refused(Net):

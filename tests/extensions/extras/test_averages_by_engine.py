@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lockstep.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lockstep.ground.extensions import is_there
 from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
@@ -94,7 +95,7 @@ ENGINES: dict[str, tuple[Callable[[], Any], int]] = {
     "model parallel 1 x 2": (lambda: ModelParallelStrategy(1, 2), 2),
     "balanced": (lambda: BalancedStrategy(split="equal"), 2),
     "balanced in one process": (lambda: BalancedStrategy(split="equal", one_process=True), 1),
-    "dp": (lambda: "dp", 1),
+    **({"dp": (lambda: "dp", 1)} if is_there("parallel") else {}),
     "deepspeed 1": (lambda: DeepSpeedStrategy(stage=1), 2),
     "deepspeed 2": (lambda: DeepSpeedStrategy(stage=2), 2),
     "deepspeed 3": (lambda: DeepSpeedStrategy(stage=3), 2),

@@ -1,1 +1,1 @@
-"""Data parallel over ranks: buckets, the reducer, DistributedDataParallel, communication hooks."""
+"""Data parallel over ranks: buckets, the reducer and its transports, the strategy."""

@@ -5,24 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import re
-import time
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
-from lockstep.ground.torch_support import DDP, refuse_without
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 # -- the start -----------------------------------------------------------------------------------------------
 
@@ -118,118 +110,11 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype}, shape {tuple(tensor.shape)}{laid}"
 
 
-def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) -> Any:
-    """The process group of a container: the given one, that of the mesh, or the default one.
-
-    Args:
-        group: None for the default one.
-        mesh: a device mesh, if any; where it is a part of a larger one, ``module`` is made ready for that.
-        module: what is wrapped.
-
-    Raises:
-        ValueError: there is none, or this rank is not in it.
-        MisconfigurationException: this torch lacks what a container needs.
-    """
-    refuse_without(DDP, DDP, "train on one device")
-    if not comm.is_distributed():
-        raise MisconfigurationException(
-            "DistributedDataParallel: Default process group has not been initialized; call "
-            "torch.distributed.init_process_group(...) first, on every rank"
-        )
-    if group is not None and mesh is not None:
-        raise MisconfigurationException("Cannot specify both process_group and device_mesh arguments. Give one of them")
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise MisconfigurationException(
-                f"Only 1D device mesh is supported, and device_mesh={mesh!r} has {mesh.ndim} dimensions: give one of "
-                "them, as in mesh['replicate']"
-            )
-        if mesh._get_root_mesh() != mesh:
-            from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-            _pre_dp_module_transform(module)
-        group = mesh.get_group(mesh_dim=0)
-    found = dist.group.WORLD if group is None else group
-    if dist.get_rank(found) < 0:
-        raise MisconfigurationException(
-            f"process_group: rank {dist.get_rank()} (of {dist.get_world_size()}) is not in it; wrap the model on its "
-            "members only"
-        )
-    for parameter in module.parameters() if isinstance(module, nn.Module) else ():
-        comm.travel_by(parameter.device, found)
-        break
-    return found
-
-
 def sparse_names(module: nn.Module) -> set[str]:
     """Parameters of layers that were built with sparse=True."""
     layers = (nn.Embedding, nn.EmbeddingBag)
     found = {name for name, layer in module.named_modules() if isinstance(layer, layers) and layer.sparse}
     return {f"{name}.weight".lstrip(".") for name in found}
-
-
-def _problem_of(parameter: Tensor) -> str | None:
-    """Why a parameter has no gradient that can be averaged, if so, and the way out."""
-    if isinstance(parameter, UninitializedParameter):
-        return "belongs to a lazy module and has no shape yet: run one batch through the model before it is wrapped"
-    if parameter.is_meta:
-        return (
-            "is on the meta device and has no values: give it some before the model is wrapped "
-            "(module.to_empty(device=...), then load a state dict or reset its parameters)"
-        )
-    if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
-        return (
-            "is expanded: several of its elements are one place in memory, of which an optimizer would write each; "
-            "build it from a tensor of its own (tensor.expand(...).clone())"
-        )
-    return None
-
-
-def _inner_container(module: nn.Module, trained: set[int], group: comm.Group) -> str | None:
-    """The name of a part that averages some of the ``trained`` parameters itself: torch's container, or ours."""
-    for name, part in module.named_modules():
-        own = (id(parameter) for parameter in part.parameters())
-        averages = hasattr(part, "require_backward_grad_sync") and not trained.isdisjoint(own)
-        if averages and not (part is module and _yields(part, group)):
-            return name
-    return None
-
-
-def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.Group = None) -> str | None:
-    """Why gradients of ``module`` cannot be averaged, if so: what is wrong with which parameter, and the way out.
-
-    A container of lockstep may be wrapped again, whole and over the same ``group``: the outer one averages then.
-    """
-    if not isinstance(module, nn.Module):
-        return f"module={module!r}: give a torch.nn.Module"
-    named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
-    kind = type(module).__name__
-    for name, parameter in named:
-        problem = _problem_of(parameter)
-        if problem is not None:
-            return f"parameter {name!r} of {kind} {problem}"
-    inner = _inner_container(module, {id(parameter) for _, parameter in named if parameter.requires_grad}, group)
-    if inner is not None:
-        where = f"part {inner!r} of {kind}" if inner else "the module"
-        return (
-            f"{where} is a DistributedDataParallel already, and two cannot average the same gradients: wrap the "
-            "model as a whole, once"
-        )
-    types = sorted({parameter.device.type for _, parameter in named})
-    if len(types) > 1:
-        return f"{kind} has parameters on {' and '.join(types)}; move it to devices of one type"
-    if not any(parameter.requires_grad for _, parameter in named):
-        return f"{kind}: no parameter requires a gradient, so there is nothing to average; use the module as it is"
-    return None
-
-
-def _yields(container: nn.Module, group: comm.Group) -> bool:
-    """Whether this container can let another one of ``group`` do its work."""
-    if not hasattr(container, "use_reducer"):
-        return False
-    settings = vars(container)
-    ours = settings["process_group"] is group
-    return ours and not (settings["parameters_to_ignore"] or (settings["device_ids"] or ())[1:])
 
 
 def state_tensors(module: nn.Module, ignored: Collection[str] = (), buffers: bool = True) -> list[Tensor]:
@@ -275,28 +160,8 @@ def broadcast_buffers(buffers: Iterable[Tensor], src: int, group: comm.Group) ->
         comm.broadcast_tensors(kept, src, group)
 
 
-def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
-    """What a container's two arguments say about its buffers; the older one is deprecated, as in torch."""
-    if broadcast_buffers is not None:
-        warnings.warn(
-            f"broadcast_buffers={broadcast_buffers} is deprecated: say forward_sync_buffers={broadcast_buffers} (with "
-            "it, buffers are rank 0's at the start in any case), which counts where both are given",
-            FutureWarning,
-            stacklevel=3,
-        )
-    return next(value for value in (forward_sync_buffers, broadcast_buffers, True) if value is not None)
+# -- desync check --------------------------------------------------------------------------------------------
 
-
-# -- desync check and absent ranks ---------------------------------------------------------------------------
-
-
-PATIENCE = 3.0
-"""Seconds in which ranks that failed in the same collective report; they fail within moments of each other."""
-
-LOST = re.compile("gloo|nccl|connection|timed? ?out|left|gone", re.IGNORECASE)
-"""What a failed collective says, unlike an error of this rank's own."""
-QUOTED = re.compile("'[^']*'")
-"""Names in an error: a parameter may be called left."""
 
 STAGES = {
     "forward": "begins a forward",
@@ -398,70 +263,3 @@ def checksum(grad: Tensor) -> int:
     bits = flat.view(whole).to(torch.int64)
     places = torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device)
     return int((bits * places).sum())
-
-
-@contextlib.contextmanager
-def named_failure(group: comm.Group, doing: str, number: int) -> Iterator[None]:
-    """Where a collective fails in this block, say which rank was not there, and what it has said of itself.
-
-    Args:
-        group: the ranks of the collective.
-        doing: what it is for; with ``number`` alike on every rank, and used once.
-        number: of the round that comes, or is under way.
-    """
-    try:
-        yield
-    except Exception as error:
-        lost = isinstance(error, dist.DistError) or LOST.search(QUOTED.sub("", str(error)))
-        if not (lost and isinstance(error, RuntimeError)):
-            report_failure(group, number, error)
-            raise
-        absent = describe_absent(group, f"{doing} of round {number}", number)
-        raise RuntimeError(f"rank {comm.rank(group)}, {doing} of round {number}: {absent}") from error
-
-
-def report_failure(group: comm.Group, number: int, error: Exception) -> None:
-    """Before this rank, perhaps alone, raises ``error``: for the ranks that will miss it in round ``number``."""
-    with contextlib.suppress(RuntimeError):
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"{_key(group, number)}{comm.rank(group)}", f"{type(error).__name__}: {error}")
-
-
-def _key(group: comm.Group, moment: object) -> str:
-    return f"lockstep/failed/{getattr(group or dist.group.WORLD, 'group_name', '')}/{moment}/"
-
-
-def describe_absent(group: comm.Group, moment: str, number: int) -> str:
-    """After a collective has failed here: the ranks of ``group`` that do not report the same, in a sentence.
-
-    Args:
-        group: the ranks of the collective.
-        moment: which one it was; alike on every rank, and used once.
-        number: of its round.
-    """
-    mine = comm.rank(group)
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        here, words = _key(group, moment), _key(group, number)
-        store.set(f"{here}{mine}", "1")
-        absent = [rank for rank in range(comm.world_size(group)) if rank != mine]
-        said: dict[int, str] = {}
-        until = time.monotonic() + PATIENCE
-        while len(said) < len(absent) and time.monotonic() < until:
-            absent = [rank for rank in absent if not store.check([f"{here}{rank}"])]
-            for rank in absent:
-                if rank not in said and store.check([f"{words}{rank}"]):
-                    said[rank] = store.get(f"{words}{rank}").decode()
-            time.sleep(0.05)
-    except RuntimeError:  # DistError and its kind are
-        return "the ranks' common store does not answer: the process that keeps it, that of rank 0, has ended"
-    if not absent:
-        return "all ranks were there: the connection between them failed"
-    for rank in absent:
-        if rank in said:
-            return f"rank {rank} was not there: it raised {said[rank]}"
-    who = f"rank {absent[0]} was" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} were"
-    return (
-        f"{who} not there: gone, failed, or elsewhere in its program (a loss that depends on no output of the model, a "
-        "batch more or less than on the other ranks: see skip_backward() and join())"
-    )

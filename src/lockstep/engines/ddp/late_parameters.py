@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn
 
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.engines.ddp.bucket import Bucket
 from lockstep.engines.ddp.consistency import check_alike
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import MODULE_HOOKS
@@ -97,42 +96,6 @@ class LateParameters:
         self.noticed = True
         if not self.found:
             self.found = name
-
-
-def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -> str | None:
-    """Whose gradient would not be averaged, if anybody's: a sentence without its beginning, the rank.
-
-    Args:
-        frozen: parameters that were so when the model was wrapped.
-        late: those since then; None where nobody minds.
-    """
-    for name, parameter in frozen.items():
-        if parameter.requires_grad:
-            return (
-                f"parameter {name!r} was frozen when the model was wrapped and requires a gradient now: wrap the model "
-                "with the parameter unfrozen (requires_grad may be switched off, and on again, afterwards), or wrap it "
-                "again now"
-            )
-    if late is not None and late.found is not None:
-        return (
-            f"parameter {late.found!r} was added to the model after it was wrapped, and its gradient would not be "
-            "averaged: add it before, or wrap model.module again"
-        )
-    return None
-
-
-def find_cast(buckets: Iterable[Bucket]) -> str | None:
-    """Which parameter no longer fits into its bucket, if any: a sentence without its beginning, the rank."""
-    for bucket in buckets:
-        for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=False):
-            before, now = [(t.dtype, tuple(t.shape), t.device) for t in (view, parameter)]
-            if now != before:
-                return (
-                    f"parameter {name!r} has become {now[0]} of shape {now[1]} on {now[2]} since the model was "
-                    f"wrapped, and was {before[0]} of shape {before[1]} on {before[2]}: cast or move the container, "
-                    "which follows, and not the module in it"
-                )
-    return None
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:

@@ -10,25 +10,35 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.engines.ddp.averaging import numbers_of, pieces
 from lockstep.engines.ddp.consistency import sparse_names
 from lockstep.engines.owners import Owners, check_parameter_wise, without_gradients
 from lockstep.engines.owners import parameter_wise as parameter_wise  # the path on earlier pages
 from lockstep.ground import comm
 from lockstep.ground.rank import warn_once
 
-if TYPE_CHECKING:
-    from lockstep.engines.ddp.container import DistributedDataParallel
-
 UNEVEN = 1.5
 """Times its even share that the fullest rank may have without a warning."""
+
+
+class SteppingContainer(Protocol):
+    """A container around a module whose optimizers can be shared out, `lockstep.DistributedDataParallel` for one.
+
+    Attributes:
+        module: whose parameters it keeps alike on all ranks.
+        process_group: the ranks.
+        steps_together: whether a rank waits in each step for the others.
+    """
+
+    module: nn.Module
+    process_group: Any
+    steps_together: bool
 
 
 class OwnedOptimizers(Owners):
@@ -72,14 +82,14 @@ class OwnedOptimizers(Owners):
         members = comm.ranks_of(self._group)
         of_owner = [[p for p in parameters if self._owners[p] == owner] for owner in range(self._world)]
         under_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
-        for row in zip_longest(*map(pieces, of_owner)):
+        for row in zip_longest(*map(comm.pieces, of_owner)):
             for owner, piece in enumerate(row):
                 if piece is None:
                     continue
                 total = sum(map(_count, piece))
                 device = comm.carrier(self._group, piece[0].device)
                 mine = owner == self._rank
-                flat = torch.cat([numbers_of(p) for p in piece]).to(device) if mine else None
+                flat = torch.cat([comm.numbers_of(p) for p in piece]).to(device) if mine else None
                 dtype = piece[0].real.dtype if piece[0].is_complex() else piece[0].dtype
                 flat = torch.empty(total, dtype=dtype, device=device) if flat is None else flat
                 work = dist.broadcast(comm.as_bytes(flat), members[owner], group=self._group, async_op=True)
@@ -105,7 +115,7 @@ def _arrive(work: Any, flat: Tensor, parameters: Sequence[Tensor]) -> None:
         real.copy_(values.view(real.shape))
 
 
-def shard_optimizers(container: DistributedDataParallel, *optimizers: Optimizer) -> OwnedOptimizers:
+def shard_optimizers(container: SteppingContainer, *optimizers: Optimizer) -> OwnedOptimizers:
     """Share out the states of ``optimizers`` among the ranks of a container, in a loop of your own.
 
     The loop stays as it is. All ranks step together, and call ``optimizer.state_dict()`` together.

@@ -21,9 +21,8 @@ there by then) and calls the parameter's hook, which counts (`Reducer._make_hook
 parameter launches the bucket (`Reducer._launch`), into which all its gradients are copied together
 (`lockstep.engines.ddp.bucket.Bucket.collect`); the transport scales it, and sums it over the ranks: by an all-reduce
 (`lockstep.engines.ddp.transport.AllReduce`), in memory that the ranks of a host share
-(`lockstep.engines.ddp.shared_memory.SharedReduction`), or by a communication hook
-(`lockstep.engines.ddp.hooks.hook_transport.HookTransport`); `Reducer.finish` waits, and gives each parameter its mean
-(`lockstep.engines.ddp.bucket.Bucket.give_back`).
+(`lockstep.engines.ddp.shared_memory.SharedReduction`), or by what it was given (`Reducer.use_transport`);
+`Reducer.finish` waits, and gives each parameter its mean (`lockstep.engines.ddp.bucket.Bucket.give_back`).
 
 Bits: two ranks get those of torch's ``DistributedDataParallel``, and of one process that accumulates two
 halves. For that, -0.0 stands for a gradient that a rank lacks, which leaves every summand as it is (0.0 would turn
@@ -47,6 +46,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import Parameter
 
@@ -62,7 +62,7 @@ from lockstep.engines.ddp.bucket import (
     plan_buckets,
 )
 from lockstep.engines.ddp.shared_memory import SharedReduction
-from lockstep.engines.ddp.transport import AllReduce, RoundGroup, SkipUnused, Transport, UsedParameters
+from lockstep.engines.ddp.transport import AllReduce, RoundGroup, Transport, UsedParameters
 from lockstep.ground import comm
 from lockstep.ground.rank import does, waits
 
@@ -88,7 +88,7 @@ class Reducer:
 
     Args:
         named_parameters: names and parameters in order of registration, the same on every rank
-            (`lockstep.engines.ddp.container.check_same_module` makes sure of it). Those without ``requires_grad``
+            (`lockstep.engines.ddp.consistency.check_same_module` makes sure of it). Those without ``requires_grad``
             wait.
         process_group: the ranks; ``None`` is the default group, or this process alone if there is none.
         bucket_cap_mb: size of a bucket in MiB.
@@ -101,10 +101,12 @@ class Reducer:
             after the first ones this costs one autograd hook a bucket, and no used flags travel.
         sparse: names of parameters whose gradients are sparse.
         shared_memory: on one host, let CPU tensors be summed in memory that the ranks share, not over TCP.
-        skip_unused: leave out the buckets that no rank uses in the first round of a layout.
         transport: what carries the buckets, in place of all-reduces.
 
     Attributes:
+        group: the ranks.
+        buckets: of the present layout, in the order in which they are launched.
+        is_laid_out: whether the layout stays as it is.
         sync: whether the next `finish` reduces. False accumulates: what this rank adds up stays here until a
             round. Set it before `prepare` to have the reduction overlap the backward.
         zero_weight: for one backward, drop what it makes (an empty share of a batch); what was accumulated counts.
@@ -133,7 +135,6 @@ class Reducer:
         static_graph: bool = False,
         sparse: Collection[str] = (),
         shared_memory: bool = True,
-        skip_unused: bool = False,
         transport: Transport | None = None,
     ) -> None:
         if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
@@ -144,7 +145,7 @@ class Reducer:
         self.rounds = 0
         self.collectives = 0
         self.bytes = 0
-        self._group = process_group
+        self.group = process_group
         self._world = comm.world_size(process_group)
         self.divisor: float = self._world
         self._idle = self._world == 1 and transport is None
@@ -155,7 +156,7 @@ class Reducer:
         self.lock = lock_of(self._parameters.values())
         self._sparse = frozenset(sparse)
         self._wanted = plan
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         self._next = 0  # buckets are launched in order, alike on every rank; this one comes next
         self._prepared = False  # between `prepare` and `finish`
         self._started = False  # a backward has been prepared before
@@ -167,7 +168,7 @@ class Reducer:
         self._nested = False  # a backward ran others inside
         self._learned = False  # whether backwards nest is known for each bucket
         self._overlap = False  # buckets may be launched before the backward has ended
-        self._layout_settled = plan is not None  # else the buckets are laid out anew after the first round
+        self.is_laid_out = plan is not None  # else the buckets are laid out anew after the first round
         self._arrived: dict[str, int] = {}  # gradients of each parameter in this backward, in order of the last one
         self._tasks: set[int] = set()  # the graph tasks from which they came
         self._untouched: set[str] = set()  # parameters that no backward has reached in this layout
@@ -175,30 +176,16 @@ class Reducer:
         self._recorded: StaticGraph | None = None
         self._group_of_round: RoundGroup = lambda: process_group
         self.round_group: comm.Group | Literal[False] = process_group
-        self._transport = transport or self._choose_transport(shared_memory)
-        if skip_unused and not self._idle:
-            self._transport = SkipUnused(self._transport, process_group)
+        self._transport = transport or choose_transport(self._parameters.values(), process_group, shared_memory)
         self._build()
 
-    def _choose_transport(self, shared_memory: bool) -> Transport:
-        on_cpu = all(p.device.type == "cpu" for p in self._parameters.values())
-        if shared_memory and on_cpu and self._world > 1:
-            shared = SharedReduction.open(self._group)
-            if shared is not None:
-                return shared
-        return AllReduce(self._group)
-
-    def register_comm_hook(
-        self, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
-    ) -> None:
-        """Let ``hook`` reduce the buckets, before the first `prepare`, alike on every rank.
+    def use_transport(self, transport: Transport, round_group: RoundGroup | None = None) -> None:
+        """Have the buckets carried by ``transport``, a communication hook for instance, alike on every rank.
 
         Args:
-            state: the hook's first argument.
-            hook: ``(state, bucket) -> Future``; the bucket is a `lockstep.engines.ddp.bucket.GradBucket`, whose
-                gradients are not divided by anything; the future holds what takes the buffer's place.
-            round_group: asked once a round for the group over which it is agreed who used which parameters: None is
-                the reducer's group, False leaves it to each rank (steps that reduce nothing).
+            transport: takes the place of the all-reduces; called even at world size 1.
+            round_group: called once a round for the group that agrees on who used which parameters: None is the
+                reducer's group, False leaves it to each rank (steps that reduce nothing).
 
         Raises:
             RuntimeError: if there is a hook, or a backward was prepared.
@@ -207,14 +194,11 @@ class Reducer:
             raise RuntimeError("register_comm_hook: there is a hook already; a reducer takes one, and only once")
         if self._started:
             raise RuntimeError("register_comm_hook: register the hook before the first backward")
-        # with all hooks behind it: most runs have none
-        from lockstep.engines.ddp.hooks.hook_transport import HookTransport
-
         self._transport.close()
         self._idle = False
         if round_group is not None:
             self._group_of_round = round_group
-        self._transport = HookTransport(self._group, state, hook, lambda: self._buckets, lambda: self.round_group)
+        self._transport = transport
         self._build()
 
     # -- layout
@@ -225,7 +209,7 @@ class Reducer:
 
     def memory(self) -> list[Tensor]:
         """The buckets' buffers on this rank."""
-        return [bucket.flat for bucket in self._buckets]
+        return [bucket.flat for bucket in self.buckets]
 
     def replan(self, plan: Plan | None) -> None:
         """Take another layout, the same on every rank, between a `finish` and the next `prepare`.
@@ -234,7 +218,7 @@ class Reducer:
         """
         assert not self._prepared, "replan between prepare and finish"
         self._wanted = plan
-        self._layout_settled = plan is not None
+        self.is_laid_out = plan is not None
         self._build()
 
     def _plan_for(self, awake: Mapping[str, Parameter]) -> Plan:
@@ -250,7 +234,7 @@ class Reducer:
     def _build(self) -> None:
         """Lay out the buckets for the parameters that require gradients now, or did so before."""
         # switched off for a while, as in a GAN
-        placed = {id(parameter) for bucket in self._buckets for parameter in bucket.parameters}
+        placed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         awake = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
         self.frozen = [p for name, p in self._parameters.items() if name not in awake]
         self._plan = self._plan_for(awake)
@@ -276,9 +260,9 @@ class Reducer:
             if buffers is not None:
                 break
             self._transport.close()
-            self._transport = AllReduce(self._group)
+            self._transport = AllReduce(self.group)
         assert buffers is not None
-        before, self._buckets = self._buckets, made
+        before, self.buckets = self.buckets, made
         lay_out_anew(before, made, buffers)
         for bucket in made:
             bucket.waiting.clear()  # outside of prepare and finish each gradient completes: see `_complete`
@@ -286,7 +270,7 @@ class Reducer:
 
     def _add_hooks(self) -> None:
         listen = PassingHook if self._static else Parameter.register_post_accumulate_grad_hook
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for index, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True)):
                 asleep = not parameter.requires_grad  # switched off for a while: torch takes no hook then
                 parameter.requires_grad_(True)
@@ -299,7 +283,7 @@ class Reducer:
         """Remove the autograd hooks. Gradients stay as they are; they are no longer reduced."""
         self._remove_hooks()
         self._transport.close()
-        self._buckets = []
+        self.buckets = []
         self._idle = True
 
     def _remove_hooks(self) -> None:
@@ -328,7 +312,7 @@ class Reducer:
         if self.frozen and any(parameter.requires_grad for parameter in self.frozen):
             # in buckets of their own behind the others, until a round shows when their gradients come; alike in a run
             # that got its layout from a checkpoint
-            self._wanted, self._layout_settled = self._plan, False
+            self._wanted, self.is_laid_out = self._plan, False
             self._build()
         self._prepared = self._started = self._started or come_last(self._hooks)
         self._arrived.clear()
@@ -336,16 +320,16 @@ class Reducer:
         self._scale = 1 / self.divisor if self._transport.divides else 1.0
         record = self._recorded
         if record is None:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.arm(self._views, early)
                 if early:
                     bucket.skip_frozen()
         else:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.arm(self._views, False)
             record.arm(early)
         if self.zero_weight:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.hide()
 
     @waits("reducing gradients in backward")
@@ -360,11 +344,11 @@ class Reducer:
         self._early = False
         if self._probes:
             self._conclude()
-        anywhere: list[Sequence[Any] | None] = [None] * len(self._buckets)
+        anywhere: list[Sequence[Any] | None] = [None] * len(self.buckets)
         settled = False
-        early = self._buckets[: self._next] if self.sync else self._buckets
+        early = self.buckets[: self._next] if self.sync else self.buckets
         if self.sync:
-            for bucket in self._buckets[self._next :]:
+            for bucket in self.buckets[self._next :]:
                 self._launch(bucket)
             anywhere, settled = self._wait()
             self._next = 0
@@ -372,14 +356,14 @@ class Reducer:
         if self._recorded is not None and not self.zero_weight:
             for bucket in early:  # the others were just looked at
                 self._recorded.check(bucket)
-        for bucket, used in zip(self._buckets, anywhere, strict=True):
+        for bucket, used in zip(self.buckets, anywhere, strict=True):
             bucket.show()
             bucket.give_back(self._views, used)
             bucket.waiting.clear()
         self._prepared = False
         if settled:
             self._record_graph(anywhere)
-        elif self.sync and not self._layout_settled:
+        elif self.sync and not self.is_laid_out:
             self._remake()
         self.zero_weight = False
 
@@ -390,10 +374,10 @@ class Reducer:
         if group is not False:
             self._transport.flush()
             willing = self._static and not self.zero_weight and bool(self._arrived)
-            message = UsedParameters(self._buckets, willing, group, self._arrived, self._buckets[0].device)
+            message = UsedParameters(self.buckets, willing, group, self._arrived, self.buckets[0].device)
             self.collectives += message.work is not None
             self.bytes += message.nbytes
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             self._transport.wait(bucket)
             bucket.work = None
         if message is not None:
@@ -401,14 +385,14 @@ class Reducer:
         if self._recorded is not None:
             return list(self._recorded.anywhere), False
         if self._inline:
-            return [bucket.used_anywhere() for bucket in self._buckets], False
-        return [bytes(bucket.used) for bucket in self._buckets], False
+            return [bucket.used_anywhere() for bucket in self.buckets], False
+        return [bytes(bucket.used) for bucket in self.buckets], False
 
     def missing(self) -> list[str]:
         """The parameters whose gradients the last backward left unreduced, by name; none after a `finish`."""
         if not self._prepared:
             return []
-        return [name for bucket in self._buckets[self._next :] for name in bucket.names]
+        return [name for bucket in self.buckets[self._next :] for name in bucket.names]
 
     def _hide(self, parameters: Iterable[Parameter]) -> None:
         self._hidden = [(parameter, parameter.grad) for parameter in parameters]
@@ -444,8 +428,8 @@ class Reducer:
             return
         if bucket.work is not None:
             raise RuntimeError(NESTED.format(names=bucket.names))
-        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
-            self._launch(self._buckets[self._next])
+        while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+            self._launch(self.buckets[self._next])
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.index == 0:  # asked before the hook is called, which counts its rounds
@@ -464,7 +448,7 @@ class Reducer:
     #    them use gets a gradient from each: its bucket is complete only when the outermost has ended.
 
     def _is_learning(self) -> bool:
-        return not (self._learned and self._layout_settled) or self._static
+        return not (self._learned and self.is_laid_out) or self._static
 
     def _probe(self, name: str, parameter: Tensor) -> None:
         self._tasks.add(torch._C._current_graph_task_id())
@@ -489,12 +473,12 @@ class Reducer:
 
     def _remake(self) -> None:
         """After a round: lay the buckets out in the order in which gradients came on rank 0."""
-        order = comm.broadcast_object(list(self._arrived), 0, self._group)
+        order = comm.broadcast_object(list(self._arrived), 0, self.group)
         present = {name for bucket in self._plan for name in bucket} - self._sparse
         infos = infos_of((name, p) for name, p in self._parameters.items() if name in present)
         plan = plan_buckets(in_order_of_arrival(infos, order), self._caps)
         plan += [bucket for bucket in self._plan if bucket[0] in self._sparse]
-        self._wanted, self._layout_settled = plan, True
+        self._wanted, self.is_laid_out = plan, True
         if plan != self._plan:
             self._plan = plan
             self._remove_hooks()
@@ -509,16 +493,46 @@ class Reducer:
         # another took, has one in this round only
         used = {
             name: flag == UsedParameters.ARRIVED
-            for bucket, found in zip(self._buckets, anywhere, strict=True)
+            for bucket, found in zip(self.buckets, anywhere, strict=True)
             for name, flag in zip(bucket.names, found or (), strict=True)
         }
-        if not self._layout_settled:
+        if not self.is_laid_out:
             self._remake()
         self._remove_hooks()
-        by_bucket = [[used[name] for name in bucket.names] for bucket in self._buckets]
-        self._recorded = StaticGraph(self._buckets, self._arrived, by_bucket, self._complete, self._views, self.lock)
+        by_bucket = [[used[name] for name in bucket.names] for bucket in self.buckets]
+        self._recorded = StaticGraph(self.buckets, self._arrived, by_bucket, self._complete, self._views, self.lock)
         self._hooks = self._recorded.hooks
         self._overlap = True
+
+
+def choose_transport(parameters: Iterable[Tensor], group: comm.Group, shared_memory: bool) -> Transport:
+    """Return what sums the gradients of ``parameters`` over ``group``: all-reduces, or memory that its ranks share.
+
+    Args:
+        parameters: whose gradients travel.
+        group: the ranks, which call this together.
+        shared_memory: use it where all ranks are on one host and all parameters on the CPU.
+    """
+    if shared_memory and comm.world_size(group) > 1 and all(p.device.type == "cpu" for p in parameters):
+        shared = SharedReduction.open(group)
+        if shared is not None:
+            return shared
+    return AllReduce(group)
+
+
+class BackwardEnds:
+    """Calls ``ended`` at the end of each backward in which `noticed` was called."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+        self._task = -1  # the latest graph task
+
+    def noticed(self) -> None:
+        """Inside a backward."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._ended)
 
 
 # -- static graphs -------------------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import CheckpointIO
+from lockstep.engines.copies import LocalSteps
 from lockstep.engines.ddp.bucket import infos_of, plan_buckets
 from lockstep.engines.ddp.consistency import (
     DesyncCheck,
@@ -25,7 +26,7 @@ from lockstep.engines.ddp.consistency import (
     sync_buffers,
 )
 from lockstep.engines.ddp.late_parameters import LateRefusal
-from lockstep.engines.ddp.reducer import MIB, Reducer
+from lockstep.engines.ddp.reducer import MIB, BackwardEnds, Reducer
 from lockstep.engines.ddp.sharded_optimizer import check_options, check_shareable, whole_states
 from lockstep.engines.engine import EngineState
 from lockstep.engines.ranks import (
@@ -39,6 +40,7 @@ from lockstep.engines.ranks import (
 )
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.extensions import load
 from lockstep.ground.methods import kept
 from lockstep.ground.rank import does
 from lockstep.ground.tree import tensors_in
@@ -47,13 +49,62 @@ from lockstep.memory.recompute import Layers, Policy, Save
 from lockstep.module import LightningModule
 
 if TYPE_CHECKING:
-    from lockstep.engines.ddp.comm_hooks import CommunicationHook, HookedLocalSteps
     from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
 
 RAW_BACKWARD = (
     "{strategy}(static_graph=True): `loss.backward()` in manual optimization, of which the recorded graph does not "
     "know: call self.manual_backward(loss) in its place, or leave static_graph out."
 )
+
+
+class CountedLocalSteps(LocalSteps, Protocol):
+    """Local steps that the strategy counts, averages and saves."""
+
+    def round(self) -> None:
+        """A round of gradients begins."""
+
+    def step(self) -> None:
+        """An optimizer has stepped: average if it is time. Collective then."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks have alike."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was saved."""
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank alone needs."""
+
+    def load_rank_states(self, states: list[dict[str, Any]]) -> None:
+        """Take this rank's part of what `rank_state` returned on all ranks; an empty list where there is none."""
+
+
+class AttachableHook(Protocol):
+    """A communication hook, as the service "communication hooks" checks and makes it from the strategy's arguments.
+
+    Attributes:
+        state: what it remembers.
+        is_local: whether it lets ranks make steps of their own.
+    """
+
+    state: Any
+    is_local: bool
+
+    def attach(
+        self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
+    ) -> CountedLocalSteps | None:
+        """Let it carry the buckets of ``reducer``; return the local steps of this fit, if it has any. Collective."""
+
+    def detach(self) -> None:
+        """The fit is over."""
+
+    def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
+        """Return what each rank alone needs, by rank, on rank 0. Collective, unless ``alone``."""
+
+    def load_rank_states(
+        self, local: CountedLocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
+    ) -> None:
+        """Take this rank's part."""
 
 
 class DDPStrategy(RankedStrategy):
@@ -172,9 +223,10 @@ class DDPStrategy(RankedStrategy):
         self._check_reduction = check_reduction
         self._checks: DesyncCheck | None = None
         self._shard_optimizer = shard_optimizer
-        self._hook = _communication_hook(
-            ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period, outer_optimizer
-        )
+        self._hook: AttachableHook | None = None
+        of_hook = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period, outer_optimizer
+        if any(given is not None for given in of_hook):
+            self._hook = load("services", "communication hooks")(*of_hook)
         self.undoes_steps = self._hook is None and not shard_optimizer  # hooks keep errors, and owners states
         if shard_optimizer:
             check_options(self._hook is not None and self._hook.is_local)
@@ -239,8 +291,6 @@ class DDPStrategy(RankedStrategy):
         """Reduce the gradients of a ``loss.backward()`` in the place of ``manual_backward``, at its end."""
         if self.module.automatic_optimization or self.world.size == 1:
             return
-        from lockstep.engines.ddp.backward_watcher import BackwardEnds
-
         ends = BackwardEnds(partial(self._raw_backward_ended, reducer))
 
         def unprepared() -> None:
@@ -286,7 +336,7 @@ class DDPStrategy(RankedStrategy):
         check_shareable(self.optimizers, sparse)
         self._owned = OwnedOptimizers(self.optimizers)
 
-    def _attach_hook(self, hook: CommunicationHook, reducer: Reducer) -> None:
+    def _attach_hook(self, hook: AttachableHook, reducer: Reducer) -> None:
         take_buffers = partial(sync_buffers, self.module, None) if self.copies.buffers is not None else None
         scaler, node = self.precision.scaler, self.world.node_rank
         self.copies.local_steps = hook.attach(
@@ -294,7 +344,7 @@ class DDPStrategy(RankedStrategy):
         )
 
     @property
-    def _local(self) -> HookedLocalSteps | None:
+    def _local(self) -> CountedLocalSteps | None:
         """The steps of this fit that let ranks part."""
         return self.copies.local_steps  # type: ignore[return-value]  # nobody else sets it
 
@@ -427,21 +477,3 @@ class DDPStrategy(RankedStrategy):
             self._local.load_state_dict(state.own["local steps"])
         if self._hook is not None:
             self._hook.load_rank_states(self._local, state.by_rank, self.root_device)
-
-
-# Loaded where it is asked for: most runs need none, and importing lockstep is to be quick.
-
-
-def _communication_hook(
-    hook: Callable[..., Any] | None,
-    state: object,
-    wrapper: Callable[..., Any] | None,
-    period: int | Mapping[int, int] | None,
-    outer: Mapping[str, Any] | None,
-) -> CommunicationHook | None:
-    if all(given is None for given in (hook, state, wrapper, period, outer)):
-        return None
-    from lockstep.engines.ddp.comm_hooks import CommunicationHook
-
-    made = CommunicationHook(hook, state, wrapper, period, outer)
-    return made if made.is_there else None

@@ -1,0 +1,384 @@
+"""Averaging of parameters over ranks now and then, for training whose steps are local in between.
+
+`OuterOptimizer` steps from average to average (DiLoCo: Douillard and others, 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from lockstep.extensions.parallel.hooks.compress import mean, mean_in_halves
+from lockstep.extensions.parallel.hooks.local_sgd import group_of
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+
+_TORCH_AVERAGERS = "torch.distributed.algorithms.model_averaging."
+
+
+class ParameterAverager:
+    """Averages parameters after every ``period``-th optimizer step from step ``start`` on.
+
+    With `lockstep.engines.ddp.hooks.post_local_sgd` and the same ``start``: the first ``start`` steps average
+    gradients, the others average them within a node only, and the nodes' parameters are averaged here. Steps are
+    counted from 0; those numbered ``start``, ``start + period``, ``start + 2 * period``, ... are followed by an
+    average, as torch's ``PeriodicModelAverager`` has it. Afterwards the ranks' parameters have the same bits.
+
+    All parameters are averaged that ever required a gradient in a step, whether they have one now or not, in few
+    messages: one for each dtype, device and 16 MiB. 16-bit parameters travel in 16 bits and are summed in float32.
+
+    Args:
+        parameters: the same on every rank, in the same order.
+        period: steps from one average to the next. A mapping ``{period: ranks}`` averages in a hierarchy: after a step
+            whose distance from ``start`` is a multiple of several periods, the largest of them counts, and parameters
+            are averaged over that many neighbouring ranks. Larger periods go with more ranks, the last with all. A
+            ``ModelAverager`` of torch's gives its periods, groups and ``warmup_steps``; one of the user's own is
+            called after each step.
+        start: step of the first average.
+        group: the ranks; ``None`` is the default group.
+        buffers: tensors that are averaged along: a BatchNorm's running statistics, which local steps let differ. Whole
+            numbers among them are left alone.
+
+    Attributes:
+        steps: optimizer steps so far.
+        agreed: whether all ranks' parameters are the same now, as far as this averager knows.
+        collectives: messages so far.
+        bytes: bytes that this rank handed to them.
+
+    Raises:
+        MisconfigurationException: for a period below 1, a negative start, or a hierarchy that does not fit the ranks.
+
+    Example::
+
+        averager = ParameterAverager(model.parameters(), period=4, start=100)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+            averager.step()
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        period: int | Mapping[int, int] | Any,
+        start: int = 0,
+        group: comm.Group = None,
+        *,
+        buffers: Iterable[Tensor] = (),
+    ) -> None:
+        self._asleep = list(parameters)
+        self._awake: list[Tensor] = []
+        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+        self._torchs: Any = None
+        self._every: Callable[[list[Tensor]], Any] | None = None
+        self.steps = 0
+        self.agreed = True
+        self.collectives = 0
+        self.bytes = 0
+        self._start = start
+        self._origin = start  # multiples are counted from here
+        if isinstance(period, (int, Mapping)) and not isinstance(period, bool):
+            periods = period if isinstance(period, Mapping) else {period: comm.world_size(group)}
+            _check_periods(periods, start, comm.world_size(group))
+            self._groups = dict(_groups(periods, group))
+        else:
+            self._groups = self._of_torch(period)
+        self._world = comm.world_size(group if self._torchs is None else self._torchs.process_group)
+
+    def _of_torch(self, averager: Any) -> dict[int, Any]:
+        """The groups of torch's averager by period, smallest first."""
+        if not callable(getattr(averager, "average_parameters", None)):
+            raise MisconfigurationException(
+                f"ParameterAverager(period={averager!r}): a number of steps, a mapping of numbers of steps to numbers "
+                "of ranks, or an averager of torch.distributed.algorithms.model_averaging"
+            )
+        self._torchs = averager
+        self.steps = averager.step
+        known = type(averager).__module__.startswith(_TORCH_AVERAGERS)
+        if known and type(averager).__name__ == "PeriodicModelAverager":
+            self._start = self._origin = averager.warmup_steps
+            return {averager.period: averager.process_group}
+        if known and type(averager).__name__ == "HierarchicalModelAverager":
+            self._start, self._origin = averager.warmup_steps, 0
+            return dict(averager.period_process_group_dict)
+        self._every = averager.average_parameters
+        return {}
+
+    def step(self) -> bool:
+        """After an optimizer step: count it, and average if it is time. Collective then.
+
+        Returns:
+            Whether parameters were averaged, over whatever ranks.
+        """
+        if self._asleep:
+            self._awake += [parameter for parameter in self._asleep if parameter.requires_grad]
+            self._asleep = [parameter for parameter in self._asleep if not parameter.requires_grad]
+        step = self.steps
+        self.steps += 1
+        if self._every is not None:  # it counts by itself
+            self._every(self._awake)
+            return False
+        if self._torchs is not None:
+            self._torchs.step = self.steps
+        if step < self._start:
+            return False
+        self.agreed = False
+        for period, group in reversed(self._groups.items()):
+            if (step - self._origin) % period == 0:
+                self._average(group)
+                return True
+        return False
+
+    def _average(self, group: comm.Group) -> None:
+        collectives, sent = average([*self._awake, *self._buffers], group)
+        self.collectives += collectives
+        self.bytes += sent
+        self.agreed = comm.world_size(group) == self._world
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "agreed": self.agreed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.agreed = state["agreed"]
+        if self._torchs is not None:
+            self._torchs.step = self.steps
+
+
+def _check_periods(periods: Mapping[int, int], start: int, world: int) -> None:
+    shown = f"ParameterAverager(period={dict(periods)}, start={start!r})"
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in [*periods, start])
+    if not periods or not whole or min(periods) < 1 or start < 0:
+        raise MisconfigurationException(f"{shown}: periods are numbers of steps above 0, and start is at least 0")
+    sizes = [size for _, size in sorted(periods.items())]
+    if sizes != sorted(sizes) or sizes[-1] != world or any(size < 1 or world % size for size in sizes):
+        raise MisconfigurationException(
+            f"{shown} for {world} ranks: each number of ranks divides {world}, larger periods go with more ranks, and "
+            f"the largest with all {world}; {{4: 2, 16: {world}}} averages pairs after 4 steps and all after 16"
+        )
+
+
+def _groups(periods: Mapping[int, int], group: comm.Group) -> Iterator[tuple[int, Any]]:
+    """The group of each period, smallest first; they are made here, on all ranks together."""
+    made: dict[int, Any] = {comm.world_size(group): group}
+    rank = comm.rank(group)
+    for period, size in sorted(periods.items()):
+        if size not in made:
+            first = rank // size * size
+            made[size] = group_of(list(range(first, first + size)), group)
+        yield period, made[size]
+
+
+@torch.no_grad()
+def average(tensors: Sequence[Tensor], group: comm.Group = None, dtype: torch.dtype | None = None) -> tuple[int, int]:
+    """Overwrite ``tensors`` with their means over the ranks, many of them in one message.
+
+    Args:
+        tensors: floating point or complex, with the same shapes and dtypes in the same order on all ranks; strided ones
+            are fine.
+        group: the ranks; ``None`` is the default group.
+        dtype: of 16 bits: they are sent in it and summed in float32, as those are that have 16 bits; by default they
+            are sent in their own.
+
+    Returns:
+        How many messages that took, and how many bytes this rank handed to them.
+    """
+    world = comm.world_size(group)
+    if world == 1:
+        return 0, 0
+    collectives = sent = 0
+    for piece in comm.pieces(tensors):
+        flat = torch.cat([comm.numbers_of(tensor) for tensor in piece])
+        device = comm.carrier(group, flat.device)
+        moved = flat.to(device)
+        sent_in = moved.dtype if dtype is None and moved.element_size() == 2 else dtype
+        if sent_in is None:
+            mean(moved, group)
+            collectives, sent = collectives + 1, sent + moved.nbytes
+        else:
+            mean_in_halves(moved, sent_in, group)
+            slice_ = 2 * -(-moved.numel() // world)
+            collectives, sent = collectives + 2, sent + slice_ * (world + 1)
+        start = 0
+        for tensor in piece:
+            numbers = tensor.numel() * (2 if tensor.is_complex() else 1)
+            part = moved[start : start + numbers]
+            start += numbers
+            part = torch.view_as_complex(part.view(-1, 2)) if tensor.is_complex() else part
+            tensor.detach().copy_(part.view(tensor.shape))
+    return collectives, sent
+
+
+# -- the outer optimizer --------------------------------------------------------------------------------------
+
+
+_SENT_IN: dict[str | None, torch.dtype | None] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class OuterOptimizer:
+    """Every ``period`` local steps, one outer step on the mean of what the ranks have done.
+
+    The outer gradient is the difference between the parameters that all ranks began with and the mean of those that
+    they have now. The outer optimizer steps from the former, and every rank goes on from where it arrives: with the
+    same bits on all ranks. With ``lr=1, momentum=0`` that is plain averaging.
+
+    Gradients must stay local meanwhile: `lockstep.engines.ddp.hooks.post_local_sgd` with
+    ``PostLocalSGDState(start, local_allreduce=False)`` keeps them so (or within a node, without that argument), or no
+    reducer at all. Inner optimizers keep their states.
+
+    It takes the memory of the parameters twice: where the ranks began, and the momentum; in float32 for 16-bit
+    parameters.
+
+    Args:
+        parameters: the same on every rank, in the same order, and of the same values when local steps begin. All are
+            stepped, frozen ones without effect.
+        period: local steps in an outer one; DiLoCo's is 500.
+        start: steps before the first local one, in which gradients are averaged over all ranks.
+        lr, momentum, nesterov: of the outer SGD; DiLoCo's are the default.
+        optimizer: a function from parameters to another outer optimizer.
+        compression: how differences travel: as they are (None), or in "fp16" or "bf16" and summed in float32.
+        group: the ranks; ``None`` is the default group.
+        buffers: tensors to be averaged with each outer step: a BatchNorm's running statistics. Whole numbers among
+            them are left alone.
+
+    Attributes:
+        optimizer: the outer optimizer; None before the first local step. Its learning rate may be scheduled.
+        steps: inner steps so far.
+        agreed: whether all ranks' parameters are the same now.
+        collectives: messages so far.
+        bytes: bytes that this rank handed to them.
+
+    Raises:
+        MisconfigurationException: for a period below 1, a negative start, or another compression.
+
+    Example::
+
+        model = DistributedDataParallel(net)
+        model.register_comm_hook(PostLocalSGDState(0, local_allreduce=False), post_local_sgd)
+        outer = OuterOptimizer(model.parameters(), period=100)
+        for batch in loader:
+            inner.zero_grad()
+            loss(model, batch).backward()
+            inner.step()
+            outer.step()
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        period: int,
+        start: int = 0,
+        group: comm.Group = None,
+        *,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None,
+        compression: Literal["fp16", "bf16"] | None = None,
+        buffers: Iterable[Tensor] = (),
+    ) -> None:
+        whole = isinstance(period, int) and isinstance(start, int) and not isinstance(period, bool)
+        if not whole or period < 1 or start < 0:
+            raise MisconfigurationException(
+                f"OuterOptimizer(period={period!r}, start={start!r}): period is a number of steps above 0, and start "
+                "one of at least 0"
+            )
+        if compression not in _SENT_IN:
+            raise MisconfigurationException(
+                f'OuterOptimizer(compression={compression!r}): choose "fp16", "bf16", or None for none'
+            )
+        self.period = period
+        self.start = start
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.steps = 0
+        self.collectives = 0
+        self.bytes = 0
+        self._parameters = list(parameters)
+        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+        self._group = group
+        self._sent_in = _SENT_IN[compression]
+        self._make = optimizer or (lambda begun: _sgd(begun, lr, momentum, nesterov))
+        self._begun: list[Parameter] = []
+        if start == 0:
+            self._begin()
+
+    @property
+    def agreed(self) -> bool:
+        """Whether all ranks' parameters are the same now."""
+        return self.steps <= self.start or (self.steps - self.start) % self.period == 0
+
+    def step(self) -> bool:
+        """After an inner optimizer's step: count it, and take an outer step if it is time. Collective then.
+
+        Returns:
+            Whether an outer step was taken.
+        """
+        self.steps += 1
+        if self.steps < self.start:
+            return False
+        if self.steps == self.start:
+            self._begin()
+            return False
+        if (self.steps - self.start) % self.period:
+            return False
+        self._outer_step()
+        return True
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Remember where all ranks are."""
+        self._begun = [Parameter(parameter.detach().to(_wide(parameter), copy=True)) for parameter in self._parameters]
+        self.optimizer = self._make(self._begun)
+
+    @torch.no_grad()
+    def _outer_step(self) -> None:
+        assert self.optimizer is not None
+        for begun, parameter in zip(self._begun, self._parameters, strict=True):
+            begun.grad = begun.detach() - parameter.detach()
+        gradients = [begun.grad for begun in self._begun if begun.grad is not None]
+        for tensors, dtype in ((gradients, self._sent_in), (self._buffers, None)):
+            collectives, sent = average(tensors, self._group, dtype)
+            self.collectives += collectives
+            self.bytes += sent
+        self.optimizer.step()
+        for begun, parameter in zip(self._begun, self._parameters, strict=True):
+            begun.grad = None
+            parameter.detach().copy_(begun)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where all ranks began, the outer optimizer's state, the count: plain, and alike on all ranks."""
+        return {
+            "steps": self.steps,
+            "begun": [parameter.detach().clone() for parameter in self._begun],
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        if state["optimizer"] is None:
+            self._begun, self.optimizer = [], None
+            return
+        if len(state["begun"]) != len(self._parameters):
+            raise ValueError(
+                f"the outer optimizer's state is of {len(state['begun'])} parameters, and there are "
+                f"{len(self._parameters)}: it belongs to another model"
+            )
+        self._begin()
+        assert self.optimizer is not None
+        for begun, saved in zip(self._begun, state["begun"], strict=True):
+            begun.detach().copy_(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _sgd(parameters: list[Parameter], lr: float, momentum: float, nesterov: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.element_size() == 2 and tensor.is_floating_point() else tensor.dtype

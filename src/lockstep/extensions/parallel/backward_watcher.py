@@ -1,0 +1,358 @@
+"""When a backward begins and ends, as seen from a module's outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed import autograd, rpc
+from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from lockstep.engines.ddp.reducer import Reducer
+from lockstep.ground.installed import Installation
+
+OPTIMIZER_HOOK = Installation(
+    "torch's hook before each optimizer step",
+    ("extensions/parallel/backward_watcher.py",),
+    "tells a container that waits for a backward; a hook for each container could go in torch's loop over the hooks",
+)
+
+# -- contexts of torch.distributed.autograd ------------------------------------------------------------------
+
+
+IN_CONTEXT = (
+    "a forward in a context of torch.distributed.autograd, whose backward leaves gradients where no rank averages "
+    "them: run forward and loss.backward() outside of it, or take torch's DistributedDataParallel"
+)
+
+_has_agent = getattr(rpc, "_is_current_rpc_agent_set", bool)  # torch is built without RPC on some systems
+
+
+def is_in_context() -> bool:
+    """Return True if this thread is in a context of torch.distributed.autograd."""
+    if not _has_agent():
+        return False
+    try:
+        autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
+# -- optimizers that step in the backward ------------------------------------------------------------------
+
+
+APPLY = "torch.distributed.optim.apply_optimizer_in_backward"
+"""Torch's file; where nobody has imported it, no parameter has such an optimizer."""
+
+
+def take_over(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Those of ``parameters`` that have such optimizers, which no longer step on this rank's own gradient.
+
+    `step_all` steps them when the gradients are averaged.
+    """
+    apply = sys.modules.get(APPLY)
+    if apply is None:
+        return []
+    found = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    for parameter in found:
+        for handle in apply.param_to_optim_hook_handle_map.get(parameter, ()):
+            handle.remove()
+    return found
+
+
+def step_all(parameters: Iterable[Parameter]) -> None:
+    """Step the optimizers of ``parameters`` and drop their gradients, as at the end of torch's backward."""
+    for parameter in parameters:
+        for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+            optimizer.step()
+        parameter.grad = None
+
+
+# -- the watch -----------------------------------------------------------------------------------------------
+
+
+SKIPPED = (
+    "rank {rank}: an optimizer steps, and no backward has reached the outputs of the last forward (in training mode, "
+    "with gradients enabled), while the other ranks may wait for this one in theirs. It takes part now, with nothing "
+    "to add. What was done to gradients before the step (clipping, unscaling) was done without the others': call "
+    "skip_backward() in place of the backward, or let the loss depend on the outputs (loss + 0 * outputs.sum()). A "
+    "forward that only looks belongs under torch.no_grad()"
+)
+DEPTH = 3
+"""How far tensors are looked for in the attributes of objects that are no collection."""
+
+
+class WatchedContainer(Protocol):
+    """What a `BackwardWatcher` asks of whoever owns it."""
+
+    module: nn.Module
+    _reducer: Reducer | None
+    _watch: BackwardWatcher
+    _has_skipped: bool
+
+    @property
+    def _distributed_rank(self) -> int: ...
+
+    def _backward_begins(self) -> None:
+        """Inside a backward, before a synchronised one is prepared."""
+        ...
+
+    def _prepare(self) -> None:
+        """Begins the round."""
+        ...
+
+    def _backward_ended(self) -> None:
+        """Finishes the round."""
+        ...
+
+    def skip_backward(self) -> None:
+        """Makes a round of what parameters have in ``.grad``."""
+        ...
+
+
+class BackwardWatcher:
+    """Has `Reducer.prepare` and `Reducer.finish` called around the backwards of one container.
+
+    Args:
+        reducer: of the container.
+        parameters: those that it averages.
+        container: told before a synchronised backward, when any begins, and when it has ended, in place of the
+            reducer's `prepare` and `finish`. It is held by what it has given out only, so that it goes when nobody uses
+            it any more.
+        static: whether every backward is alike, so that none may begin late.
+
+    Attributes:
+        expected: whether a synchronised forward waits for its backward.
+        zero_weight: whether all forwards since the last backward had weight 0.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        parameters: Sequence[Parameter],
+        container: WatchedContainer,
+        static: bool = False,
+    ) -> None:
+        self.expected = False
+        self.zero_weight = False
+        self._reducer = reducer
+        self.parameters = list(parameters)
+        self._container = weakref.ref(container)
+        self._static = static
+        self._prepared = False
+        self._sync = True  # of the last forward
+        self._wanted = False  # the next backward reduces, whatever its forwards said
+        self._waiting = False  # a forward was made since the last backward
+        self._found = 0  # index of the parameter that told the last backward from torch.autograd.grad
+        self._node: Any = None  # of the graph, where its gradient is accumulated
+        self._passed = -1  # the graph task that leaves no gradients
+        self._announced = -1  # the graph task that may; its end is this backward's
+        self._leaf_hooks: list[Any] = []
+        self._stepped: list[Parameter] | None = None  # have optimizers that step in the backward; known at a forward
+
+    def forward_begins(self) -> None:
+        """Before a forward that is not part of a backward."""
+        self._prepared = False  # one that is still armed has raised
+        self._announced = -1
+        if self._stepped is None:
+            self._stepped = take_over(self.parameters)
+
+    def outputs(self, outputs: object, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
+        """After a forward with gradients: watch what it gave.
+
+        Args:
+            outputs: any object; tensors are found in collections, dataclasses and attributes.
+            sync: whether a backward from here reduces.
+            zero_weight: whether the batch counts nothing.
+            expected: whether a backward has to come.
+        """
+        for hook in self._leaf_hooks:
+            hook.remove()
+        self._leaf_hooks = []
+        only = (outputs,) if isinstance(outputs, Tensor) else None
+        for output in only or find_tensors(outputs):
+            if output.requires_grad:
+                hook = output.register_hook(self._make_hook(weakref.ref(output), sync))
+                if output.is_leaf:  # a parameter, handed out as it is: it outlives this forward
+                    self._leaf_hooks.append(hook)
+        self.expected = self.expected or (sync and expected)
+        self.zero_weight = zero_weight and (self.zero_weight or not self._waiting)
+        self._sync = sync
+        self._waiting = True
+
+    def _make_hook(self, output: weakref.ref[Tensor], sync: bool) -> Callable[[Tensor | None], None]:
+        container = self._container()  # which the outputs' graph keeps alive by this hook
+
+        def reached(grad: Tensor | None) -> None:
+            if container is not None:
+                with self._reducer.lock:
+                    self._begin(sync, output)
+
+        return reached
+
+    def _begin(self, sync: bool, output: weakref.ref[Tensor]) -> None:
+        """Inside a backward: it may leave gradients in parameters from here on."""
+        reducer = self._reducer
+        if self._prepared:
+            reducer.sync = reducer.sync or sync
+            return
+        sync = sync or self._wanted
+        task = torch._C._current_graph_task_id()
+        if task in (self._passed, self._announced):
+            return
+        leaves = self._leaves_gradients(output())
+        if leaves is False:
+            self._passed = task
+            return
+        self._announced = task
+        Variable._execution_engine.queue_callback(self._end)
+        self._sync = sync
+        if leaves or self._static:
+            self._prepare(sync)
+
+    def unprepared_grad(self) -> None:
+        """Inside a backward, before it has begun for the reducer: a parameter got a gradient."""
+        if self._prepared or not (self._waiting or self._announced != -1) or self._container() is None:
+            return
+        if self._announced == -1:
+            Variable._execution_engine.queue_callback(self._end)
+        self._prepare(self._sync or self._wanted)
+
+    def reduce_next(self, outputs: object = None) -> None:
+        """Let the next backward reduce, whatever its forwards said: what others ask torch's reducer for."""
+        self._wanted = True
+
+    def _prepare(self, sync: bool) -> None:
+        container = self._container()
+        if container is None:
+            return
+        if sync:
+            container._backward_begins()
+        self._prepared = True
+        self._reducer.sync = sync
+        self._reducer.zero_weight = self.zero_weight
+        container._prepare()
+
+    def _end(self) -> None:
+        self._announced = -1
+        if self._prepared:
+            self.forget()
+            container = self._container()
+            if container is not None:
+                container._backward_ended()
+
+    def step(self) -> None:
+        """After a reduction: step the optimizers that step inside the backward."""
+        if self._stepped and self._reducer.sync:
+            step_all(self._stepped)
+
+    def forget(self) -> None:
+        """No forward waits for its backward any more."""
+        self._prepared = self._wanted = self._waiting = self.expected = self.zero_weight = False
+
+    def _leaves_gradients(self, output: Tensor | None) -> bool | None:
+        """Whether the backward that runs now is one, and not `torch.autograd.grad`; None if that cannot be told."""
+        count, first = len(self.parameters), self._found
+        for step in range(count):
+            index = (first + step) % count
+            parameter = self.parameters[index]
+            if not parameter.requires_grad:
+                continue
+            if step or self._node is None:
+                self._found, self._node = index, get_gradient_edge(parameter).node
+            try:
+                if torch._C._will_engine_execute_node(self._node):
+                    return True
+            except RuntimeError:  # its gradient is asked for by name, for the caller
+                return False
+        # No parameter is in this graph, though some may be in those of re-entrant checkpoints inside of it.
+        return None if output is None or output.grad_fn is None else not _is_part(output.grad_fn)
+
+
+def _is_part(start: Node) -> bool:
+    """Whether the backward that runs now leaves out some of the graph behind ``start``, as `torch.autograd.grad`
+    with respect to inputs does."""
+    seen = {start}
+    ahead = [start]
+    try:
+        while ahead:
+            for node, _ in ahead.pop().next_functions:
+                if node is not None and node not in seen:
+                    if not torch._C._will_engine_execute_node(node):
+                        return True
+                    seen.add(node)
+                    ahead.append(node)
+    except RuntimeError:  # a gradient that is asked for by name
+        return True
+    return False
+
+
+def find_tensors(outputs: object) -> Iterator[Tensor]:
+    """Tensors in nested collections, dataclasses and the attributes of other objects."""
+    yield from _find(outputs, DEPTH, set())
+
+
+def _find(item: object, depth: int, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif item is None or isinstance(item, str | bytes | int | float | complex | type) or id(item) in seen:
+        return
+    elif isinstance(item, list | tuple | set | frozenset):
+        seen.add(id(item))
+        for part in item:
+            yield from _find(part, depth, seen)
+    elif isinstance(item, Mapping):
+        seen.add(id(item))
+        for part in item.values():
+            yield from _find(part, depth, seen)
+    elif (depth > 0 and not callable(item)) or dataclasses.is_dataclass(item):
+        seen.add(id(item))
+        for name in _attributes(item):
+            yield from _find(getattr(item, name, None), depth - 1, seen)
+
+
+def _attributes(item: object) -> list[str]:
+    if isinstance(item, nn.Module):
+        return []
+    slots = [name for kind in type(item).__mro__ for name in _as_tuple(getattr(kind, "__slots__", ()))]
+    return [*getattr(item, "__dict__", ()), *slots]
+
+
+def _as_tuple(slots: str | Iterable[str]) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+waiting_for_steps: weakref.WeakValueDictionary[int, WatchedContainer] = weakref.WeakValueDictionary()
+"""Containers that are told before an optimizer steps, by id; in the order in which they came, the same on all ranks."""
+
+
+def hear_steps() -> None:
+    """Once: be told of optimizers' steps, until the process ends."""
+    OPTIMIZER_HOOK.install(lambda: register_optimizer_step_pre_hook(_before_any_step).remove)
+
+
+def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for container in list(waiting_for_steps.values()):
+        _before_step(container, optimizer)
+
+
+def _before_step(container: WatchedContainer, optimizer: Optimizer) -> None:
+    """If a container waits for a backward whose gradients this optimizer would use."""
+    if container._reducer is None or not container._watch.expected:
+        return
+    mine = {id(parameter) for parameter in container.module.parameters()}
+    if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+        if not container._has_skipped:
+            container._has_skipped = True
+            warnings.warn(SKIPPED.format(rank=container._distributed_rank), stacklevel=4)
+        container.skip_backward()

@@ -1,0 +1,381 @@
+"""One process, several devices: a batch is cut up, each part runs on a replica in a thread of its own."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.extensions.parallel.dp.coalesced import copies_of
+from lockstep.ground.device import current_device, current_of, current_stream, has_streams, in_stream
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.transfer import has_pinned_memory
+from lockstep.ground.tree import tree_leaves, tree_map
+from lockstep.memory.recompute import Again
+
+# -- DataParallel --------------------------------------------------------------------------------------------
+
+
+class DataParallel(nn.Module):
+    """Runs a module on several devices at once, in one process: the interface of ``torch.nn.DataParallel``.
+
+    In each forward the batch is cut along ``dim`` into parts that differ by at most one row, the module is
+    replicated, each part runs in a thread, and the outputs come together on ``output_device``. Gradients arrive at
+    the module's own parameters. The first part runs on the module itself: what it keeps of a forward (the running
+    statistics of BatchNorm) is that of the first part; what the replicas keep is lost.
+
+    Any devices will do, the CPU among them, several times if wanted; torch's takes GPUs only. A batch of fewer rows
+    than devices leaves the last devices idle.
+
+    Args:
+        module: what runs; its parameters are on the first device.
+        device_ids: the devices; default: all GPUs, or the CPU where there is none.
+        output_device: where the outputs are gathered; default: the first device.
+        dim: along which inputs are cut and outputs put together.
+
+    Raises:
+        ValueError: there is no device in the list, or a parameter is on another than the first.
+
+    Example::
+
+        model = DataParallel(net, device_ids=[0, 1])
+        loss_fn(model(images), labels).backward()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__()
+        found: list[Any] = list(range(torch.accelerator.device_count())) or ["cpu"]
+        if device_ids is not None:
+            found = list(device_ids)
+        self.module = module
+        self.devices = [as_device(device) for device in found]
+        if not self.devices:
+            raise ValueError(f"DataParallel(device_ids={device_ids!r}): give at least one device.")
+        self.device_ids = found
+        self.output_device = self.devices[0] if output_device is None else as_device(output_device)
+        self.dim = dim
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.device != self.devices[0]:
+                raise ValueError(
+                    f"DataParallel: {name!r} is on {tensor.device}, and the first device is {self.devices[0]}: move "
+                    f'the module there first, by `module.to("{self.devices[0]}")`.'
+                )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output for the whole batch."""
+        parts = self.scatter((inputs, kwargs), self.devices)
+        replicas = self.replicate(self.module, self.devices[: len(parts)])
+        return self.gather(self.parallel_apply(replicas, parts), self.output_device)
+
+    def replicate(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+        return replicate(module, devices)
+
+    def scatter(self, inputs: object, devices: Sequence[torch.device]) -> list[Any]:
+        """See :func:`scatter`; to be overridden."""
+        return scatter(inputs, devices, self.dim)
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], parts: Sequence[Any]) -> list[Any]:
+        """Outputs of the replicas, each for its part ``(inputs, kwargs)``; to be overridden."""
+        calls = [_call(replica, *part) for replica, part in zip(replicas, parts, strict=True)]
+        return in_threads(calls, self.devices)
+
+    def gather(self, outputs: Sequence[Any], device: torch.device) -> Any:
+        """See :func:`gather`; to be overridden."""
+        return gather(outputs, device, self.dim)
+
+
+def as_device(device: int | str | torch.device) -> torch.device:
+    """A number is that of an accelerator."""
+    if isinstance(device, int):
+        kind = torch.accelerator.current_accelerator()
+        return torch.device("cuda" if kind is None else kind.type, device)
+    made = torch.device(device)
+    return made if made.type in ("cpu", "meta") or made.index is not None else current_of(made.type)
+
+
+def rows_of(batch: object, dim: int = 0) -> int | None:
+    """Rows of the tensors in a nested batch; None where it has no tensor with rows.
+
+    Raises:
+        ValueError: they have different numbers of rows, so nobody knows how to cut the batch; or no such dimension.
+    """
+    leaves = [leaf for leaf in tree_leaves(batch, Tensor) if leaf.ndim]
+    for leaf in leaves:
+        if not -leaf.ndim <= dim < leaf.ndim:
+            raise ValueError(f"DataParallel(dim={dim}): the batch has a tensor of shape {tuple(leaf.shape)}.")
+    counts = {leaf.shape[dim] for leaf in leaves}
+    if len(counts) > 1:
+        raise ValueError(
+            f"DataParallel: the tensors of the batch have {sorted(counts)} rows along dimension {dim}, and are cut "
+            "there: give them the same number, or pass what belongs to all rows as a tensor without dimensions."
+        )
+    return counts.pop() if counts else None
+
+
+def cut(rows: int, parts: int) -> list[int]:
+    """Sizes of at most ``parts`` parts, none of them empty, that differ by at most one, the larger ones first."""
+    parts = max(1, min(rows, parts))
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+def scatter(batch: object, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
+    """A nested batch as one part for each device, on that device.
+
+    Args:
+        batch: tensors are cut along ``dim``; those without dimensions, and all that is no tensor, go to all parts.
+        devices: one for each part; fewer parts are made of fewer rows.
+        dim: the dimension of the rows.
+    """
+    rows = rows_of(batch, dim)
+    if rows is None:
+        return [batch]
+    sizes = cut(rows, len(devices))
+    parts, first = [], 0
+    for size, device in zip(sizes, devices, strict=False):
+
+        def own(tensor: Tensor, first: int = first, size: int = size, device: torch.device = device) -> Tensor:
+            mine = tensor.narrow(dim, first, size) if tensor.ndim else tensor
+            # the CPU would read what is not there yet
+            return mine.to(device, non_blocking=has_pinned_memory(device.type))
+
+        parts.append(tree_map(own, batch, Tensor))
+        first += size
+    return parts
+
+
+def replicate(
+    module: nn.Module, devices: Sequence[torch.device], stand_in: Callable[[nn.Module], Any] | None = None
+) -> list[nn.Module]:
+    """The module itself for the first device, and a replica for each further one.
+
+    A replica is a shallow copy of all modules. Its parameters are copies on its device through which gradients
+    flow back (on the module's own device the parameters themselves); its buffers are copies of their own.
+
+    Args:
+        module: on the first device.
+        devices: where to.
+        stand_in: asked for each submodule; what it returns takes its place everywhere, None replicates it.
+
+    Raises:
+        ValueError: for a lazy module that has not seen a batch.
+    """
+    return [module, *(_replica(module, copies, stand_in) for copies in copies_of(module, devices[1:]))]
+
+
+def _replica(module: nn.Module, copies: Mapping[int, Tensor], stand_in: Callable[[nn.Module], Any] | None) -> nn.Module:
+    made: dict[int, Any] = {}
+
+    def copied(original: nn.Module | None) -> Any:
+        if original is None:
+            return None
+        if id(original) not in made:
+            instead = None if stand_in is None else stand_in(original)
+            if instead is not None:
+                made[id(original)] = instead
+                return instead
+            replica = made[id(original)] = original.__new__(type(original))
+            replica.__dict__.update(original.__dict__)
+            fill = replica.__dict__
+            fill["_parameters"] = {key: None if p is None else copies[id(p)] for key, p in original._parameters.items()}
+            fill["_buffers"] = {key: None if b is None else copies[id(b)] for key, b in original._buffers.items()}
+            fill["_modules"] = {key: copied(value) for key, value in original._modules.items()}
+            if isinstance(fill.get("forward"), Again):
+                fill["forward"] = fill["forward"].of(replica)
+        return made[id(original)]
+
+    replica: nn.Module = copied(module)
+    return replica
+
+
+def _autocast_of(devices: Sequence[torch.device]) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes this thread's autocast in another one: that of the first device that has one, else the CPU's."""
+    kinds = [device.type for device in devices if device.type != "cpu" and torch.is_autocast_enabled(device.type)]
+    kind = kinds[0] if kinds else "cpu"
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
+
+
+def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device] = ()) -> list[Any]:
+    """Call each in a thread of its own (the first in this one), and give what they return.
+
+    Grad mode, autocast and streams are those of this thread, which torch keeps for each thread apart.
+
+    Args:
+        calls: what to call.
+        devices: the current device of each call; a further one is nobody's.
+
+    Raises:
+        BaseException: the first one that a call raised, by its place, which is noted in it (from Python 3.11 on).
+    """
+    autocast = _autocast_of(devices)
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    places = [place_on(device) for device in devices[: len(calls)]] or [nullcontext() for _ in calls]
+    results: list[Any] = [None] * len(calls)
+    errors: list[BaseException | None] = [None] * len(calls)
+
+    def work(number: int) -> None:
+        try:
+            with places[number]:
+                results[number] = calls[number]()
+        except BaseException as error:
+            errors[number] = error
+            if number < len(devices) and hasattr(error, "add_note"):
+                error.add_note(f"This is of part {number + 1} of {len(calls)} of the batch, on {devices[number]}.")
+
+    def thread(number: int) -> None:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
+            with autocast():
+                work(number)
+
+    others = [threading.Thread(target=thread, args=(number,)) for number in range(1, len(calls))]
+    for other in others:
+        other.start()
+    work(0)
+    for other in others:
+        other.join()
+    for error in errors:
+        if error is not None:
+            raise error
+    return results
+
+
+def place_on(device: torch.device) -> AbstractContextManager[Any]:
+    """A context, for any thread, in which ``device`` is the current one, on the stream that is this thread's now."""
+    return in_stream(current_stream(device)) if has_streams(device) else current_device(device)
+
+
+def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
+    """Outputs of the parts as one: tensors put together along ``dim``, dicts, lists, tuples and dataclasses by member.
+
+    Tensors without dimensions become one with an element for each part, as in torch. What is no tensor must be the
+    same for all parts (an error tells what is not), but for lists of other things than tensors, which are put one
+    after the other.
+
+    Raises:
+        ValueError: the outputs cannot be put together.
+    """
+    return join(outputs, lambda tensors: _together([tensor.to(device) for tensor in tensors], dim))
+
+
+def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
+    """Outputs of the parts as one, with ``tensors`` called for those that stand in the same place."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return tensors(list(outputs))
+    kinds = {type(output) for output in outputs}
+    if len(kinds) > 1:
+        raise ValueError(f"DataParallel: the replicas gave {sorted(kind.__name__ for kind in kinds)}; give one kind.")
+    if isinstance(first, Mapping):
+        return _join_mappings(outputs, tensors)
+    if isinstance(first, list | tuple):
+        return _join_members(outputs, tensors)
+    if hasattr(first, "__dataclass_fields__"):
+        made = copy.copy(first)
+        for field in first.__dataclass_fields__:
+            object.__setattr__(made, field, join([getattr(output, field) for output in outputs], tensors))
+        return made
+    for output in outputs:
+        if not _is_same(first, output):
+            raise ValueError(
+                f"DataParallel: the replicas gave {first!r:.60} and {output!r:.60}, and one of them would be lost: "
+                "give a tensor, or a list."
+            )
+    return first
+
+
+def _join_mappings(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
+    """Mappings of one class as one, by key."""
+    first = outputs[0]
+    if any(output.keys() != first.keys() for output in outputs):
+        raise ValueError(f"DataParallel: the replicas gave dicts with different keys, {sorted(first)} first.")
+    joined = {key: join([output[key] for output in outputs], tensors) for key in first}
+    if not isinstance(first, MutableMapping):
+        return type(first)(joined)
+    made = copy.copy(first)  # with what it has beside its items: a default factory, attributes
+    for key, value in joined.items():
+        made[key] = value
+    return made
+
+
+def _join_members(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
+    """Lists, tuples or named tuples as one, by place; lists of plain things one after the other."""
+    first = outputs[0]
+    if isinstance(first, list) and not any(isinstance(item, Tensor | dict | list | tuple) for item in first):
+        return [item for output in outputs for item in output]
+    if any(len(output) != len(first) for output in outputs):
+        raise ValueError(
+            f"DataParallel: the replicas gave a {type(first).__name__} of {sorted({len(o) for o in outputs})} "
+            "members, which are put together one by one; give equally many."
+        )
+    members = [join(list(places), tensors) for places in zip(*outputs, strict=True)]
+    return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
+
+
+def _is_same(one: object, other: object) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # an array's answer is an array
+        return False
+
+
+def _together(tensors: list[Tensor], dim: int) -> Tensor:
+    return torch.cat(tensors, dim) if tensors[0].ndim else torch.stack(tensors)
+
+
+def _call(replica: nn.Module, inputs: Any, kwargs: Any) -> Callable[[], Any]:
+    return lambda: replica(*inputs, **kwargs)
+
+
+# -- devices inside of DistributedDataParallel ---------------------------------------------------------------
+
+
+Device = int | str | torch.device
+
+
+def as_id(device: torch.device) -> int | torch.device:
+    """An accelerator by its number."""
+    return device if device.type == "cpu" else device.index
+
+
+def choose_devices(
+    device_ids: Sequence[Device] | str | None, output_device: Device | None, here: torch.device
+) -> tuple[list[torch.device], torch.device | None]:
+    """The devices that a container's two arguments name, and the one for the outputs.
+
+    Args:
+        device_ids, output_device: of the container.
+        here: where its module is.
+
+    Raises:
+        MisconfigurationException: with the argument and the way out.
+    """
+    if isinstance(device_ids, str) and device_ids != "all":
+        raise MisconfigurationException(f'device_ids={device_ids!r}: give a list of devices, "all", or None')
+    if device_ids == "all":
+        device_ids = list(range(torch.accelerator.device_count())) or ["cpu"]
+    devices = [as_device(device) for device in device_ids or ()]
+    if not devices:
+        if output_device is not None:
+            raise MisconfigurationException(
+                f"output_device={output_device!r}: outputs are moved where device_ids says on which devices to run; "
+                "give those too, or leave it out"
+            )
+        return [], None
+    if here != devices[0]:
+        raise MisconfigurationException(
+            f"device_ids={device_ids!r}: the module is on {here}, and is to run on {devices[0]}: move it "
+            f'there first, by module.to("{devices[0]}"), or leave device_ids out'
+        )
+    return devices, devices[0] if output_device is None else as_device(output_device)

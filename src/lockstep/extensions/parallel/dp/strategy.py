@@ -1,0 +1,210 @@
+"""Data parallel in one process: the loader's batch is cut up over the devices, and the parts run in threads."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.engines.strategy import Strategy
+from lockstep.extensions.parallel.dp.replicas import cut, gather, in_threads, join, replicate, rows_of, scatter
+from lockstep.ground.comm import reduction_of
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.transfer import has_pinned_memory, move_data_to_device
+from lockstep.module import LightningModule
+
+
+class DataParallelStrategy(Strategy):
+    """One process drives all devices of its node; ``batch_size`` is that of all of them together.
+
+    Each step method runs once for each device, on a replica of the module and its part of the batch. The loss, and
+    what was logged, is the mean over the parts, weighed by their rows, so that the numbers are those of one device
+    with the whole batch. Metrics of torchmetrics are shared by the replicas, which take turns.
+
+    The first part runs on the module itself: attributes that a step sets are kept there, those that the others set
+    are lost. "ddp" is faster: here one interpreter drives all devices, and the weights are copied in every step.
+    """
+
+    drives_all_devices = True
+
+    def setup_environment(self) -> None:
+        """Refuse what one process cannot do."""
+        if self.world.num_nodes > 1:
+            raise MisconfigurationException(
+                f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): it is one process for the devices of one '
+                'node; use strategy="ddp".'
+            )
+        super().setup_environment()
+
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        """As on one device; the replicas are made in each step."""
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                'Trainer(strategy="dp") with `automatic_optimization = False`: `training_step` runs on all devices at '
+                'the same time, so it cannot step optimizers; use strategy="ddp".'
+            )
+        super().setup_module(module, own_backward)
+
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        """The step method on all devices; outputs and logged values come together on the first."""
+        rows = rows_of(args[0])
+        if rows is None or len(self.devices) == 1 or getattr(fn, "__self__", None) is not self.module:
+            return super().run(fn, *args)
+        sizes = cut(rows, len(self.devices))
+        parts = scatter(args[0], self.devices)
+        turn = threading.RLock()
+        stand_ins: dict[int, Any] = {}
+
+        def shared(module: nn.Module) -> Any:
+            if not _is_metric(module):
+                return None
+            return stand_ins.setdefault(id(module), _InTurn(module, turn))
+
+        module = self.module
+        assert module is not None
+        replicas = replicate(module, self.devices[: len(parts)], shared)
+        logs: list[dict[str, _LoggedInPart]] = [{} for _ in parts]
+        own_metrics = _take_turns(module, shared)
+        try:
+            for replica, log in zip(replicas, logs, strict=True):
+                replica.__dict__["log"] = _collect(log)
+            method = fn.__func__  # type: ignore[attr-defined]
+            calls = [_call(method, replica, part, args[1:]) for replica, part in zip(replicas, parts, strict=True)]
+            outputs = super().run(in_threads, calls, self.devices)
+        finally:
+            module.__dict__.pop("log", None)
+            for place, name, metric in own_metrics:
+                place[name] = metric
+        for name, logged in _merged(logs, sizes, self.root_device).items():
+            module.log(name, logged.value, **logged.options)
+        return self._output(fn.__name__, outputs, sizes)
+
+    def _output(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
+        outputs, sizes = [list(kept) for kept in zip(*_kept(outputs, sizes), strict=True)] or [[None], [1]]
+        if name == "predict_step":
+            return gather(outputs, self.root_device)
+        first = outputs[0]
+        if isinstance(first, dict) and "weight" in first and name == "training_step":
+            weights = [float(output["weight"]) for output in outputs]
+            joined = self._joined([{k: v for k, v in output.items() if k != "weight"} for output in outputs], weights)
+            return {**joined, "weight": sum(output["weight"] for output in outputs)}
+        return self._joined(outputs, [float(size) for size in sizes])
+
+    def _joined(self, outputs: list[Any], weights: list[float]) -> Any:
+        def together(tensors: list[Tensor]) -> Tensor:
+            there = [tensor.to(self.root_device) for tensor in tensors]
+            return torch.cat(there) if there[0].ndim else _mean(there, weights)
+
+        return join(outputs, together)
+
+
+class _LoggedInPart:
+    """What ``self.log`` was called with in one part; options by their names."""
+
+    def __init__(self, value: object, options: dict[str, Any]) -> None:
+        self.value, self.options = value, options
+
+
+class _InTurn:
+    """A metric that all replicas share: whoever uses it waits for the others, and gives it tensors on its device."""
+
+    def __init__(self, metric: Any, turn: AbstractContextManager[object]) -> None:
+        self.metric, self._turn = metric, turn
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        return self._use(self.metric, args, kwargs)
+
+    def update(self, *args: object, **kwargs: object) -> Any:
+        return self._use(self.metric.update, args, kwargs)
+
+    def _use(self, method: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        args, kwargs = move_data_to_device((args, kwargs), self.metric.device)
+        with self._turn:
+            return method(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.metric, name)
+
+
+def _is_metric(module: object) -> bool:
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
+
+
+def _take_turns(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Put the stand-ins of metrics in their places in the module itself; gives what has to be put back."""
+    changed = []
+    for part in list(module.modules()):
+        for name, child in part._modules.items():
+            if child is not None and _is_metric(child):
+                changed.append((part._modules, name, child))
+    for place, name, metric in changed:
+        place[name] = shared(metric)
+    return changed
+
+
+_OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
+"""What ``log`` takes behind the name and the value."""
+
+
+def _collect(log: dict[str, _LoggedInPart]) -> Callable[..., None]:
+    def collect(name: str, value: object, *args: object, **kwargs: object) -> None:
+        log[name] = _LoggedInPart(value, {**dict(zip(_OPTIONS, args, strict=False)), **kwargs})
+
+    return collect
+
+
+def _call(method: Callable[..., Any], replica: nn.Module, part: object, rest: tuple[Any, ...]) -> Callable[[], Any]:
+    return lambda: method(replica, part, *rest)
+
+
+def _kept(outputs: list[Any], sizes: list[int]) -> list[tuple[Any, int]]:
+    """Without the parts whose step returned None."""
+    return [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
+
+
+def _mean(values: list[Tensor], weights: list[float]) -> Tensor:
+    total = sum(weights)
+    if not total:
+        return torch.stack(values).sum() * 0.0
+    if not values[0].is_floating_point() and not values[0].is_complex():
+        values = [value.double() for value in values]
+    return torch.stack([value * (weight / total) for value, weight in zip(values, weights, strict=True)]).sum()
+
+
+def _merged(logs: list[dict[str, _LoggedInPart]], sizes: list[int], device: torch.device) -> dict[str, _LoggedInPart]:
+    """One entry for each name, in the order in which the parts first logged them; values on ``device``.
+
+    Nothing goes to the host: it would wait there for a forward, with no backward to follow on the devices.
+    """
+    merged: dict[str, _LoggedInPart] = {}
+    for name in dict.fromkeys(name for log in logs for name in log):
+        found = [(log[name], size) for log, size in zip(logs, sizes, strict=True) if name in log]
+        entry = found[0][0]
+        if isinstance(entry.value, _InTurn):
+            merged[name] = _LoggedInPart(entry.value.metric, entry.options)
+            continue
+        if _is_metric(entry.value):
+            merged[name] = entry
+            continue
+        weights = [float(logged.options.get("batch_size") or size) for logged, size in found]
+        values = [
+            torch.as_tensor(logged.value).detach().to(device, non_blocking=has_pinned_memory(device.type))
+            for logged, _ in found
+        ]
+        options = dict(entry.options)
+        how = reduction_of(name, options.get("reduce_fx", "mean"))
+        if how == "mean":
+            value = _mean(values, weights)
+            if options.get("batch_size") is not None:
+                options["batch_size"] = int(sum(weights))
+        else:
+            value = getattr(torch.stack(values), how)()
+        merged[name] = _LoggedInPart(value, options)
+    return merged

@@ -1,0 +1,191 @@
+"""What is wrong with a communication hook, said before the first step; and what its state needs before it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.extensions.parallel.hooks.compress import allreduce, bf16, fp16
+from lockstep.extensions.parallel.hooks.hook_transport import innermost, name_of, torch_name
+from lockstep.extensions.parallel.hooks.local_sgd import PostLocalSGDState, node_group, post_local_sgd
+from lockstep.extensions.parallel.hooks.powersgd import PowerSGDState, power_sgd
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+
+_OWN_STATES = (PowerSGDState, PostLocalSGDState)
+_QUANTIZATION = ("quantization_pertensor_hook", "quantization_perchannel_hook")
+_GROUP_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", *_QUANTIZATION)
+_TORCH_STATES = {
+    "powerSGD_hook": "PowerSGDState",
+    "batched_powerSGD_hook": "PowerSGDState",
+    "post_localSGD_hook": "PostLocalSGDState",
+}
+_DROP_IMAGINARY = ("fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook")
+
+
+def check_hook(state: object, hook: object, parameters: Iterable[Tensor] = (), group: comm.Group = None) -> None:
+    """Make sure that ``hook(state, bucket)`` can work.
+
+    Args:
+        state: the hook's first argument.
+        hook: a communication hook: a function of a state and a `GradBucket` that returns a future of the reduced
+            gradients.
+        parameters: whose gradients it will get; their devices and dtypes are looked at.
+        group: the ranks.
+
+    Raises:
+        TypeError: not callable, or not with two arguments.
+        ValueError: annotated for something else than buckets and futures.
+        MisconfigurationException: a hook that cannot work here, or one that was given another one's state; with what
+            to take instead.
+    """
+    check_pair(state, hook)
+    _refuse_broken(torch_name(innermost(hook)), list(parameters), group)
+
+
+def check_pair(state: object, hook: object) -> None:
+    """The part of `check_hook` that needs neither parameters nor ranks."""
+    if not callable(hook):
+        raise TypeError(
+            f"Communication hook must be callable, as hook(state, bucket); ddp_comm_hook={hook!r} is a "
+            f"{type(hook).__name__}"
+        )
+    _check_signature(hook)
+    inner = innermost(hook)
+    _check_state(state, inner)
+    if torch_name(inner) == "batched_powerSGD_hook":
+        raise MisconfigurationException(
+            "torch's batched_powerSGD_hook fails at its start iteration: it hands a 2-D matrix to a function that "
+            "takes 3-D ones. Take lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=...), or torch's "
+            "powerSGD_hook"
+        )
+
+
+def _check_signature(hook: Callable[..., object]) -> None:
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):  # written in C: nothing to look at
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"the communication hook {name_of(hook)}{signature} is called as hook(state, bucket): {error}"
+        ) from None
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and not _says(bucket.annotation, "GradBucket"):
+        raise ValueError(
+            f"Communication hook: bucket annotation should be dist.GradBucket. {name_of(hook)} says "
+            f"{_named(bucket.annotation)}"
+        )
+    if not _says(signature.return_annotation, "Future"):
+        raise ValueError(
+            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. {name_of(hook)} says "
+            f"{_named(signature.return_annotation)}"
+        )
+
+
+def _says(annotation: object, word: str) -> bool:
+    """Whether an annotation is not there, or has the word in it, or is open."""
+    return annotation is inspect.Parameter.empty or any(w in _named(annotation) for w in (word, "Any", "object"))
+
+
+def _named(annotation: object) -> str:
+    if isinstance(annotation, type):
+        return annotation.__qualname__
+    return str(annotation)
+
+
+def _check_state(state: object, inner: object) -> None:
+    ours = {power_sgd: PowerSGDState, post_local_sgd: PostLocalSGDState}
+    if inner in ours:
+        fits, wanted = isinstance(state, ours[inner]), f"lockstep.engines.ddp.hooks.{ours[inner].__name__}(...)"
+    elif torch_name(inner) in _TORCH_STATES:
+        kind = _TORCH_STATES[torch_name(inner) or ""]
+        fits, wanted = _is_torch_state(state, kind), f"torch's {kind}(...)"
+    elif _takes_group(inner):
+        fits, wanted = state is None or _is_group(state), "a process group, or None for the default one"
+    else:
+        return
+    if not fits:
+        raise MisconfigurationException(
+            f"the communication hook {name_of(inner)} was given the state {_shown(state)}; it needs {wanted} "
+            "(ddp_comm_state=, or the first argument of register_comm_hook)"
+        )
+
+
+def _takes_group(inner: object) -> bool:
+    """Whether a hook's state is its process group."""
+    return inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS
+
+
+def _has_group(state: object) -> bool:
+    """Whether a hook's state names a process group."""
+    torchs = ("PostLocalSGDState", "PowerSGDState")
+    return isinstance(state, _OWN_STATES) or any(_is_torch_state(state, kind) for kind in torchs)
+
+
+def _is_group(state: object) -> bool:
+    return isinstance(state, torch.distributed.ProcessGroup)
+
+
+def _shown(state: object) -> str:
+    return "None" if state is None else f"of type {type(state).__qualname__}"
+
+
+def _is_torch_state(state: object, kind: str) -> bool:
+    return any(torch_name(base) == kind for base in type(state).__mro__)
+
+
+def _refuse_broken(name: str | None, parameters: list[Tensor], group: comm.Group) -> None:
+    devices = {parameter.device for parameter in parameters} or {torch.device("cpu")}
+    if name in _QUANTIZATION and any(_carried_by(group, device) != "nccl" for device in devices):
+        raise MisconfigurationException(
+            f"torch's {name} works with NCCL only, and these gradients do not travel by it. Take "
+            "lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=4): fewer bytes still, on the CPU too"
+        )
+    if name in _DROP_IMAGINARY and any(parameter.is_complex() for parameter in parameters):
+        raise MisconfigurationException(
+            f"torch's {name} drops the imaginary part of complex gradients. Take fp16, bf16 or power_sgd of "
+            "lockstep.engines.ddp.hooks"
+        )
+
+
+def _carried_by(group: comm.Group, device: torch.device) -> str:
+    return comm.backend_of(group, device.type) if comm.is_distributed() else ""
+
+
+def prepare_state(state: Any, group: comm.Group = None, hook: object = None) -> Any:
+    """Give a hook's state what it needs before the first step; collective, on all ranks of ``group``.
+
+    Post-local SGD, lockstep's and torch's, gets the group of this rank's node where none was given (torch's own way to
+    make one needs GPUs). A state that names no process group gets ``group``,
+    unless that is the default group.
+
+    Args:
+        state: of a hook; ones that are not known are left as they are.
+        group: the ranks; ``None`` is the default group.
+        hook: whose state it is; needed where ``state`` is None.
+
+    Returns:
+        The state to register: ``state`` itself, or ``group`` in place of None for a hook whose state is its group.
+    """
+    named = group is not None and group is not dist.group.WORLD  # with the default one it could not be pickled
+    if named and _has_group(state) and state.process_group is None:
+        state.process_group = group
+    if isinstance(state, PostLocalSGDState):
+        state.prepare()
+    elif _is_torch_state(state, "PostLocalSGDState") and state.subgroup is None and _averages_in_nodes(state):
+        state.subgroup = node_group(state.process_group)
+    if state is None and group is not None and _takes_group(innermost(hook)):
+        return group
+    return state
+
+
+def _averages_in_nodes(state: Any) -> bool:
+    return state.post_local_gradient_allreduce and comm.world_size(state.process_group) > 1

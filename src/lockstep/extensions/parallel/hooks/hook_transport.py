@@ -1,0 +1,593 @@
+"""A communication hook in the place of the all-reduce: which hook it is, in which order it runs, what it gives back.
+
+Messages of hooks that take several go out one after another, in one order on all ranks, beside the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, wraps
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.engines.ddp.bucket import Bucket
+from lockstep.engines.ddp.reducer import Reducer
+from lockstep.engines.ddp.transport import AllReduce, RoundGroup, Size
+from lockstep.extensions.parallel.hooks.grad_bucket import GradBucket
+from lockstep.ground import comm
+from lockstep.ground.device import current_of, current_stream, has_streams, in_stream, new_stream
+from lockstep.ground.installed import Installation
+
+EXIT_ORDERED = Installation(
+    "atexit: end the threads of ordered messages",
+    ("extensions/parallel/hooks/hook_transport.py",),
+    "a thread that wants the interpreter while it goes aborts it; from the import on",
+)
+
+# -- the ordered queue ---------------------------------------------------------------------------------------
+
+
+Future: TypeAlias = "torch.futures.Future[Tensor]"
+Job: TypeAlias = "Callable[[comm.Group], Tensor]"
+
+THREAD = "lockstep-hook"
+"""Name of a queue's thread."""
+PATIENCE = 1.0
+"""Seconds that the end of the interpreter waits for such a thread, which may be held up by a rank that is gone."""
+
+
+def submit(group: comm.Group, device: torch.device, job: Job) -> Future:
+    """Run ``job`` in the queue of ``group``, after all that was submitted before.
+
+    The first call for a group is collective: every rank of it makes the queue.
+
+    Args:
+        group: the ranks; ``None`` is the default group.
+        device: where the tensors of ``job`` are; on a GPU it sees what the current stream has been given by now.
+        job: a function of the group over which it is to communicate (the same ranks in the same order); it may
+            block.
+
+    Returns:
+        A future of what ``job`` returns, or raises.
+    """
+    return open_queue(group, device).submit(group, device, job)
+
+
+def open_queue(group: comm.Group, device: torch.device) -> OrderedQueue:
+    """The queue of ``group`` for tensors on ``device``; made where there is none, which is collective."""
+    if comm.world_size(group) == 1:
+        return OrderedQueue()
+    parent: Any = dist.group.WORLD if group is None else group
+    kinds = _queues.setdefault(parent, {})
+    kind = comm.backend_of(parent, device.type)
+    if kind not in kinds:
+        if kind == "gloo":
+            kinds[kind] = ThreadQueue(_own_group(parent))
+        else:
+            kinds[kind] = StreamQueue() if kind == "nccl" else OrderedQueue()
+    return kinds[kind]
+
+
+def _own_group(group: dist.ProcessGroup) -> Any:
+    members = dist.get_process_group_ranks(group)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    # Where all ranks take part, torch numbers groups. Where they do not, it names a group by its ranks and by how many
+    # groups each of them has, and a group never comes together whose ranks have different numbers of them.
+    some = group is not dist.group.WORLD
+    own = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=some)
+    comm.barrier(own)  # a rank that ends at once must not be gone while another still connects to it
+    return own
+
+
+class OrderedQueue:
+    """Runs jobs at once, over the group itself."""
+
+    def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
+        future = _future(device)
+        _settle(future, job, group)
+        return future
+
+
+class StreamQueue(OrderedQueue):
+    """Runs jobs at once, with their kernels and messages on a stream beside the backward's."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+
+    def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
+        """A future of ``job``'s result; a stream that waits for it waits for this queue's stream."""
+        future = _future(device)
+        with self._beside(device):
+            _settle(future, job, group)
+        return future
+
+    def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
+        """A context on this queue's stream, after what the current stream has been given by now."""
+        if not _has_queue(device):
+            return nullcontext()
+        if device not in self._streams:
+            self._streams[device] = new_stream(device)
+        return _Beside(self._streams[device], current_stream(device).record_event())
+
+
+class ThreadQueue(StreamQueue):
+    """Runs jobs on a thread that ends when none are left, over ``group``, which nobody else uses."""
+
+    def __init__(self, group: comm.Group) -> None:
+        super().__init__()
+        self._group = group
+        self._waiting: deque[tuple[Future, Job, AbstractContextManager[Any]]] = deque()
+        self._lock = threading.Lock()
+        self._runs = False
+
+    def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
+        future = _future(device)
+        with self._lock:
+            self._waiting.append((future, job, self._beside(device)))
+            starts, self._runs = not self._runs, True
+        if starts:
+            threading.Thread(target=self._run, name=THREAD, daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._runs = False
+                    return
+                future, job, beside = self._waiting.popleft()
+            with beside:
+                _settle(future, job, self._group)
+            del future, job, beside  # nothing is kept until the next one comes
+
+
+class _Beside:
+    """On ``stream``, after ``event``."""
+
+    def __init__(self, stream: Any, event: Any) -> None:
+        self._stream, self._event = stream, event
+
+    def __enter__(self) -> None:
+        self._stream.wait_event(self._event)
+        self._context = in_stream(self._stream)
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+@cache
+def has_futures(kind: str) -> bool:
+    """Whether ``torch.futures`` knows a kind of device: the stream of who waits for one waits for that of who set."""
+    if kind in ("cpu", "cuda"):
+        return kind == "cuda"
+    try:
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[current_of(kind)])
+        future.set_result(torch.empty(1, device=current_of(kind)))
+        future.wait()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _has_queue(device: torch.device) -> bool:
+    """Whether jobs can run beside what a device computes: in a stream for which others wait by a future."""
+    return has_streams(device) and has_futures(device.type)
+
+
+def _future(device: torch.device) -> Future:
+    return torch.futures.Future(devices=[device] if _has_queue(device) else None)
+
+
+def _settle(future: Future, job: Job, group: comm.Group) -> None:
+    try:
+        with torch.no_grad():
+            result = job(group)
+    except BaseException as error:  # told to whoever waits: the thread has nobody above it
+        future.set_exception(error)  # type: ignore[arg-type]
+    else:
+        future.set_result(result)
+
+
+def completed(tensor: Tensor) -> Future:
+    """A future that holds ``tensor`` already."""
+    future = _future(tensor.device)
+    future.set_result(tensor)
+    return future
+
+
+def end_threads() -> None:
+    """Let the queues' threads end: one that is just coming out of its last job when the interpreter goes aborts it."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join(PATIENCE)
+
+
+EXIT_ORDERED.at_exit(end_threads)
+
+_queues: weakref.WeakKeyDictionary[Any, dict[str, OrderedQueue]] = weakref.WeakKeyDictionary()
+"""The queues of each group, by backend; they go with it."""
+
+
+# -- which hook it is ----------------------------------------------------------------------------------------
+
+
+TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+_TORCH_WRAPPERS = ("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook")
+
+
+def innermost(hook: object) -> Any:
+    """The hook inside of fp16 and bf16 wrappers (torch's and lockstep's) and ``functools.partial``."""
+    while True:
+        inside = getattr(hook, "wrapped_hook", None)
+        if inside is None and isinstance(hook, functools.partial):
+            inside = hook.func
+        if inside is None and torch_name(hook) in _TORCH_WRAPPERS:
+            inside = inspect.getclosurevars(hook).nonlocals["hook"]  # type: ignore[arg-type]
+        if inside is None:
+            return hook
+        hook = inside
+
+
+def torch_name(thing: object) -> str | None:
+    """The name of a hook, or of the class of a hook's state, of torch's; None if it is not torch's.
+
+    Example:
+        >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+        >>> torch_name(fp16_compress_hook)
+        'fp16_compress_hook'
+        >>> torch_name(print) is None
+        True
+    """
+    home = getattr(thing, "__module__", None)
+    if not isinstance(home, str) or not home.startswith(TORCH_HOOKS):
+        return None
+    return getattr(thing, "__name__", None) or type(thing).__name__
+
+
+def name_of(hook: object) -> str:
+    """What a hook is called in messages."""
+    return getattr(hook, "__qualname__", None) or type(hook).__qualname__
+
+
+EXAMPLE = (
+    "return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()"
+    ".then(lambda done: bucket.buffer())"
+)
+
+
+def future_of(returned: object, hook: object) -> torch.futures.Future[Any]:
+    """What ``hook`` returned, if it is a future.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(returned, torch._C.Future):
+        return returned  # type: ignore[return-value]
+    raise TypeError(
+        f"rank {comm.rank()}: the communication hook {name_of(hook)} returned {type(returned).__name__}; it must "
+        f"return a torch.futures.Future of the reduced gradients, as in `{EXAMPLE}`"
+    )
+
+
+def tensor_of(value: object, bucket: GradBucket, hook: object) -> Tensor:
+    """The reduced gradients in a future's value, 1-D.
+
+    Args:
+        value: what the future of ``hook`` holds: a tensor of the bucket's size, or a list of one. Its dtype may be
+            another, as torch's wrappers leave it.
+        bucket: what ``hook`` was given.
+        hook: who gave ``value``.
+
+    Raises:
+        TypeError: no tensor, or one of another size, another device, or of whole numbers; one of real numbers for
+            complex gradients, whose imaginary parts would be lost.
+    """
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    buffer = bucket.buffer()
+    if isinstance(value, Tensor):
+        numbers = value.is_floating_point() or value.is_complex()
+        fits = value.numel() == buffer.numel() and value.device == buffer.device and numbers and not value.is_sparse
+        if fits and value.is_complex() == buffer.is_complex():
+            return value.detach().reshape(-1)
+    raise TypeError(
+        f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} holds {_described(value)}; "
+        f"for bucket {bucket.index()} it must hold {_described(buffer)}, as in `{EXAMPLE}`"
+    )
+
+
+def _described(thing: object) -> str:
+    if isinstance(thing, Tensor):
+        return f"a tensor of {thing.numel()} elements ({thing.dtype} on {thing.device})"
+    if isinstance(thing, (list, tuple)):
+        return f"a {type(thing).__name__} of {len(thing)}"
+    return "None" if thing is None else f"a {type(thing).__name__}"
+
+
+# -- errors in futures' callbacks ----------------------------------------------------------------------------
+
+
+WAIT = 5e-5
+"""Seconds between two looks at a future that a failed callback may have left open."""
+
+Callback = Callable[[Any], Any]
+
+
+class CallbackErrors:
+    """Hears what the callbacks raise that a hook gives to futures, and their callbacks in turn.
+
+    An error in ``future.then(...)`` is the error of the future that ``then`` gave; one in
+    ``future.add_done_callback(...)`` is printed by torch, and nobody is told. A future that such a callback was to
+    complete never ends.
+
+    Attributes:
+        error: the first one.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._may_stay_open = False
+        _listen()
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Inside, callbacks that this thread registers are listened to."""
+        before, _current.errors = getattr(_current, "errors", None), self
+        try:
+            yield
+        finally:
+            _current.errors = before
+
+    def wait(self, future: torch.futures.Future[Any]) -> Any:
+        """The value of ``future``, or the error of a callback, as it was raised there."""
+        if self._may_stay_open:
+            while self.error is None and not future.done():
+                time.sleep(WAIT)
+        self.raise_error()
+        try:
+            return future.wait()
+        except Exception:
+            self.raise_error()  # which torch has told in words of its own
+            raise
+
+    def raise_error(self) -> None:
+        """Raise what a callback has raised, if one has."""
+        if self.error is not None:
+            raise self.error
+
+    def guard(self, callback: Callback, is_done_callback: bool) -> Callback:
+        """``callback``, which is listened to when it runs, in whichever thread."""
+        self._may_stay_open = self._may_stay_open or is_done_callback
+
+        @wraps(callback)
+        def guarded(future: torch.futures.Future[Any]) -> Any:
+            with self.heard():
+                try:
+                    return callback(future)
+                except BaseException as error:
+                    self.error = self.error or error
+                    raise
+
+        return guarded
+
+
+_current = threading.local()
+
+
+@cache
+def _listen() -> None:
+    """Have torch's futures ask, from now on, whether somebody listens to the callbacks of this thread."""
+    kind: Any = torch._C.Future
+    for name in ("then", "add_done_callback"):
+        setattr(kind, name, _asking(getattr(kind, name), name == "add_done_callback"))
+
+
+def _asking(own: Callable[..., Any], is_done_callback: bool) -> Callable[..., Any]:
+    @wraps(own)
+    def register(future: torch.futures.Future[Any], callback: Callback) -> Any:
+        errors: CallbackErrors | None = getattr(_current, "errors", None)
+        return own(future, callback if errors is None else errors.guard(callback, is_done_callback))
+
+    return register
+
+
+# -- hooks of several messages -------------------------------------------------------------------------------
+
+
+Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
+
+_ONE_MESSAGE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "post_localSGD_hook", "noop_hook"}
+_OWN = "lockstep.extensions.parallel.hooks."
+
+
+def keeps_order(hook: object) -> bool:
+    """Whether ``hook`` may be called for a bucket while what it does for the last one is under way.
+
+    That is so where it hands over all of its messages before it returns, or keeps them in order by itself: lockstep's
+    hooks, those of torch's that send one message, and a hook with a true attribute ``overlaps``, which says so of
+    itself; in wrappers too. Of others nothing is known: on gloo, they are called when the last future is done.
+    """
+    inner = innermost(hook)
+    if getattr(hook, "overlaps", False) or getattr(inner, "overlaps", False):
+        return True
+    return str(getattr(inner, "__module__", "")).startswith(_OWN) or torch_name(inner) in _ONE_MESSAGE
+
+
+def in_order(hook: Hook, group: comm.Group = None) -> Hook:
+    """``hook``; but torch's PowerSGD, wrapped or not, so that it runs in a queue on gloo, beside the backward."""
+    if isinstance(hook, _InQueue) or torch_name(innermost(hook)) != "powerSGD_hook":
+        return hook
+    return _InQueue(hook, group)
+
+
+class _InQueue:
+    """Runs torch's PowerSGD in a queue, over the queue's group."""
+
+    overlaps = True
+
+    def __init__(self, hook: Hook, group: comm.Group) -> None:
+        self.wrapped_hook = hook
+        self._group = group
+        self._seen: dict[int, list[int]] = {}
+        self._home: tuple[Any, comm.Group] | None = None
+        self._own: comm.Group = None
+
+    def __call__(self, state: Any, bucket: GradBucket) -> Any:
+        if self._home is None or self._home[0] is not state:
+            self._home = state, state.process_group  # read once: while the queue runs it is the queue's
+        self._forget_others(state, bucket)
+        home = self._home[1]
+        group = self._group if home is None else home
+        if not _one_by_one(group, bucket):
+            return self.wrapped_hook(state, bucket)
+
+        def run(own: comm.Group) -> Tensor:
+            # One of gloo's threads still holds the group when the result is there; was it the last to let go of it, it
+            # would wait for its own end, which aborts the process.
+            self._own = own
+            state.process_group = own
+            try:
+                return self.wrapped_hook(state, bucket).wait()
+            finally:
+                state.process_group = home
+
+        return submit(group, bucket.buffer().device, run)
+
+    def _forget_others(self, state: Any, bucket: GradBucket) -> None:
+        """Drop what torch's state remembers of a bucket that held other parameters: it knows buckets by number only."""
+        index, parameters = bucket.index(), [id(parameter) for parameter in bucket.parameters()]
+        if self._seen.setdefault(index, parameters) != parameters:
+            self._seen[index] = parameters
+            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                memory.pop(index, None)
+
+
+def _one_by_one(group: comm.Group, bucket: GradBucket) -> bool:
+    return comm.world_size(group) > 1 and comm.backend_of(group, bucket.buffer().device.type) == "gloo"
+
+
+# -- the transport -------------------------------------------------------------------------------------------
+
+
+class HookTransport(AllReduce):
+    """A communication hook in place of the all-reduce: it gets the gradients as they are, and divides itself.
+
+    On gloo, what a hook does in a future's callback runs in a thread of its own, at a moment of chance; a hook that
+    starts another collective there (torch's PowerSGD) would start those of two buckets in one order here and in
+    another there. So a bucket's hook is called when the last bucket's future is done, unless the hook says
+    ``overlaps = True``: it starts all its collectives before it returns.
+
+    Args:
+        group: the ranks.
+        state: the hook's first argument.
+        hook: ``(state, GradBucket) -> Future`` of a tensor of the buffer's size (or a list of one).
+        buckets: those of a round at the moment; sparse gradients, the last ones, travel as they are.
+        over: the group of the round, for those; False where it is left to each rank.
+    """
+
+    divides = False
+    inline_used = False
+    alignment = 1  # as torch lays gradients out: a hook may rely on there being no gaps
+
+    def __init__(
+        self,
+        group: comm.Group,
+        state: object,
+        hook: Callable[..., Any],
+        buckets: Callable[[], Sequence[Bucket]],
+        over: RoundGroup,
+    ) -> None:
+        super().__init__(group)
+        self._state, self._hook, self._buckets, self._over = state, in_order(hook, group), buckets, over
+        self._shown: dict[int, GradBucket] = {}
+        self._one_by_one = False
+        self._last: Any = None
+        self._error: Exception | None = None
+        self._callbacks = CallbackErrors()
+
+    def buffers(self, sizes: list[Size]) -> Iterable[Tensor]:
+        several = comm.world_size(self._group) > 1 and not keeps_order(self._hook)
+        self._one_by_one = several and any(
+            comm.backend_of(self._group, device.type) == "gloo" for _, _, device in sizes
+        )
+        return super().buffers(sizes)
+
+    def start(self, bucket: Bucket, scale: float) -> None:
+        """Call the hook. What it raises, `flush` and `wait` raise, when the backward has ended."""
+        if self._error is not None:
+            return
+        if bucket.is_sparse:
+            self._start_sparse(bucket)
+            return
+        following = self._buckets()[bucket.index + 1 :]
+        last = not following or following[0].is_sparse
+        absent = () if 0 not in bucket.used else [place for place, used in enumerate(bucket.used) if not used]
+        shown = GradBucket(bucket.index, bucket.buffer, bucket.views, bucket.parameters, last, absent)
+        self._shown[bucket.index] = shown
+        try:
+            self.flush()
+            self._callbacks.raise_error()  # of the last round, too
+            with self._callbacks.heard():
+                returned = self._hook(self._state, shown)
+            bucket.work = self._last = future_of(returned, self._hook)
+        except Exception as error:
+            self._error = error
+
+    def _start_sparse(self, bucket: Bucket) -> None:
+        group = self._over()
+        if group is False or comm.world_size(group) == 1:
+            bucket.work = completed(bucket.flat)
+            return
+        bucket.flat.mul_(1 / comm.world_size(group))
+        bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+
+    def flush(self) -> None:
+        """Return when the hooks called so far have started all the collectives that they will."""
+        if self._error is not None:
+            raise self._error
+        if self._one_by_one and self._last is not None:
+            self._callbacks.wait(self._last)
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for what the hook promised, and take it into the buffer."""
+        if self._error is not None:
+            raise self._error
+        if bucket.is_sparse:
+            bucket.work.wait()
+            return
+        value = self._callbacks.wait(bucket.work)
+        self._last = None
+        result = tensor_of(value, self._shown.pop(bucket.index), self._hook)
+        if result.data_ptr() != bucket.buffer.data_ptr():
+            bucket.buffer.copy_(result)
+
+
+def attach_hook(
+    reducer: Reducer, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
+) -> None:
+    """Let ``hook`` reduce the buckets of ``reducer``, before its first `prepare`, alike on every rank.
+
+    Args:
+        reducer: without a hook.
+        state: the hook's first argument.
+        hook: ``(state, bucket) -> Future``; the bucket is a `GradBucket`, whose gradients are not divided by anything;
+            the future holds what takes the buffer's place.
+        round_group: asked once a round for the group over which it is agreed who used which parameters: None is
+            the reducer's group, False leaves it to each rank (steps that reduce nothing).
+
+    Raises:
+        RuntimeError: if there is a hook, or a backward was prepared.
+    """
+    carried = HookTransport(reducer.group, state, hook, lambda: reducer.buckets, lambda: reducer.round_group)
+    reducer.use_transport(carried, round_group)

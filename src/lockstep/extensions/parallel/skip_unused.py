@@ -1,0 +1,81 @@
+"""A transport that leaves out buckets of which no rank uses a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from lockstep.engines.ddp.bucket import Bucket
+from lockstep.engines.ddp.transport import AllReduce, Size, Transport
+from lockstep.ground import comm
+
+USED_LATER = (
+    "skip_all_reduce_unused_params=True: parameter {name!r} got a gradient, and in the first backward no rank used it "
+    "or its bucket, which is no longer reduced since. Wrap the model without it where unused parameters change"
+)
+
+
+class SkipUnused:
+    """Carries buckets as another transport does, but for those that no rank used in the first round of their layout.
+
+    What the ranks used they know from the used flags that travel with the buckets; where those do not travel so (sparse
+    gradients, ``static_graph=True``), all buckets are carried.
+
+    Attributes:
+        inner: as given; all-reduces where it has no memory for a layout.
+        skipped: indices of the buckets that are left out; the same on all ranks.
+    """
+
+    def __init__(self, inner: Transport, group: comm.Group) -> None:
+        self.inner = inner
+        self.divides, self.inline_used, self.alignment = inner.divides, inner.inline_used, inner.alignment
+        self.skipped: set[int] = set()
+        self._group = group
+        self._unused: set[int] = set()
+        self._count = 0
+        self._is_settled = False
+
+    def buffers(self, sizes: list[Size]) -> Iterable[Tensor] | None:
+        """The inner one's; who uses the buckets of this layout is not known yet."""
+        self.skipped.clear()
+        self._unused.clear()
+        self._count, self._is_settled = len(sizes), False
+        made = self.inner.buffers(sizes)
+        if made is None:
+            self.inner.close()
+            self.inner = AllReduce(self._group)
+            made = self.inner.buffers(sizes)
+        return made
+
+    def start(self, bucket: Bucket, scale: float) -> None:
+        """Begin to sum the bucket, unless it is left out.
+
+        Raises:
+            RuntimeError: it is, and this rank has a gradient in it.
+        """
+        if bucket.index not in self.skipped:
+            self.inner.start(bucket, scale)
+            return
+        if 1 in bucket.used:
+            raise RuntimeError(USED_LATER.format(name=bucket.names[bucket.used.index(1)]))
+
+    def flush(self) -> None:
+        self.inner.flush()
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for the bucket, and note whether anybody has used it."""
+        if bucket.index in self.skipped:
+            return
+        self.inner.wait(bucket)
+        if self._is_settled:
+            return
+        if bucket.holds_used and not any(bucket.used_anywhere()):
+            self._unused.add(bucket.index)
+        if bucket.index + 1 == self._count:
+            self._is_settled = len(self._unused) < self._count  # not after a round in which nobody used anything
+            self.skipped.update(self._unused if self._is_settled else ())
+            self._unused.clear()
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,168 @@
+"""The names that torch's DistributedDataParallel has for its own libraries, and for ours to be asked by."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
+from torch.nn.parameter import Parameter
+
+from lockstep.engines.ddp.consistency import broadcast_buffers, sparse_names
+from lockstep.engines.ddp.reducer import Reducer
+from lockstep.ground.errors import MisconfigurationException
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module: names of parameters and buffers that its container leaves alone."""
+ALWAYS = (
+    "gradients are there when backward() returns, and each bucket travels while the backward still runs: leave it at "
+    "False, and step after the backward"
+)
+
+
+class TorchNames:
+    """Of a container: what torch's own calls by private names, and what torch has since 2.15 and is refused here."""
+
+    module: nn.Module
+    process_group: Any
+    static_graph: bool
+    parameters_to_ignore: set[str]
+    buffer_hook: _BufferCommHook
+    _buffer_futures: list[Any]
+
+    @property
+    def reducer(self) -> Reducer:
+        """What averages the gradients."""
+        raise NotImplementedError
+
+    def _detach(self) -> None:
+        raise NotImplementedError
+
+    # -- parameters
+
+    def _build_params_for_reducer(self) -> tuple[list[Parameter], list[bool]]:
+        sparse, named = sparse_names(self.module), self._averaged()
+        return [p for _, p in named], [name in sparse for name, _ in named]
+
+    def _averaged(self) -> list[tuple[str, Parameter]]:
+        named = self.module.named_parameters()
+        return [(name, p) for name, p in named if p.requires_grad and name not in self.parameters_to_ignore]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[Parameter]) -> dict[int, str]:
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        names: dict[int, str] = {}
+        for name, parameter in self._averaged():
+            if id(parameter) not in places:
+                raise ValueError(f"Param with name {name} of the module is not among the given parameters")
+            names[places[id(parameter)]] = name
+        if len(names) != len(places):
+            raise ValueError(
+                f"Expected param to name mapping of {len(names)} parameters that are averaged, and not of {len(places)}"
+            )
+        return names
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("static_graph is True already; it need not be set again.", stacklevel=2)
+            return
+        if self.reducer.rounds:
+            said = "should be called before training loop starts, and a backward has been: give static_graph=True"
+            raise RuntimeError(f"_set_static_graph() {said} to the container")
+        self.static_graph = True
+        self._detach()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.detach()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        pass  # outputs are never cloned here
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the buckets are laid out for good; torch's hooks that step a ZeroRedundancyOptimizer wait for it."""
+        return bool(self.reducer.is_laid_out)
+
+    @property
+    def _distributed_rank(self) -> int:
+        return dist.get_rank(self.process_group)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Have the container of ``module``, which is made later, leave tensors with these names alone."""
+        names = list(params_and_buffers_to_ignore)
+        setattr(module, IGNORED, names)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in names:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    # -- buffers
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are kept alike, by name."""
+        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are kept alike."""
+        return list(self.named_module_buffers.values())
+
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: Callable[..., Any],
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook(state, named_buffers)``, which may return futures, bring the buffers in line."""
+        if not callable(hook):
+            raise TypeError(f"_register_buffer_comm_hook(hook={hook!r}): give something that can be called")
+        self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        hook = self.__dict__.get("buffer_hook")
+        if hook is None:
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+        else:
+            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+            self._buffer_futures += futures or []
+
+    def _default_broadcast_coalesced(
+        self, bufs: Iterable[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        broadcast_buffers(self.modules_buffers if bufs is None else bufs, authoritative_rank, self.process_group)
+
+    # -- a backward that the caller finishes: refused
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """False: the end of a backward is the end of its reduction."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            raise MisconfigurationException(f"require_manual_backward_finalization=True: {ALWAYS}.")
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """False: nobody has to."""
+        return False
+
+    def finalize_backward(self) -> None:
+        """Nothing is left to do, and as in torch's class it is an error to ask for it.
+
+        Raises:
+            MisconfigurationException: always.
+        """
+        raise MisconfigurationException(f"finalize_backward(): {ALWAYS}.")

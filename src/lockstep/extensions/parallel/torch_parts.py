@@ -1,0 +1,60 @@
+"""The private parts of torch that this extension uses."""
+
+from lockstep.ground.torch_support import COMPILE, DDP, EVERYTHING, Part
+
+_HERE = "extensions/parallel/"
+
+PARTS = (
+    Part("torch._C._current_graph_task_id", _HERE, "whether a backward runs, and which", DDP),
+    Part(
+        "torch._C._will_engine_execute_node", f"{_HERE}backward_watcher.py", "parameters that a backward reaches", DDP
+    ),
+    Part("torch._C._are_functorch_transforms_active", f"{_HERE}container.py", "a forward within torch.func", DDP),
+    Part("torch._C.Future", f"{_HERE}hooks/hook_transport.py", "what a communication hook returns", DDP),
+    Part("torch.Tensor._is_view", f"{_HERE}hooks/powersgd.py", "whether a state would hold a whole bucket", DDP),
+    Part(
+        "torch.autograd.variable.Variable._execution_engine",
+        f"{_HERE}backward_watcher.py",
+        "a callback at a backward's end",
+        DDP,
+    ),
+    Part(
+        "torch.autograd.profiler._is_profiler_enabled",
+        f"{_HERE}container.py",
+        "whether a profile names phases",
+        EVERYTHING,
+    ),
+    Part("torch.nn.parallel.distributed._BufferCommHook", f"{_HERE}torch_names.py", "an argument of torch's", DDP),
+    Part(
+        "torch.nn.parallel.distributed._BufferCommHookLocation",
+        f"{_HERE}container.py {_HERE}torch_names.py",
+        "an argument of torch's",
+        DDP,
+    ),
+    Part("torch.distributed.algorithms.join._JoinConfig", f"{_HERE}join.py", "torch's Join", DDP),
+    Part("torch.distributed.ProcessGroup._get_backend", f"{_HERE}hooks/", "what carries a device's tensors", DDP),
+    Part(
+        "torch.distributed.distributed_c10d._get_default_store",
+        f"{_HERE}absent_ranks.py",
+        "messages beside a collective",
+        DDP,
+    ),
+    # what torch's class takes, and few ask for: read late, with a way out of its own
+    Part(
+        "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform",
+        f"{_HERE}wrapping.py",
+        "a module that is tensor-parallel within replicas",
+        "DistributedDataParallel(device_mesh=...)",
+    ),
+    Part(
+        "torch.distributed.DeviceMesh._get_root_mesh",
+        f"{_HERE}wrapping.py",
+        "as above",
+        "DistributedDataParallel(device_mesh=...)",
+    ),
+    Part("torch._dynamo", f"{_HERE}container.py", "whether anything is compiled", COMPILE),
+    Part("torch._dynamo.eval_frame.OptimizedModule._orig_mod", f"{_HERE}container.py", "as above", COMPILE),
+    Part("torch.nn.Module._compiled_call_impl", f"{_HERE}container.py", "module.compile()", COMPILE),
+    Part("torch.distributed.rpc._is_current_rpc_agent_set", _HERE, "distributed autograd", "rpc"),
+    Part("torch.distributed.autograd._current_context", _HERE, "as above", "rpc"),
+)

@@ -1,0 +1,181 @@
+"""What a container may wrap: its group, why a module cannot be wrapped, and what has changed in it since then."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter, UninitializedParameter
+
+from lockstep.engines.ddp.bucket import Bucket
+from lockstep.engines.ddp.late_parameters import LateParameters
+from lockstep.extensions.parallel.torch_parts import PARTS
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.torch_support import DDP, refuse_without
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# -- the start -----------------------------------------------------------------------------------------------
+
+
+def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) -> Any:
+    """The process group of a container: the given one, that of the mesh, or the default one.
+
+    Args:
+        group: None for the default one.
+        mesh: a device mesh, if any; where it is a part of a larger one, ``module`` is made ready for that.
+        module: what is wrapped.
+
+    Raises:
+        ValueError: there is none, or this rank is not in it.
+        MisconfigurationException: this torch lacks what a container needs.
+    """
+    refuse_without(DDP, DDP, "train on one device", PARTS)
+    if not comm.is_distributed():
+        raise MisconfigurationException(
+            "DistributedDataParallel: Default process group has not been initialized; call "
+            "torch.distributed.init_process_group(...) first, on every rank"
+        )
+    if group is not None and mesh is not None:
+        raise MisconfigurationException("Cannot specify both process_group and device_mesh arguments. Give one of them")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise MisconfigurationException(
+                f"Only 1D device mesh is supported, and device_mesh={mesh!r} has {mesh.ndim} dimensions: give one of "
+                "them, as in mesh['replicate']"
+            )
+        if mesh._get_root_mesh() != mesh:
+            from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+            _pre_dp_module_transform(module)
+        group = mesh.get_group(mesh_dim=0)
+    found = dist.group.WORLD if group is None else group
+    if dist.get_rank(found) < 0:
+        raise MisconfigurationException(
+            f"process_group: rank {dist.get_rank()} (of {dist.get_world_size()}) is not in it; wrap the model on its "
+            "members only"
+        )
+    for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+        comm.travel_by(parameter.device, found)
+        break
+    return found
+
+
+def _problem_of(parameter: Tensor) -> str | None:
+    """Why a parameter has no gradient that can be averaged, if so, and the way out."""
+    if isinstance(parameter, UninitializedParameter):
+        return "belongs to a lazy module and has no shape yet: run one batch through the model before it is wrapped"
+    if parameter.is_meta:
+        return (
+            "is on the meta device and has no values: give it some before the model is wrapped "
+            "(module.to_empty(device=...), then load a state dict or reset its parameters)"
+        )
+    if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
+        return (
+            "is expanded: several of its elements are one place in memory, of which an optimizer would write each; "
+            "build it from a tensor of its own (tensor.expand(...).clone())"
+        )
+    return None
+
+
+def _inner_container(module: nn.Module, trained: set[int], group: comm.Group) -> str | None:
+    """The name of a part that averages some of the ``trained`` parameters itself: torch's container, or ours."""
+    for name, part in module.named_modules():
+        own = (id(parameter) for parameter in part.parameters())
+        averages = hasattr(part, "require_backward_grad_sync") and not trained.isdisjoint(own)
+        if averages and not (part is module and _yields(part, group)):
+            return name
+    return None
+
+
+def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.Group = None) -> str | None:
+    """Why gradients of ``module`` cannot be averaged, if so: what is wrong with which parameter, and the way out.
+
+    A container of lockstep may be wrapped again, whole and over the same ``group``: the outer one averages then.
+    """
+    if not isinstance(module, nn.Module):
+        return f"module={module!r}: give a torch.nn.Module"
+    named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+    kind = type(module).__name__
+    for name, parameter in named:
+        problem = _problem_of(parameter)
+        if problem is not None:
+            return f"parameter {name!r} of {kind} {problem}"
+    inner = _inner_container(module, {id(parameter) for _, parameter in named if parameter.requires_grad}, group)
+    if inner is not None:
+        where = f"part {inner!r} of {kind}" if inner else "the module"
+        return (
+            f"{where} is a DistributedDataParallel already, and two cannot average the same gradients: wrap the "
+            "model as a whole, once"
+        )
+    types = sorted({parameter.device.type for _, parameter in named})
+    if len(types) > 1:
+        return f"{kind} has parameters on {' and '.join(types)}; move it to devices of one type"
+    if not any(parameter.requires_grad for _, parameter in named):
+        return f"{kind}: no parameter requires a gradient, so there is nothing to average; use the module as it is"
+    return None
+
+
+def _yields(container: nn.Module, group: comm.Group) -> bool:
+    """Whether this container can let another one of ``group`` do its work."""
+    if not hasattr(container, "use_reducer"):
+        return False
+    settings = vars(container)
+    ours = settings["process_group"] is group
+    return ours and not (settings["parameters_to_ignore"] or (settings["device_ids"] or ())[1:])
+
+
+def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
+    """What a container's two arguments say about its buffers; the older one is deprecated, as in torch."""
+    if broadcast_buffers is not None:
+        warnings.warn(
+            f"broadcast_buffers={broadcast_buffers} is deprecated: say forward_sync_buffers={broadcast_buffers} (with "
+            "it, buffers are rank 0's at the start in any case), which counts where both are given",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return next(value for value in (forward_sync_buffers, broadcast_buffers, True) if value is not None)
+
+
+# -- later ---------------------------------------------------------------------------------------------------
+
+
+def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -> str | None:
+    """Whose gradient would not be averaged, if anybody's: a sentence without its beginning, the rank.
+
+    Args:
+        frozen: parameters that were so when the model was wrapped.
+        late: those since then; None where nobody minds.
+    """
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            return (
+                f"parameter {name!r} was frozen when the model was wrapped and requires a gradient now: wrap the model "
+                "with the parameter unfrozen (requires_grad may be switched off, and on again, afterwards), or wrap it "
+                "again now"
+            )
+    if late is not None and late.found is not None:
+        return (
+            f"parameter {late.found!r} was added to the model after it was wrapped, and its gradient would not be "
+            "averaged: add it before, or wrap model.module again"
+        )
+    return None
+
+
+def find_cast(buckets: Iterable[Bucket]) -> str | None:
+    """Which parameter no longer fits into its bucket, if any: a sentence without its beginning, the rank."""
+    for bucket in buckets:
+        for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=False):
+            before, now = [(t.dtype, tuple(t.shape), t.device) for t in (view, parameter)]
+            if now != before:
+                return (
+                    f"parameter {name!r} has become {now[0]} of shape {now[1]} on {now[2]} since the model was "
+                    f"wrapped, and was {before[0]} of shape {before[1]} on {before[2]}: cast or move the container, "
+                    "which follows, and not the module in it"
+                )
+    return None
