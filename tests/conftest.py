@@ -48,11 +48,11 @@ from hypothesis import settings  # noqa: E402
 
 from lockstep.ground import seed  # noqa: E402
 from lockstep.ground.rank import LIGHTNINGS, forget_warnings, rank_zero_only  # noqa: E402
-from lockstep.testing import leaks  # noqa: E402
-from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 from tests.accelerator.left_out import why_not  # noqa: E402
 from tests.copies import NURSERY, Copies, Files, by_file  # noqa: E402
 from tests.load import busy  # noqa: E402
+from tests.tools import leaks  # noqa: E402
+from tests.tools.pool import RankPool, pool_processes  # noqa: E402
 
 gc.enable()
 SECONDS_SLOW = 900

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import LightningModule, Trainer
-from lockstep.testing.pool import RankPool
 from tests.accelerator.madeup import NAME
 from tests.accelerator.test_lockstep import QUIET, rows
+from tests.tools.pool import RankPool
 
 
 class Net(LightningModule):

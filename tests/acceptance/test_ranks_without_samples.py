@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import LightningModule
 from lockstep.callbacks import StochasticWeightAveraging
-from lockstep.testing import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import HyperOptArgumentParser, SlurmCluster, Trainer
 from lockstep import callbacks as callbacks_module
-from lockstep.testing import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, quiet
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 
 class ReturnsANumber(Slope):

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import check_equivalence
-from lockstep.testing.pool import RankPool
 from tests.checkpoint.architectures import ARCHITECTURES, Begun, write_folder
 from tests.checkpoint.test_pretrained import strategy_of
 from tests.checkpoint.tuned import WORDS, class_of, needs_transformers, texts
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = [pytest.mark.usefixtures("transformers"), pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -17,11 +17,11 @@ from lockstep.checkpoint.frozen import FrozenBase, hashes_of
 from lockstep.checkpoint.sharded import load
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DeepSpeedStrategy, FSDPStrategy
-from lockstep.testing.pool import RankFailure, RankPool
 from tests.accelerator.left_out import strategies
 from tests.checkpoint.adapted import Adapted, ByHand, needs_peft
 from tests.checkpoint.tuned import WORDS, write_folder
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankFailure, RankPool
 
 
 @pytest.fixture

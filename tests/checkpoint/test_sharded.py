@@ -30,10 +30,10 @@ from lockstep.engines.sharded.fully_shard import optimizer_state
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.loop import state
 from lockstep.strategies import DDPStrategy, FSDPStrategy
-from lockstep.testing import RankPool
 from tests.engines.sharded.test_fsdp import Deep
 from tests.equivalence.models import rows
 from tests.loop.pieces import SaveAt, quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(90)
 

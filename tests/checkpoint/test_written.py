@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lockstep.plugins.io import TorchCheckpointIO
-from lockstep.testing import RankPool
 from tests.checkpoint.written import BOUNDARY, DATA, RESUMED, RUNS, WINDOW, End, differs, kind, play_of, unpack
+from tests.tools.pool import RankPool
 
 FORMATS = sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz"))
 SAVED = [(run, moment) for run, how in RUNS.items() for moment in how.moments]

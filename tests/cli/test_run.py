@@ -22,11 +22,11 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.extensions import commands
 from lockstep.launch.elastic_run import LaunchPlan, refuse_nested, start
 from lockstep.launch.environment import free_port
-from lockstep.testing.pool import RankPool
 from tests.cli.restarted import train
 from tests.launch.sessions import kill
 from tests.tools.crash import Kill
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("restarted.py")

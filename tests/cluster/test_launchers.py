@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.environment import free_port
-from lockstep.testing.pool import RankPool
 from tests.launch.sessions import kill
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 PROJECT = Path(__file__).resolve().parents[2]
 

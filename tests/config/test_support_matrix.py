@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
 from tests.surface.matrix import ROWS, Row
+from tests.tools.pool import RankPool
 
 
 class Net(LightningModule):

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep import LightningModule
-from lockstep.testing import RankPool
 from tests.documents import guide
 from tests.loop.pieces import QUIET
 from tests.tools.fresh import ended
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(200)
 

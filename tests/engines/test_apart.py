@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.engines.ddp.comm_hooks import DivergedWeights, gather_on_zero
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,10 +17,10 @@ from lockstep.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.engines.averaging import AveragingStrategy
 from tests.loop.pieces import Slope, numbers, quiet
+from tests.tools.pool import RankPool
 
 HERE = find_spec("deepspeed") is not None
 """Whether DeepSpeed is installed."""

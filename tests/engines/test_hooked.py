@@ -23,8 +23,8 @@ from lockstep.engines.ddp.hooks.local_sgd import PostLocalSGDState, post_local_s
 from lockstep.engines.ddp.hooks.powersgd import PowerSGDState, power_sgd
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(90)
 

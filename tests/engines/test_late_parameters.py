@@ -19,9 +19,9 @@ from lockstep.engines.ddp.hooks.compress import allreduce
 from lockstep.engines.ddp.hooks.local_sgd import PostLocalSGDState, post_local_sgd
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import RankPool, check_equivalence
-from lockstep.testing.pool import RankFailure
+from lockstep.testing import check_equivalence
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -17,8 +17,8 @@ from lockstep.engines.ddp.sync_batchnorm import SyncBatchNorm
 from lockstep.extensions.extras.stochastic_weight_avg import StochasticWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 def rows(length: int) -> Any:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.testing.pool import RankPool
 from tests.engines.messages import ByStep, counted
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,9 +13,10 @@ from lockstep import LightningModule
 from lockstep.engines.ddp.bucket import ALIGNMENT
 from lockstep.engines.ddp.hooks import PostLocalSGDState, allreduce, post_local_sgd
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import CASES as COMMON
 from tests.equivalence.models import Case, Idle, Normed, Plain, Sometimes, rows
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

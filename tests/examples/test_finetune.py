@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.testing.pool import RankPool
 from tests.checkpoint.adapted import needs_peft
 from tests.loop.pieces import quiet
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "finetune.py"
 SMALL = ("--steps=6", "--every=3", "--layers=2", "--width=16", "--block=16", "--batch-size=4")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from examples.language_model import ByteCorpus, build_gpt
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "language_model.py"
 

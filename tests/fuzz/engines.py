@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lockstep.testing import RankFailure, RankPool, RankTimeout
 from tests.equivalence.models import cut_by_mesh
 from tests.fuzz.compare import NAMED, differences
 from tests.fuzz.program import Rows, Shown, Stream, samples
+from tests.tools.pool import RankFailure, RankPool, RankTimeout
 
 ENGINES: dict[str, tuple[int, int]] = {
     "auto": (1, 1),

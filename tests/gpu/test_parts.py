@@ -15,7 +15,7 @@ from benchmarks.gpu import checks
 from benchmarks.gpu.checks import FAILED, PASSED, SKIPPED, Part, run_part
 from benchmarks.gpu.parts import life, speed
 from benchmarks.gpu.plan import PARTS, ROOT
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 EVERYDAY = ("fits", "waits", "collectives", "memory", "kernels")
 

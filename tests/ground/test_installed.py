@@ -32,7 +32,6 @@ OTHER_PROCESSES = (
     "launch/parent_death.py",
     "launch/spawn.py",
     "supervise/supervisor.py",
-    "testing/",
     "extensions/verify/",
 )
 """Files whose handlers and hooks are for processes that are lockstep's own."""
@@ -120,7 +119,7 @@ def test_what_modules_remember_is_on_the_list(files: dict[str, tuple[ast.AST, ..
     found = {}
     for name, nodes in files.items():
         names = {each for node in nodes if isinstance(node, ast.Global) for each in node.names}
-        if names and not name.startswith("testing/"):
+        if names:
             found[name] = names
     assert {name: names - set(GLOBALS.get(name, ())) for name, names in found.items()} == {
         name: set() for name in found

@@ -13,10 +13,10 @@ from lockstep.checkpoint.format import load
 from lockstep.supervise import screen_text
 from lockstep.supervise.causes import OTHERS, Cause, also_failed, cause_of, is_told, judgement, named
 from lockstep.supervise.screen_text import MOST, MOST_ALONE, REASON, one_line, printable, reason_of, shortened
-from lockstep.testing.pool import RankPool
 from scripts import draw_run
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 FORGED = "it broke\nlockstep: rank 7 failed first, at other.py:1: ValueError: not me"
 HOSTILE = [

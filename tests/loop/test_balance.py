@@ -17,11 +17,11 @@ from lockstep import LightningModule
 from lockstep.engines.ddp.hooks import PostLocalSGDState, post_local_sgd
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankPool
 from tests.guards.test_step_cost import CALLS, ENGINE, Looks, calls_a_step, over_budget
 from tests.loop.balanced import Takes, made_up_clock, slow_rank
 from tests.loop.pieces import Slope, Stream, numbers, on_ranks, quiet
 from tests.loop.test_elastic import Cut, Rows, by_step, compare, life, play
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

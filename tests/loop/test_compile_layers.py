@@ -20,10 +20,11 @@ from lockstep.callbacks import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import CompiledForward, has_compiled
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Blocks
 from tests.equivalence.models import rows as sums
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 EAGER = {"backend": "eager"}
 """What the compiler makes of a graph is run by Python: it is quick, and has the same numbers."""

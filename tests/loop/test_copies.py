@@ -29,7 +29,7 @@ from lockstep.callbacks import (
 )
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers import CSVLogger
-from lockstep.testing import RankPool
+from tests.tools.pool import RankPool
 
 
 def saved(part: Any) -> Any:

@@ -19,8 +19,8 @@ from lockstep.loop.logging import LogCollector
 from lockstep.loop.metrics import load_metric
 from lockstep.loop.parts import merged
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

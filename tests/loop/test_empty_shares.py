@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep import LightningModule
 from lockstep.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, SpikeDetection, WeightAveraging
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Recorder, Slope, Stream, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 SAMPLES, WORLD = 13, 3
 """Of the last micro-batch two ranks have no sample."""

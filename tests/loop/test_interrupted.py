@@ -21,10 +21,10 @@ from lockstep.callbacks import (
     WeightAveraging,
 )
 from lockstep.engines.ranks import RankedStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 from tests.loop.test_signals import TASK
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 
 class Watched(Slope):

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
-from lockstep.testing.pool import RankPool
 from lockstep.tuner import Tuner
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 def rows() -> DataLoader[Any]:

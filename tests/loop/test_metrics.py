@@ -22,8 +22,8 @@ from lockstep.loop.logged_entry import Entry
 from lockstep.loop.logged_rows import Rows, each_step_wanted, extreme, shown_value
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.parts import merged
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Kept(Metric):

@@ -19,8 +19,8 @@ from lockstep.ground.errors import MisconfigurationException, NonFiniteError
 from lockstep.ground.numbers import not_finite
 from lockstep.ground.rank import forget_warnings
 from lockstep.strategies import FSDPStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 BAD_STEP = 3
 

@@ -17,8 +17,8 @@ from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionC
 from lockstep.checkpoint.io import AsyncCheckpointIO
 from lockstep.launch import attempts
 from lockstep.loop import signals
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 RUN = {"LOCKSTEP_RUN": "train-1", "LOCKSTEP_AGENT": "a"}
 OWN = "lockstep-run-train-1-a-fit-1.ckpt"

@@ -19,9 +19,9 @@ from lockstep import Callback, LightningModule, Trainer
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from lockstep.engines.ddp.hooks import PostLocalSGDState, post_local_sgd
 from lockstep.strategies import DDPStrategy, ModelParallelStrategy
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Recorder, Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Noisy(Dataset[Any]):

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import OnExceptionCheckpoint
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from lockstep.testing.pool import RankPool
 from tests.equivalence.models import cut_by_mesh
 from tests.loop.pieces import SaveAt, quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -12,10 +12,10 @@ import pytest
 
 from lockstep import Callback
 from lockstep.callbacks import OnExceptionCheckpoint
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 PROJECT = Path(__file__).resolve().parents[2]
 

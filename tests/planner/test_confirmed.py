@@ -13,9 +13,9 @@ from lockstep.planner.hardware import Hardware
 from lockstep.planner.plan import make_plan
 from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
-from lockstep.testing import RankPool
 from tests.loop.pieces import quiet
 from tests.planner.models import made
+from tests.tools.pool import RankPool
 
 
 def trained(candidate: Candidate) -> int:

@@ -17,9 +17,9 @@ from lockstep.planner.trace import workspace_of_lstm
 from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
-from lockstep.testing import RankPool
 from tests.loop.pieces import quiet
 from tests.planner.models import MODELS, counted, made
+from tests.tools.pool import RankPool
 
 TCP: dict[str, Any] = {"shared_memory": False}  # what ranks share is no memory of torch's allocator
 WAYS: dict[str, tuple[Candidate, Any]] = {

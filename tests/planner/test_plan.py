@@ -24,10 +24,11 @@ from lockstep.planner.hardware import Hardware, described
 from lockstep.planner.plan import Plan, SavedPlan, candidates, make_plan
 from lockstep.plans import choice
 from lockstep.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
-from lockstep.testing import BoringModel, RankPool
+from lockstep.testing import BoringModel
 from tests.loop.pieces import quiet
 from tests.planner.made_up import GB, transformer
 from tests.planner.models import Model, made
+from tests.tools.pool import RankPool
 
 SMALL = Hardware(devices=1, memory=8 * GB, kind="cpu", overlaps=False, name="cpu", link=1e9, shared=1e9)
 

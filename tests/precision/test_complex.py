@@ -13,9 +13,9 @@ from lockstep import LightningModule
 from lockstep.engines.ddp.hooks.compress import allreduce
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import RankPool, check_equivalence
-from lockstep.testing.pool import RankFailure
+from lockstep.testing import check_equivalence
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankFailure, RankPool
 
 
 class Waves(LightningModule):

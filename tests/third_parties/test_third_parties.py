@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from lockstep import lightning as names
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 PROGRAMS = Path(__file__).parent / "programs"
 ORDER = {"PL_TRAINER_ORDER": "torch"}

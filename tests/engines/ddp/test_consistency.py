@@ -25,7 +25,7 @@ from lockstep.engines.ddp.consistency import (
     sync_buffers,
 )
 from lockstep.engines.ddp.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 # -- ranks that are not where the others are -----------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils.data import DataLoader
 
 from lockstep.engines.ddp.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
 from tests.engines.ddp.nets import batch_of, make_net
+from tests.tools.pool import RankPool
 
 
 def _expected(step: int, world: int = 2) -> list[Tensor]:

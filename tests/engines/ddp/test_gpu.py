@@ -12,7 +12,7 @@ from lockstep.engines.ddp.container import DistributedDataParallel
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.transport import AllReduce
 from lockstep.engines.dp.replicas import DataParallel, in_threads
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.gpu
 SMALL = 10_000 / 2**20  # MiB: several buckets

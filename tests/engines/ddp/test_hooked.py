@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.engines.ddp import consistency, hooks
 from lockstep.engines.ddp.bucket import GradBucket
 from lockstep.engines.ddp.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 SMALL = 100 / 2**20  # MiB: a bucket a parameter
 

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lockstep.engines.ddp.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
 from tests.engines.ddp.nets import batch_of, make_net
+from tests.tools.pool import RankPool
 
 COUNTS = [2, 4, 3]
 """Batches by rank."""

@@ -13,7 +13,7 @@ from torch.autograd.profiler import profile
 
 from lockstep.engines.ddp.consistency import buffers_in_forwards
 from lockstep.engines.ddp.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 RANGE = "DistributedDataParallel.forward"
 

@@ -20,7 +20,7 @@ from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers, shard_optimize
 from lockstep.engines.owners import check_parameter_wise, owners_of, parameter_wise, update_within
 from lockstep.ground import rank as rank_of
 from lockstep.precision.base import LossScaler
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {

@@ -14,7 +14,7 @@ from lockstep.engines.ddp.hooks.hook_transport import HookTransport
 from lockstep.engines.ddp.shared_memory import SharedReduction
 from lockstep.engines.ddp.transport import AllReduce, UsedParameters
 from lockstep.ground import comm
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 # -- transports, as far as they do not need a gpu to show what they would do on one --------------------------
 

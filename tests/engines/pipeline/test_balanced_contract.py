@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lockstep.strategies import BalancedStrategy
-from lockstep.testing import RankFailure, RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankFailure, RankPool
 
 TOKENS, WORDS, PADDED = 5, 7, -100
 

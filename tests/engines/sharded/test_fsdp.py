@@ -28,11 +28,11 @@ from lockstep.engines.sharded.sharded_init import ShardedInit
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy, FSDPStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
-from lockstep.testing.pool import RankFailure
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import CASES as COMMON
 from tests.equivalence.models import Case, Normed, Plain, rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -20,8 +20,8 @@ from lockstep.extensions.extras.weight_averaging import EMAWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from lockstep.testing.models import RandomDataset
-from lockstep.testing.pool import RankFailure, RankPool
 from tests.loop.pieces import QUIET
+from tests.tools.pool import RankFailure, RankPool
 
 SMALL = 0.002  # MiB: several buckets
 

@@ -17,11 +17,12 @@ from lockstep.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeigh
 from lockstep.callbacks.base import Callback
 from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing import EquivalenceReport, RankFailure, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Normed, Plain, rows
 from tests.extensions.deepspeed.test_deepspeed import Deep
 from tests.loop.pieces import quiet
 from tests.tools.fresh import ended, python
+from tests.tools.pool import RankFailure, RankPool
 
 pytestmark = [
     pytest.mark.timeout(240),

@@ -20,10 +20,10 @@ from lockstep.checkpoint.sharded import load
 from lockstep.cli.checkpoint import checkpoint
 from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
-from lockstep.testing import RankPool
 from tests.equivalence.models import Plain
 from tests.loop.pieces import quiet
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -15,10 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lockstep.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lockstep.testing import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.equivalence.models import Plain, cut_by_mesh, rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(240)
 

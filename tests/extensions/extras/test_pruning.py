@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.extensions.extras.pruning import ModelPruning
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import on_ranks, quiet
+from tests.tools.pool import RankPool
 
 EPOCHS = 4
 

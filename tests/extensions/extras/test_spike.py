@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import SpikeDetection, TrainingSpikeException
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.callbacks.side_by_side import OURS, theirs, trainer
 from tests.loop.pieces import on_ranks, quiet
+from tests.tools.pool import RankPool
 
 NAN, INF = math.nan, math.inf
 

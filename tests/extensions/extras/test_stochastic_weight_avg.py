@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import BaseFinetuning, StochasticWeightAveraging
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.callbacks.side_by_side import OURS, loader, model, theirs, trainer
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 def assert_close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

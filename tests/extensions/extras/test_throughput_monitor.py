@@ -9,9 +9,9 @@ import pytest
 
 import lockstep.extensions.extras.throughput_monitor as monitor_file
 from lockstep.callbacks import ThroughputMonitor
-from lockstep.testing.pool import RankPool
 from tests.callbacks.side_by_side import OURS, loader, model, recorder, theirs, trainer
 from tests.loop.pieces import Recorder, Slope, Validated, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 def size(batch: Any) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lockstep.engines.ddp import hooks
 from lockstep.engines.ddp.bucket import GradBucket
-from lockstep.testing.pool import RankPool
 from tests.engines.ddp.hooks.pieces import Model, play, same_on_all
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.gpu
 CUT = [[(40, 30), (7,)], [(16, 3, 5)]]

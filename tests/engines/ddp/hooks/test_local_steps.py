@@ -20,8 +20,8 @@ from lockstep.engines.ddp.hooks import (
 )
 from lockstep.engines.ddp.hooks.local_sgd import group_of, node_group
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.engines.ddp.hooks.pieces import Model, as_checkpoint, counted, play
+from tests.tools.pool import RankPool
 
 CUT = [[(3, 2)], [(4,)]]
 

@@ -15,8 +15,8 @@ from lockstep.engines.ddp import hooks
 from lockstep.engines.ddp.averaging import OuterOptimizer, ParameterAverager
 from lockstep.engines.ddp.container import DistributedDataParallel
 from lockstep.engines.ddp.reducer import Reducer
-from lockstep.testing.pool import RankPool
 from tests.engines.ddp.hooks.pieces import as_checkpoint, same_on_all
+from tests.tools.pool import RankPool
 
 SMALL = 2000 / 2**20  # MiB: several buckets
 

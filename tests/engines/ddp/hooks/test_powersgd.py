@@ -15,8 +15,8 @@ from lockstep.engines.ddp.bucket import GradBucket
 from lockstep.engines.ddp.hooks import PowerSGDState, fp16_wrapper, power_sgd
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.engines.ddp.hooks.pieces import SHAPES, Model, Shape, as_checkpoint, counted, play, same_on_all
+from tests.tools.pool import RankPool
 
 some_shapes = st.lists(st.sampled_from([*SHAPES, (20, 30), (1, 8), (8, 1), (30, 20)]), min_size=0, max_size=5)
 
