@@ -144,7 +144,7 @@ def only_loaded(strategy: str, folder: str, kind: str, model: str = "", **flags:
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", strategies("fsdp", "deepspeed_stage_3"))
 def test_names_ties_conversions_and_missing_keys_are_as_from_pretrained_has_them(
     ranks: RankPool, tmp_path: Path, strategy: str
 ) -> None:

@@ -36,9 +36,10 @@ def go_on(ranks: RankPool, written: Written, run: str, path: Path, reader: str) 
 
 
 def case(run: str, moment: str, *others: str, everyday: bool) -> Any:
-    marks = [] if everyday else [pytest.mark.slow]
-    if run.startswith("deepspeed") and find_spec("deepspeed") is None:
-        marks.append(pytest.mark.skip(reason="DeepSpeed is not installed"))
+    marks: list[pytest.MarkDecorator] = [] if everyday else [pytest.mark.slow]
+    if run.startswith("deepspeed"):
+        marks.append(pytest.mark.extension("deepspeed"))
+        marks.append(pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"))
     return pytest.param(run, moment, *others, marks=marks)
 
 

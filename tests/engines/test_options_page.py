@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
 from tests.engines.messages import ByStep, counted
-from tests.tools.fresh import python
+from tests.tools.fresh import PYTHONPATH, python
 from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(120)
@@ -254,6 +254,6 @@ def test_local_steps_on_two_nodes_send_one_average_a_period(ranks: RankPool) -> 
 def test_the_block_is_a_script(name: str, tmp_path: Path) -> None:
     """As a user runs it: ``python script.py``, which starts the second process itself."""
     (tmp_path / "script.py").write_text(f"from tests.engines.test_options_page import MyModel\n{ours(name)}")
-    done = python("script.py", folder=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
+    done = python("script.py", folder=tmp_path, PYTHONPATH=PYTHONPATH)
     assert done.returncode == 0, done.stderr
     assert "trainer.fit ended" in done.stderr

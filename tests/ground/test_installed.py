@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import lockstep
 from lockstep.ground.installed import INSTALLED, Installation
-from tests.guards.source import house
+from tests.guards.source import PACKAGE, house
 from tests.tools.fresh import python
 
-SOURCE = Path(lockstep.__file__).parent
 CALLS = ("register_at_fork", "set_wakeup_fd", "_registration_hook", "optimizer_step_pre_hook", "faulthandler.register")
 CALLED = ("signal.signal", "atexit.register")
 ASSIGNED = ("sys.excepthook", "sys.stdout", "sys.stderr", "sys.meta_path", "threading.excepthook", "sys.unraisablehook")
@@ -103,7 +101,7 @@ def test_whatever_changes_the_process_is_on_the_list(files: dict[str, tuple[ast.
     found = {name: list(_installs(nodes)) for name, nodes in files.items() if not name.startswith(OTHER_PROCESSES)}
     strangers = {name: lines for name, lines in found.items() if lines and name not in (*homes, *IN_EXTENSIONS)}
     assert not strangers
-    assert all((SOURCE / home).exists() for home in homes)
+    assert all((PACKAGE / home).exists() for home in homes)
 
 
 def test_what_would_change_the_process_elsewhere_is_found() -> None:
@@ -125,7 +123,7 @@ def test_what_modules_remember_is_on_the_list(files: dict[str, tuple[ast.AST, ..
         name: set() for name in found
     }
     for name, listed in GLOBALS.items():
-        text = (SOURCE / name).read_text()
+        text = (PACKAGE / name).read_text()
         assert all(f"\n{each}" in text for each in listed), name
 
 

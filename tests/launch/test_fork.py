@@ -18,18 +18,16 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import spawn
 from lockstep.launch.spawn import ForkedProcess, ForkLauncher, obstacle
 from tests.launch.forks import Net, data, trained, weights_of_a_rank
-from tests.tools.fresh import python
+from tests.tools.fresh import PYTHONPATH, python
 from tests.tools.pool import RankPool
 
 SCRIPT = Path(__file__).with_name("forks.py")
-ROOT = str(SCRIPT.parents[2])
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 
 
 def test_a_script_that_has_done_all_that_makes_forks_hang(tmp_path: Path, ranks: RankPool) -> None:
     # threads that spin would take the processors from other tests
-    path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = python(SCRIPT, tmp_path, folder=tmp_path, seconds=110, OMP_WAIT_POLICY="passive", PYTHONPATH=path)
+    done = python(SCRIPT, tmp_path, folder=tmp_path, seconds=110, OMP_WAIT_POLICY="passive", PYTHONPATH=PYTHONPATH)
     assert done.returncode == 0, done.stderr
     words, found = done.stdout.split("found: ")
     assert words == "said before the fork\n"  # once: what waited to be written has not been copied

@@ -295,7 +295,11 @@ LightningCLI(Net, args=["fit", "--trainer.min_epochs=5", "--trainer.max_epochs=1
 
 
 @pytest.mark.parametrize(
-    ("script", "end"), [(TUNES, "KeyError: 'of the user'"), (COMMANDS, "the least is above the most.")]
+    ("script", "end"),
+    [
+        pytest.param(TUNES, "KeyError: 'of the user'", marks=pytest.mark.extension("extras")),
+        pytest.param(COMMANDS, "the least is above the most.", marks=pytest.mark.extension("lightning")),
+    ],
 )
 def test_what_fails_in_a_search_or_a_command_line_is_folded(
     script: str, end: str, ranks: RankPool, tmp_path: Path

@@ -26,6 +26,7 @@ def trained(candidate: Candidate) -> int:
     return trainer.global_step
 
 
+@pytest.mark.extension("deepspeed")
 @pytest.mark.slow
 def test_each_way_that_fits_can_be_run(ranks: RankPool) -> None:
     model, _, batch = made("gpt")
