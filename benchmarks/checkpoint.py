@@ -32,7 +32,7 @@ if str(Path(__file__).resolve().parents[1]) not in sys.path:
 from benchmarks.engine.pairs import ratios, turns
 from lockstep import LightningModule, Trainer
 from lockstep.strategies import FSDPStrategy
-from lockstep.testing import RankPool
+from tests.tools.pool import RankPool
 
 WIDTH = 2048
 QUIET: dict[str, Any] = {

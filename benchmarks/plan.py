@@ -24,11 +24,11 @@ from lockstep.planner.profile import ModelProfile
 from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import RankPool
 from tests.loop.pieces import quiet
 from tests.planner.models import MODELS, counted, made, timed
 from tests.planner.test_memory import WAYS
 from tests.planner.test_partition import large
+from tests.tools.pool import RankPool
 
 CPU = torch.device("cpu")
 

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.ground import shared_pages
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 from tests.tools.scale import Cost, SimulatedRun, draw, meet
 from tests.tools.scale_messages import agree, reduce_logged
 

@@ -47,12 +47,13 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from lockstep.ground import seed  # noqa: E402
+from lockstep.ground.extensions import EXTENSIONS, is_there  # noqa: E402
 from lockstep.ground.rank import LIGHTNINGS, forget_warnings, rank_zero_only  # noqa: E402
-from lockstep.testing import leaks  # noqa: E402
-from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 from tests.accelerator.left_out import why_not  # noqa: E402
 from tests.copies import NURSERY, Copies, Files, by_file  # noqa: E402
 from tests.load import busy  # noqa: E402
+from tests.tools import leaks  # noqa: E402
+from tests.tools.pool import RankPool, pool_processes  # noqa: E402
 
 gc.enable()
 SECONDS_SLOW = 900
@@ -107,10 +108,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         limited = item.get_closest_marker("timeout") if "slow" not in own else "timeout" in own
         if item.get_closest_marker("slow") and not limited:
             item.add_marker(pytest.mark.timeout(SECONDS_SLOW))
+        if absent := absent_extensions(item):
+            item.add_marker(pytest.mark.skip(reason=f"needs the extension {absent[0]}"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if reason := why_not(item.nodeid, getattr(item, "fixturenames", []), DEVICE):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def absent_extensions(item: pytest.Item) -> list[str]:
+    """The extensions that a test is marked to need and whose folders are not there."""
+    needed = [name for mark in item.iter_markers("extension") for name in mark.args]
+    unknown = set(needed) - EXTENSIONS.keys()
+    if unknown:
+        raise pytest.UsageError(f"{item.nodeid}: no extension is called {', '.join(sorted(unknown))}")
+    return [name for name in needed if not is_there(name)]
 
 
 def mark_slow_cases(items: list[pytest.Item]) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 NURSERY = pytest.StashKey[socket.socket]()
 """In a copy's configuration: what forks the ranks of its pool (`RankPool.nursery`)."""

@@ -17,8 +17,8 @@ from lockstep import Trainer
 from lockstep.attributes import Attributes
 from lockstep.config.run import RunConfig
 from lockstep.ground.types import RunningStage
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import QUIET, Recorder, Slope, Validated, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 def public(trainer: Any) -> set[str]:

@@ -57,7 +57,7 @@ class Part:
     without: list[str] = field(default_factory=list)
     found: list[dict[str, Any]] = field(default_factory=list)
     pool: Any = None
-    """A `lockstep.testing.RankPool`, made when ranks are first asked for."""
+    """A `tests.tools.pool.RankPool`, made when ranks are first asked for."""
     begun: float = field(default_factory=time.monotonic)
 
     def check(self, name: str, function: Callable[..., Numbers | None], *arguments: object) -> None:
@@ -104,7 +104,7 @@ class Part:
         """What a function returns on each of so many fresh ranks, with a group (gloo's on CPUs and CUDA) or none."""
         if self.pool is None:
             from lockstep.testing.devices import VARIABLE
-            from lockstep.testing.pool import RankPool
+            from tests.tools.pool import RankPool
 
             os.environ[VARIABLE] = self.device  # what carries the messages of the ranks' groups depends on it
             self.pool = RankPool(world, ("lockstep.trainer",))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.testing import devices
-from lockstep.testing.pool import RankPool
 from tests.accelerator.madeup import AUTOLOAD, NAME, missing
+from tests.tools.pool import RankPool
 
 PATH = os.pathsep.join([AUTOLOAD, str(Path(__file__).parents[2])])
 """The ``PYTHONPATH`` of a process that is to have the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from lockstep.testing.devices import chosen_accelerator
+from tests.tools.extensions import EXTENSIONS, is_there
 
 DEEPSPEED = "DeepSpeed chooses its device itself, and has no such"
 LIGHTNING = "compares with Lightning, which takes no such device"
@@ -30,7 +31,6 @@ LEFT_OUT = {
     "*eepspeed*": DEEPSPEED,
     "*DeepSpeed*": DEEPSPEED,
     "tests/checkpoint/test_frozen.py::test_a_resume_goes_on_to_the_same_bits[full]": DEEPSPEED,
-    "tests/checkpoint/test_frozen.py::test_a_format_of_all_weights_is_refused": DEEPSPEED,
     "tests/loop/test_fit.py::test_batches_reach_training_step_as_the_loader_made_them": "a batch is copied to a device",
     "tests/loop/test_fit_messages.py::test_the_first_line_says_devices_strategy_precision_and_folder": SAYS,
     "tests/loop/test_fit_messages.py::test_rank_0_says_it": SAYS,
@@ -164,10 +164,10 @@ def why_not(name: str, fixtures: list[str], device: str) -> str:
 
 
 def strategies(*names: str) -> list[str]:
-    """Of these strategies those that the suite's device takes, for a test that plays several."""
-    if chosen_accelerator() == "cpu":
-        return [*names]
-    return [name for name in names if "deepspeed" not in name]
+    """Of these strategies those that the suite's device takes and whose extension is there, for a test of several."""
+    absent = {name for extension, rows in EXTENSIONS.items() if not is_there(extension) for name in rows.strategies}
+    on_cpu = chosen_accelerator() == "cpu"
+    return [name for name in names if name not in absent and (on_cpu or "deepspeed" not in name)]
 
 
 def glob(pattern: str) -> str:

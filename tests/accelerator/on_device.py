@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 
 def on_device(world: int = 1, **options: Any) -> Callable[[Callable[[], object]], Callable[[RankPool], None]]:

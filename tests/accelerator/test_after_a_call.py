@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lockstep import LightningModule, Trainer
 from lockstep.ground.extensions import is_there
-from lockstep.testing.pool import RankPool
 from tests.accelerator.madeup import NAME
 from tests.accelerator.test_lockstep import QUIET, rows
+from tests.tools.pool import RankPool
 
 
 class Net(LightningModule):

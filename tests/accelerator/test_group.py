@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.ground import comm
-from lockstep.testing.pool import RankFailure, RankPool
 from tests.accelerator.on_device import on_device
+from tests.tools.pool import RankFailure, RankPool
 
 BOTH = "cpu:gloo,madeup:madeupccl"
 

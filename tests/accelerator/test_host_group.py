@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.testing import host_group
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 WORLD = 3
 

@@ -16,9 +16,9 @@ from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import check_equivalence
-from lockstep.testing.pool import RankPool
 from tests.accelerator.madeup import NAME
 from tests.accelerator.on_device import on_device
+from tests.tools.pool import RankPool
 
 QUIET: dict[str, Any] = {
     "logger": False,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.loop.logging import LogCollector
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 
 def _collector(there: bool) -> LogCollector:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lockstep.precision.base import LossScaler
-from lockstep.testing.pool import RankPool
 from tests.accelerator.on_device import on_device
+from tests.tools.pool import RankPool
 
 
 @on_device()

@@ -1,11 +1,10 @@
-"""Files that somebody else has broken: a rank that is killed in its write, a full disk, a torn line of a journal."""
+"""Files that somebody else has broken: a rank that is killed in its write, a full disk."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import HyperOptArgumentParser, LightningModule
+from lockstep import LightningModule
 from tests.launch.sessions import Watched
 from tests.loop.pieces import quiet
 
@@ -74,24 +73,3 @@ def test_a_full_disk_is_told_as_the_failure_of_who_wrote(tmp_path: Path) -> None
     last = run.stderr.splitlines()[-1]
     assert last.startswith("lockstep: rank 0 failed first, at ")
     assert "No space left on device" in last
-
-
-def rate_of(hparams: Any) -> float:
-    return float(hparams.rate)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("optuna") is None, reason="needs optuna")
-def test_a_torn_line_of_a_study_costs_no_trial(tmp_path: Path) -> None:
-    """A worker is killed in its write; Optuna's own reader fails for ever behind such a line."""
-    parser = HyperOptArgumentParser(strategy="optuna", mode="min", seed=1)
-    parser.opt_range("--rate", type=float, low=0.0, high=1.0, tunable=True)
-    search = parser.parse_args([])
-    first = search.optimize_parallel(rate_of, nb_trials=1, nb_workers=1, log_path=str(tmp_path))
-    journal = tmp_path / "study.journal"
-    with journal.open("ab") as file:
-        file.write(b'{"op_code": 4, "tri')
-    both = search.optimize_parallel(rate_of, nb_trials=2, nb_workers=1, log_path=str(tmp_path))
-    assert [each.state for each in both] == ["completed", "completed"]
-    assert both[0].value == first[0].value
-    assert all(line.endswith(b"}") for line in journal.read_bytes().splitlines())

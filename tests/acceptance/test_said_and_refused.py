@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,12 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep import HyperOptArgumentParser, SlurmCluster, Trainer
+from lockstep import Trainer
 from lockstep import callbacks as callbacks_module
-from lockstep.testing import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, quiet
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 
 class ReturnsANumber(Slope):
@@ -40,30 +38,6 @@ def test_annotations_are_objects(kind: Any) -> None:
     """Texts were of no use to jsonargparse and to makers of configurations."""
     for name, parameter in inspect.signature(kind).parameters.items():
         assert not isinstance(parameter.annotation, str), name
-
-
-@pytest.mark.parametrize("value", [1, 1.0, 2])
-def test_an_option_of_sbatch_keeps_the_number_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
-) -> None:
-    """``1 in (None, "", True)``: the option had no value."""
-    sbatch = tmp_path / "bin" / "sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text("#!/bin/sh\necho 7\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}")
-    script = tmp_path / "train.py"
-    script.touch()
-    monkeypatch.setattr(sys, "argv", [str(script)])
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)  # some runners have none
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
-    parser = HyperOptArgumentParser(strategy="grid_search")
-    parser.opt_list("--layers", default=1, type=int, options=[1], tunable=True)
-    cluster = SlurmCluster(parser.parse_args([]), log_path=str(tmp_path / "search"))
-    cluster.add_slurm_cmd("nice", value)
-    cluster.optimize_parallel_cluster_cpu(print, nb_trials=1, job_name="one")
-    (job,) = (tmp_path / "search").rglob("*.sh")
-    assert f"#SBATCH --nice={value}\n" in job.read_text()
 
 
 # -- streams that shard themselves ---------------------------------------------------------------------------

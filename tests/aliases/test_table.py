@@ -13,11 +13,25 @@ import lockstep
 from lockstep.names.finder import COMPLETED
 from lockstep.names.table import Refused, table
 from tests.aliases.surface import lightning, surface
+from tests.tools.extensions import needs
 
 MODULES, OLD = table()["pytorch"], table()["earlier"]
+
+
+def home_of(row: str, name: str) -> str:
+    """The path below lockstep to which a row of the table leads."""
+    module, _, own = row.partition(":")
+    return f"{module}.{own or name}"
+
+
 ROWS = [
-    (path, name) for path, rows in sorted(MODULES.items()) if isinstance(rows, dict) for name in sorted(rows) if name
+    pytest.param(path, name, marks=[] if isinstance(row := rows[name], Refused) else needs(home_of(row, name)))
+    for path, rows in sorted(MODULES.items())
+    if isinstance(rows, dict)
+    for name in sorted(rows)
+    if name
 ]
+PAIRS = [row.values for row in ROWS]
 REFUSED_MODULES = sorted(path for path, rows in MODULES.items() if isinstance(rows, Refused))
 
 
@@ -36,6 +50,7 @@ def outcome(path: str, name: str | None = None) -> str:
     return "works"
 
 
+@pytest.mark.extension("extras", "lightning")  # whose names they are that are missing then
 @pytest.mark.filterwarnings("ignore")
 def test_every_name_of_lightnings_can_be_imported_or_says_why_not() -> None:
     if lightning() is None:
@@ -56,7 +71,9 @@ def test_the_table_has_no_rows_that_lightning_does_not_have() -> None:
     known = surface()
     old = [f"{path}.{name}" for path, rows in OLD.items() if isinstance(rows, dict) for name in rows]
     extra = [
-        name for name in (f"{path}.{name}" for path, name in ROWS if name not in known.get(path, [])) if name not in old
+        name
+        for name in (f"{path}.{name}" for path, name in PAIRS if name not in known.get(path, []))
+        if name not in old
     ]
     # what one imports in Lightning from the sister package, or from modules that import it by chance
     assert set(extra) <= {
@@ -102,7 +119,7 @@ def test_reasons_are_sentences_of_one_kind() -> None:
 
 def test_a_row_is_there_for_what_the_file_has_not() -> None:
     """The table says nothing twice: a file of lockstep that has the name needs no row for it."""
-    for path, name in ROWS:
+    for path, name in PAIRS:
         file = path in COMPLETED and sys.modules.get(lockstep_path(path))
         own = vars(file).get(name) if file else None
         assert (getattr(own, "__module__", ""), getattr(own, "__name__", "")) != (lockstep_path(path), name)

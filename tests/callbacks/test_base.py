@@ -77,7 +77,7 @@ def test_face_exports_every_name_that_it_lists() -> None:
         lambda c: c.LearningRateMonitor(),
         lambda c: c.LambdaCallback(),
         lambda c: c.ModelSummary(),
-        lambda c: c.WeightAveraging(),
+        pytest.param(lambda c: c.WeightAveraging(), marks=pytest.mark.extension("extras")),
         lambda c: c.TQDMProgressBar(),
         lambda c: c.RichProgressBar(),
         lambda c: c.PlainProgressBar(),

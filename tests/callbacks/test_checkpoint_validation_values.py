@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lockstep.callbacks import ModelCheckpoint
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Measured(Slope):

@@ -15,8 +15,8 @@ import lockstep
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.callbacks.finetuning import BackboneFinetuning, BaseFinetuning, multiplicative
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import on_ranks, quiet
+from tests.tools.pool import RankPool
 
 EPOCHS = 5
 

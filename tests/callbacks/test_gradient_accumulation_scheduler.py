@@ -12,9 +12,9 @@ import torch.distributed as dist
 from lockstep import Callback
 from lockstep.callbacks import GradientAccumulationScheduler
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.callbacks.side_by_side import OURS, loader, model, theirs, trainer
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 def test_the_windows_and_the_weights_are_lightnings(monkeypatch: pytest.MonkeyPatch) -> None:

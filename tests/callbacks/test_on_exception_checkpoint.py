@@ -13,9 +13,9 @@ import torch.distributed as dist
 from lockstep import Callback
 from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lockstep.checkpoint import format
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, Validated, numbers, on_ranks, quiet
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 HERE = Path(__file__).resolve().parents[2]
 

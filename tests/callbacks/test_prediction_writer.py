@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 import lockstep
 from lockstep.callbacks.prediction_writer import BasePredictionWriter, WriteInterval
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Stream, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Squares(Dataset[Tensor]):

@@ -587,7 +587,7 @@ PATHS = [
     ("callbacks.rich_model_summary", "RichModelSummary"),
     ("callbacks.finetuning", "BaseFinetuning BackboneFinetuning multiplicative"),
     ("callbacks.prediction_writer", "BasePredictionWriter WriteInterval"),
-    ("callbacks.pruning", "ModelPruning"),
+    pytest.param("callbacks.pruning", "ModelPruning", marks=pytest.mark.extension("extras")),
 ]
 
 

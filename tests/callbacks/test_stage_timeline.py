@@ -18,9 +18,9 @@ from lockstep.engines.pipeline.times import WindowOfStage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.planner.timeline import BETWEEN, Action, actions_of, held, play
 from lockstep.strategies import BalancedStrategy
-from lockstep.testing import RankPool
 from tests.equivalence.models import Plain, rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 def trained(path: Path, devices: int, **options: Any) -> list[bool]:

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.callbacks import StragglerMonitor
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.profilers import SimpleProfiler
-from lockstep.testing.pool import RankPool
 from tests.loop.balanced import Clock, made_up_clock
 from tests.loop.pieces import Recorder, Slope, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 PARTS = ("data", "forward", "backward", "other")
 

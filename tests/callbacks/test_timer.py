@@ -15,9 +15,9 @@ import lockstep.callbacks.timer as timer_file
 from lockstep import Callback
 from lockstep.callbacks import Timer
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.callbacks.side_by_side import OURS, theirs, trainer
 from tests.loop.pieces import Slope, Validated, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Clock(Callback):

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import check_equivalence
-from lockstep.testing.pool import RankPool
+from tests.accelerator.left_out import strategies
 from tests.checkpoint.architectures import ARCHITECTURES, Begun, write_folder
 from tests.checkpoint.test_pretrained import strategy_of
 from tests.checkpoint.tuned import WORDS, class_of, needs_transformers, texts
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = [pytest.mark.usefixtures("transformers"), pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -95,7 +96,7 @@ def test_what_transformers_keeps_in_float32_stays_so(ranks: RankPool, tmp_path: 
         assert found == [[], []]
 
 
-STRATEGIES = ["ddp", "fsdp", "2-d", "deepspeed_stage_3", "balanced"]
+STRATEGIES = strategies("ddp", "fsdp", "2-d", "deepspeed_stage_3", "balanced")
 
 
 IN_FLOAT32 = {"gemma", "gemma3", "deepseek_v3"}

@@ -20,11 +20,11 @@ from lockstep import Callback
 from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lockstep.checkpoint import format
 from lockstep.checkpoint.io import AsyncCheckpointIO, TorchCheckpointIO
-from lockstep.testing.pool import RankPool
 from tests.loop import pieces
 from tests.loop.pieces import Recorder, Slope, numbers
 from tests.loop.test_resume import FLAGS, Cut, Net, data, facts, in_two, whole
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 quiet = partial(pieces.quiet, enable_checkpointing=None)
 LIMIT = 20.0

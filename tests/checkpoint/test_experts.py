@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep import LightningModule
-from lockstep.testing import RankPool
 from tests.checkpoint.adapted import needs_peft
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 SIZES = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_local_experts": 2}
 

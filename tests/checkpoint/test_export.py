@@ -16,11 +16,11 @@ from lockstep.callbacks import ModelCheckpoint
 from lockstep.checkpoint import export
 from lockstep.cli.checkpoint import checkpoint
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.accelerator.left_out import strategies
 from tests.checkpoint.test_pretrained import Split, strategy_of
 from tests.checkpoint.tuned import CLASSES, CONFIGS, Tuned, class_of, needs_transformers, texts, write_folder
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("transformers")
 

@@ -15,11 +15,11 @@ from lockstep.callbacks import ModelCheckpoint
 from lockstep.checkpoint import export
 from lockstep.cli.run import main
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.accelerator.left_out import strategies
 from tests.checkpoint.adapted import Adapted, needs_peft
 from tests.checkpoint.tuned import CLASSES, Tuned, class_of, texts, write_folder
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("peft")
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}

@@ -16,12 +16,12 @@ from lockstep.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lockstep.checkpoint.frozen import FrozenBase, hashes_of
 from lockstep.checkpoint.sharded import load
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies import DeepSpeedStrategy, FSDPStrategy
-from lockstep.testing.pool import RankFailure, RankPool
+from lockstep.strategies import FSDPStrategy
 from tests.accelerator.left_out import strategies
 from tests.checkpoint.adapted import Adapted, ByHand, needs_peft
 from tests.checkpoint.tuned import WORDS, write_folder
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 @pytest.fixture
@@ -38,6 +38,8 @@ def strategy_of(name: str) -> Any:
     if name == "sharded":
         return FSDPStrategy(state_dict_type="sharded")
     if name == "full":
+        from lockstep.strategies import DeepSpeedStrategy
+
         return DeepSpeedStrategy(stage=3, checkpoint_format="full")
     return name
 
@@ -116,7 +118,10 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-NAMES = ["ddp", "fsdp", "sharded", "deepspeed_stage_2", "deepspeed_stage_3", "full", "balanced"]
+NAMES = [
+    *strategies("ddp", "fsdp", "sharded", "deepspeed_stage_2", "deepspeed_stage_3", "balanced"),
+    pytest.param("full", marks=pytest.mark.extension("deepspeed")),
+]
 
 
 @pytest.mark.everyday(4)
@@ -136,7 +141,7 @@ ELSEWHERE = [
     ("balanced", 2),
     pytest.param("ddp", 1, marks=pytest.mark.slow),
     pytest.param("fsdp", 2, marks=pytest.mark.slow),
-    pytest.param("deepspeed_stage_3", 2, marks=pytest.mark.slow),
+    pytest.param("deepspeed_stage_3", 2, marks=[pytest.mark.slow, pytest.mark.extension("deepspeed")]),
 ]
 
 
@@ -361,16 +366,6 @@ def test_a_frozen_weight_that_changes_is_kept_by_all_its_names(tmp_path: Path) -
     names = load(tmp_path / "x.ckpt")["state_dict"].keys()
     assert {"table.weight", "again.weight"} <= names
     assert "head.weight" not in names
-
-
-def test_a_format_of_all_weights_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match=r"trainable_only=True\): DeepSpeedStrategy writes all weights"):
-        ranks(2).run(in_deepspeeds_format, str(tmp_path), timeout=60)
-
-
-def in_deepspeeds_format(into: str) -> None:
-    strategy = DeepSpeedStrategy(stage=2, checkpoint_format="deepspeed")
-    quiet(strategy=strategy, devices=2, max_epochs=2, callbacks=[SavesBoth(into)]).fit(ByHand(), words(4))
 
 
 # -- sizes and hashes -------------------------------------------------------------------------------------------

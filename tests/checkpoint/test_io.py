@@ -15,10 +15,10 @@ from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lockstep.checkpoint import format
 from lockstep.ground.errors import CorruptCheckpoint
 from lockstep.plugins.io import CheckpointIO, TorchCheckpointIO  # type: ignore[import-not-found]
-from lockstep.testing.pool import RankPool
 from tests.callbacks import side_by_side
 from tests.loop import pieces
 from tests.loop.pieces import Slope, numbers
+from tests.tools.pool import RankPool
 
 quiet = partial(pieces.quiet, enable_checkpointing=None)
 on_ranks = partial(pieces.on_ranks, enable_checkpointing=None)

@@ -20,7 +20,6 @@ from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.pretrained import WeightFiles
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.strategies import BalancedStrategy, FSDPStrategy, ModelParallelStrategy
-from lockstep.testing.pool import RankPool
 from tests.accelerator.left_out import strategies
 from tests.checkpoint.tuned import (
     CLASSES,
@@ -34,6 +33,7 @@ from tests.checkpoint.tuned import (
     write_folder,
 )
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("transformers")
 
@@ -144,7 +144,7 @@ def only_loaded(strategy: str, folder: str, kind: str, model: str = "", **flags:
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", strategies("fsdp", "deepspeed_stage_3"))
 def test_names_ties_conversions_and_missing_keys_are_as_from_pretrained_has_them(
     ranks: RankPool, tmp_path: Path, strategy: str
 ) -> None:

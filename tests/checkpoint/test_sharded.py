@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import LightningModule
-from lockstep.callbacks import ModelCheckpoint, WeightAveraging
+from lockstep.callbacks import ModelCheckpoint
 from lockstep.checkpoint import dcp, format, sharded, storage
 from lockstep.engines.sharded.fully_shard import optimizer_state
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.loop import state
 from lockstep.strategies import DDPStrategy, FSDPStrategy
-from lockstep.testing import RankPool
 from tests.engines.sharded.test_fsdp import Deep
 from tests.equivalence.models import rows
 from tests.loop.pieces import SaveAt, quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -524,25 +524,6 @@ def test_model_checkpoint_keeps_folders(ranks: RankPool, tmp_path: Path, link: b
         assert found["here"] == ["epoch=2-step=9.ckpt", "epoch=3-step=12.ckpt", "last.ckpt"]
         assert found["best"] == "epoch=3-step=12.ckpt"
         assert found["epoch"] == 5
-
-
-def averages(folder: str) -> bool:
-    def fit(epochs: int, resume: str | None = None) -> Any:
-        torch.manual_seed(5)
-        trainer = quiet(
-            strategy=fsdp(), devices=2, max_epochs=epochs, precision="64-true", callbacks=[WeightAveraging()]
-        )
-        trainer.fit(Adam(), rows(24)(4), ckpt_path=resume)
-        return trainer
-
-    fit(1).save_checkpoint(f"{folder}/averaged.ckpt")
-    resumed, whole = whole_of(fit(2, f"{folder}/averaged.ckpt")), whole_of(fit(2))
-    return all(torch.equal(resumed["weights"][name], value) for name, value in whole["weights"].items())
-
-
-@pytest.mark.slow
-def test_weight_averaging_resumes_from_a_folder(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks(2).run(averages, str(tmp_path), timeout=60) == [True, True]
 
 
 # -- memory --------------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from lockstep.checkpoint import dcp, sharded
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy
-from lockstep.testing import RankPool
 from tests.checkpoint.test_sharded import Adam, check_same, fsdp, whole_of
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
 from tests.tools.crash import live
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(90)
 LIMIT = 20.0

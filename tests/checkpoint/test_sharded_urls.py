@@ -21,10 +21,10 @@ from lockstep.callbacks import ModelCheckpoint
 from lockstep.checkpoint import dcp, format, sharded, storage
 from lockstep.cli.checkpoint import checkpoint as command
 from lockstep.ground.errors import CorruptCheckpoint
-from lockstep.testing import RankPool
 from tests.checkpoint.test_sharded import Adam, check_same, fit_to, fsdp, whole_of
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(90)
 

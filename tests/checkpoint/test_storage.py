@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint import storage
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 
 def write(path: storage.PathLike, data: bytes) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lockstep.plugins.io import TorchCheckpointIO
-from lockstep.testing import RankPool
 from tests.checkpoint.written import BOUNDARY, DATA, RESUMED, RUNS, WINDOW, End, differs, kind, play_of, unpack
+from tests.tools.pool import RankPool
 
 FORMATS = sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz"))
 SAVED = [(run, moment) for run, how in RUNS.items() for moment in how.moments]
@@ -36,9 +36,10 @@ def go_on(ranks: RankPool, written: Written, run: str, path: Path, reader: str) 
 
 
 def case(run: str, moment: str, *others: str, everyday: bool) -> Any:
-    marks = [] if everyday else [pytest.mark.slow]
-    if run.startswith("deepspeed") and find_spec("deepspeed") is None:
-        marks.append(pytest.mark.skip(reason="DeepSpeed is not installed"))
+    marks: list[pytest.MarkDecorator] = [] if everyday else [pytest.mark.slow]
+    if run.startswith("deepspeed"):
+        marks.append(pytest.mark.extension("deepspeed"))
+        marks.append(pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"))
     return pytest.param(run, moment, *others, marks=marks)
 
 

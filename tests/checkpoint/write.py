@@ -9,8 +9,8 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep.testing import RankPool
 from tests.checkpoint.written import BOUNDARY, DATA, RUNS, differs, ends, kind, play_of
+from tests.tools.pool import RankPool
 
 
 def main(format: str) -> None:

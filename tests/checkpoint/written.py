@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Callback, LightningModule, Trainer, seed_everything
+from lockstep import Callback, LightningModule, Trainer, seed_everything, strategies
 from lockstep.callbacks import EarlyStopping
 from lockstep.strategies import (
     BalancedStrategy,
     DDPStrategy,
-    DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
 )
@@ -77,7 +76,7 @@ def deepspeed(stage: int, checkpoint_format: str) -> Run:
     return Run(
         2,
         2,
-        lambda: DeepSpeedStrategy(stage=stage, checkpoint_format=checkpoint_format),
+        lambda: strategies.DeepSpeedStrategy(stage=stage, checkpoint_format=checkpoint_format),
         single=True,
         pickled=checkpoint_format == "deepspeed",
         moments=(BOUNDARY, END),

@@ -20,7 +20,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lockstep import LightningModule, Trainer, seed_everything
-from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lockstep.callbacks import ModelCheckpoint
+from tests.tools.average import MovingAverage
 from tests.tools.crash import Kill, KillAt, digest
 
 
@@ -67,7 +68,7 @@ def train(folder: Path, kills: Sequence[tuple[int, Kill]] = (), life: int = 0) -
             devices=2,
             strategy="ddp",
             max_epochs=3,
-            callbacks=[EMAWeightAveraging(decay=0.9), *keep, *ends],
+            callbacks=[MovingAverage(0.9), *keep, *ends],
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=bool(keep),

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lockstep.checkpoint import format, sharded
 from lockstep.cli.run import main
-from lockstep.testing import RankPool
 from tests.checkpoint.test_sharded import Adam, fit_to
+from tests.tools.pool import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,11 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.extensions import commands
 from lockstep.launch.elastic_run import LaunchPlan, refuse_nested, start
 from lockstep.launch.environment import free_port
-from lockstep.testing.pool import RankPool
 from tests.cli.restarted import train
 from tests.launch.sessions import kill
 from tests.tools.crash import Kill
-from tests.tools.fresh import python
+from tests.tools.fresh import PYTHONPATH, python
+from tests.tools.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("restarted.py")
@@ -278,7 +278,7 @@ if trainer.is_global_zero:
 def sleeper(folder: Path, batches: int, *flags: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A run that has come to its first batches, and the processes of its ranks."""
     (folder / "sleeper.py").write_text(SLEEPER)
-    process = begin([*flags, "--devices", 2, "sleeper.py", batches], folder, PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
+    process = begin([*flags, "--devices", 2, "sleeper.py", batches], folder, PYTHONPATH=PYTHONPATH)
     until, files = time.monotonic() + 60, [folder / f"ready-{rank}" for rank in range(2)]
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < until
@@ -387,7 +387,7 @@ def test_agents_of_two_nodes_start_their_ranks_anew_together(tmp_path: Path) -> 
     """Each counts its own restarts, so that the ranks of one attempt may have different counts."""
     (tmp_path / "nodes.py").write_text(NODES)
     meeting = ["--nodes", 2, "--master-addr", "127.0.0.1", "--master-port", free_port(), "--local-addr", "127.0.0.1"]
-    environ = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    environ = {"PYTHONPATH": PYTHONPATH}
     agents = []
     for node in (1, 0):  # torch would give rank 0 to the one that was started first
         words = ["nodes.py", "--max-restarts", 2, *meeting, "--node-rank", node]

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.environment import free_port
-from lockstep.testing.pool import RankPool
 from tests.launch.sessions import kill
 from tests.scripts.in_rank import run_script
-
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.tools.fresh import PYTHONPATH
+from tests.tools.pool import RankPool
 
 SCRIPT = """
 import os, sys
@@ -47,7 +46,7 @@ def _none_goes_on() -> Iterator[None]:
 def start(folder: Path, words: list[str], flags: str = "{}", **environ: str) -> subprocess.Popen[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    environ = {**os.environ, "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT}", "NCCL_DEBUG": "WARN", **environ}
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "NCCL_DEBUG": "WARN", **environ}
     command = [*words, str(script), flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=environ, text=True, start_new_session=True, **pipes)

@@ -11,7 +11,7 @@ from lockstep.cluster.detect import detect
 from lockstep.cluster.torchelastic import hand_cause, promise_cause
 from lockstep.config.devices import device_of
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import launcher_environment
+from tests.tools.pool import launcher_environment
 
 
 def test_the_first_word_on_what_ended_the_ranks_counts(tmp_path: Path) -> None:

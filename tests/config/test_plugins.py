@@ -10,8 +10,8 @@ from lockstep.checkpoint.io import TorchCheckpointIO
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision.base import Precision
 from lockstep.precision.formats import TruePrecision
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
+from tests.tools.pool import RankPool
 
 
 class Grid:

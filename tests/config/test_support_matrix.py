@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
 from lockstep.ground.extensions import is_there
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
 from tests.surface.matrix import ROWS, Row
+from tests.tools.pool import RankPool
 
 THERE = [row for row in ROWS if is_there("parallel") or row.flags.get("strategy") != "dp"]
 

@@ -12,9 +12,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 from tests.tools.crash import Kill, Life, live, survive
+from tests.tools.pool import RankPool
 
 SCRIPT = Path(__file__).with_name("train.py")
 SEEDS = range(20)

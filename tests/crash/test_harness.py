@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.testing import leaks
+from tests.tools import leaks
 from tests.tools.crash import Kill, digest, live, survive
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import LightningModule, Trainer, seed_everything
-from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lockstep.callbacks import ModelCheckpoint
+from tests.tools.average import MovingAverage
 from tests.tools.crash import Kill, KillAt, report
 
 BATCH = 4
@@ -82,7 +83,7 @@ def main() -> None:
         strategy="auto" if args.devices == 1 else "ddp",
         max_epochs=args.epochs,
         accumulate_grad_batches=3,
-        callbacks=[EMAWeightAveraging(decay=0.9), checkpoint, *([KillAt(args.kill)] if args.kill else [])],
+        callbacks=[MovingAverage(0.9), checkpoint, *([KillAt(args.kill)] if args.kill else [])],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

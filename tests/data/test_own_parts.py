@@ -15,8 +15,8 @@ from lockstep.data.feed import EvaluationFeed, Feed
 from lockstep.data.own_parts import shards_itself
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing import RankPool
 from tests.data.loaders import drawn, epoch, indices, loader
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 COUNT = 23

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.differential.record import plain
+from tests.tools.extensions import owner
 
 if TYPE_CHECKING:
     from tests.differential.play import Player
+    from tests.differential.program import Program
 
 
 def edit(call: str, path: str) -> None:
@@ -80,3 +82,10 @@ def writer(player: Player, interval: str) -> Any:
 
 
 MADE = {"Unfreezing": unfreezing, "Writer": writer}
+
+
+def extensions_of(program: Program) -> list[str]:
+    """The extensions of lockstep whose callbacks and searches a program has."""
+    names = {f"callbacks.{kind}" for kind, _ in program.callbacks}
+    names |= {"tuner.Tuner" for call in program.calls if call in SEARCHES}
+    return sorted({found for name in names if (found := owner(name))})

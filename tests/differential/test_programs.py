@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,10 @@ from tests.differential.compare import Verdict, compare, differences
 from tests.differential.forms import program_in_forms
 from tests.differential.further import program_of
 from tests.differential.known import PAGE, ROWS, Row
-from tests.differential.program import LOSS, PLAIN, VAL, Act, Log, Scheduler
+from tests.differential.parts import extensions_of
+from tests.differential.program import LOSS, PLAIN, VAL, Act, Log, Program, Scheduler
 from tests.differential.record import Record
+from tests.tools.extensions import is_there
 
 lightning = pytest.importorskip("lightning")
 if lightning.__version__ != "2.6.6":
@@ -23,8 +26,16 @@ ALL = 400
 IN_FORMS = 305
 
 
+def is_playable(program: Program) -> bool:
+    return all(map(is_there, extensions_of(program)))
+
+
+def case(value: Any, program: Program) -> Any:
+    return pytest.param(value, marks=pytest.mark.extension(*extensions_of(program)))
+
+
 def different(seeds: range) -> list[str]:
-    verdicts = [compare(program_of(seed)) for seed in seeds]
+    verdicts = [compare(program) for program in map(program_of, seeds) if is_playable(program)]
     return [
         f"seed {verdict.program.seed}: {difference}" for verdict in verdicts for difference in verdict.unexplained[:3]
     ]
@@ -41,7 +52,7 @@ def test_many_programs_are_lightnings(first: int) -> None:
 
 
 def different_in_forms(seeds: range) -> list[str]:
-    verdicts = [compare(program_in_forms(seed)) for seed in seeds]
+    verdicts = [compare(program) for program in map(program_in_forms, seeds) if is_playable(program)]
     return [f"seed {each.program.seed}: {difference}" for each in verdicts for difference in each.unexplained[:3]]
 
 
@@ -141,7 +152,7 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("fault", FOUND)
+@pytest.mark.parametrize("fault", [case(fault, program) for fault, program in FOUND.items()])
 def test_what_programs_found_stays_mended(fault: str) -> None:
     verdict: Verdict = compare(FOUND[fault])
     assert not verdict.unexplained, "\n".join(map(str, verdict.unexplained))
@@ -150,7 +161,7 @@ def test_what_programs_found_stays_mended(fault: str) -> None:
 # A program is compared in the same way for each row: every day for some of them, beside random programs, which find
 # differences that no row explains.
 @pytest.mark.everyday(24)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.sentence[:60])
+@pytest.mark.parametrize("row", [case(row, row.shown_by) for row in ROWS], ids=lambda row: row.sentence[:60])
 def test_a_row_is_shown_by_a_program(row: Row) -> None:
     verdict = compare(row.shown_by)
     assert not verdict.unexplained, "\n".join(map(str, verdict.unexplained))

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep import LightningModule
-from lockstep.testing import RankPool
 from tests.documents import guide
 from tests.loop.pieces import QUIET
-from tests.tools.fresh import ended
+from tests.tools.fresh import PYTHONPATH, ended
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -170,7 +170,9 @@ def test_blocks_on_logging_and_ranks(ranks: RankPool) -> None:
     assert [each[1] for each in ranks(2).run(seen, guide.BARRIER, timeout=100)] == [3, 0]
 
 
-@pytest.mark.parametrize("name", ["CLIPPING", "BENCHMARK", "TUNER"])
+@pytest.mark.parametrize(
+    "name", ["CLIPPING", "BENCHMARK", pytest.param("TUNER", marks=pytest.mark.extension("extras"))]
+)
 def test_blocks_on_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`guide.CLIPPING`, `guide.BENCHMARK`, `guide.TUNER`"""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
@@ -206,6 +208,6 @@ def test_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "job.sh").write_text(textwrap.dedent(guide.BATCH_SCRIPT).lstrip())
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # train.py takes its model from here
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)  # train.py takes its model from here
     done = ended(["bash", "job.sh"], tmp_path, 100, dict(os.environ))
     assert done.stdout.endswith("steps: 2\n"), done.stderr

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import LightningModule
-from lockstep.testing import RankPool
 from tests.documents import guide
 from tests.equivalence.models import rows
 from tests.loop.pieces import QUIET
+from tests.tools.pool import RankPool
 
 BLOCKS = {
     "accumulation": guide.ACCUMULATION,

@@ -6,13 +6,13 @@ from pkgutil import resolve_name
 
 import pytest
 
-from lockstep.ground.extensions import absent
 from tests.documents.names import in_text, in_the_project, kept, resolves
+from tests.tools.extensions import needs
 
 NAMES = in_the_project()
 
 
-@pytest.mark.parametrize("name", [name for name in kept() if absent(name.removeprefix("lockstep.")) is None])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name.removeprefix("lockstep."))) for name in kept()])
 def test_a_name_that_was_once_on_a_page_works(name: str) -> None:
     assert resolve_name(name) is not None
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lockstep.callbacks import Callback
 from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
-from lockstep.testing import RankPool
+from tests.engines.called_layers import Bare, Forward, Submodule
 from tests.equivalence.models import rows
-from tests.extensions.extras.test_averages_by_engine import Bare, Forward, Submodule
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 class Looking(Submodule):

@@ -21,12 +21,13 @@ from lockstep.engines.ranks import RankedStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy, Strategy
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.engines.averaging import AveragingStrategy
 from tests.engines.test_contract import fit as answers_of_contract
 from tests.engines.windows import ForwardsFirst
 from tests.equivalence.models import CASES, Plain, rows
 from tests.loop.pieces import SaveAt, Slope, Validated, numbers, quiet
+from tests.tools.pool import RankPool
 
 # -- a strategy of 60 lines ----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.engines.collectives import gather_on_zero
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

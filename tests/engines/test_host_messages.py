@@ -18,7 +18,7 @@ from lockstep.engines.ranks import RankedStrategy
 from lockstep.engines.sharded.fsdp import FSDPStrategy
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 CUDA = torch.device("cuda", 0)
 

@@ -17,10 +17,10 @@ from lockstep import LightningModule
 from lockstep.callbacks import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import RankPool, check_equivalence
-from lockstep.testing.pool import RankFailure
+from lockstep.testing import check_equivalence
 from tests.loop.pieces import quiet
 from tests.tools.hooked import hooked
+from tests.tools.pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 STRATEGIES: dict[str, Any] = {
     "ddp": DDPStrategy,

@@ -9,7 +9,6 @@ import pytest
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.engines.strategy import SingleDeviceStrategy
 from lockstep.engines.table import NAMES, REFUSED, make_strategy
-from lockstep.extensions.deepspeed import package
 from lockstep.ground.errors import MisconfigurationException
 
 
@@ -42,12 +41,6 @@ def test_a_strategy_for_one_rank_is_refused_for_several() -> None:
 def test_an_object_is_taken_as_it_is() -> None:
     strategy = DDPStrategy()
     assert make_strategy(strategy, 1) is strategy
-
-
-def test_a_package_that_a_name_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "is_installed", lambda: False)
-    with pytest.raises(ModuleNotFoundError, match=r'needs the package `deepspeed`.*"torch-lockstep\[deepspeed\]"'):
-        make_strategy("deepspeed", 1)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - NAMES.keys()))

@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.engines.ddp.strategy import DDPStrategy
 from lockstep.engines.ddp.sync_batchnorm import SyncBatchNorm
-from lockstep.extensions.extras.stochastic_weight_avg import StochasticWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 def rows(length: int) -> Any:
@@ -116,19 +115,6 @@ def test_running_statistics_are_those_of_one_process(ranks: RankPool, world: int
     for found in every:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
         assert torch.equal(found, every[0])
-
-
-def averaged(length: int, **flags: Any) -> dict[str, Tensor]:
-    callback = StochasticWeightAveraging(0.01, swa_epoch_start=1)
-    module = fit(seeded(), length, max_epochs=3, callbacks=[callback], sync_batchnorm=True, **flags)[1]
-    return module.state_dict()  # type: ignore[no-any-return]
-
-
-def test_weights_averaged_over_epochs_get_the_statistics_of_one_process(ranks: RankPool) -> None:
-    """The callback averages those of the ranks, where each has its own; here all have seen every batch."""
-    expected = averaged(14, strategy="auto", devices=1, batch_size=12)
-    for found in ranks(3).run(averaged, 14, timeout=40):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 # -- there and back

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import BalancedStrategy, DDPStrategy
-from lockstep.testing import RankPool
 from tests.accelerator.left_out import strategies
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 def layers() -> nn.Sequential:

@@ -22,7 +22,7 @@ from lockstep.engines.pipeline.stages import IN_ROUNDS, SCHEDULES, goes_in_round
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.planner.timeline import Action, actions_of, in_one_row
 from lockstep.strategies import BalancedStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.callbacks.test_stage_timeline import check_file, trained
 from tests.engines.devices import CPU, MadeUpDevices, made_up
 from tests.engines.pipeline import test_balanced as of_ranks
@@ -31,6 +31,7 @@ from tests.engines.pipeline.test_balanced import CASES, Tied, draw_split
 from tests.equivalence.models import Plain, rows
 from tests.loop.balanced import Clock, made_up_clock
 from tests.loop.pieces import Validated, numbers, quiet
+from tests.tools.pool import RankPool
 
 one_process = partial(BalancedStrategy, one_process=True)
 

@@ -21,9 +21,9 @@ from lockstep.engines.ranks import NO_EFFECT, REFUSED
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision.base import Precision
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
 from tests.surface.table import rows
+from tests.tools.pool import RankPool
 
 NCCL = {"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2, "MIN_NCHANNELS": 8}
 

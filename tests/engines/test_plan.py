@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 SMALL = {"shared_memory": False, "bucket_cap_mb": 0.004}
 

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lockstep.ground.extensions import is_there
 from lockstep.strategies import FSDPStrategy
-from lockstep.testing import RankPool
 from tests.engines.precisions import NEAR, PAGE, PAIRS, STRATEGIES, Blocks, change, page
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 @cache

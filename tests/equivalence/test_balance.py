@@ -9,15 +9,10 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import (
-    EquivalenceReport,
-    ManualOptimBoringModel,
-    RandomDataset,
-    RankPool,
-    check_equivalence,
-)
+from lockstep.testing import EquivalenceReport, ManualOptimBoringModel, RandomDataset, check_equivalence
 from tests.equivalence.models import Blocks, Plain, Weighted, rows
 from tests.loop.balanced import Takes, made_up_clock, slow_rank
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

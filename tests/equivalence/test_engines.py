@@ -12,10 +12,11 @@ import torch.distributed as dist
 from lockstep import LightningModule
 from lockstep.engines.ddp.bucket import ALIGNMENT
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import CASES as COMMON
 from tests.equivalence.models import Case, Idle, Normed, Plain, Sometimes, rows
 from tests.tools.hooked import hooked
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep import LightningModule
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Plain, Running, Sometimes, rows
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

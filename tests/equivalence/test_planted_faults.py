@@ -23,8 +23,9 @@ from lockstep.engines.ddp.bucket import Bucket
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.shared_memory import SharedReduction
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Plain, Running, Sometimes, Weighted, rows
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,8 +8,9 @@ from unittest.mock import patch
 import pytest
 
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Plain, Weighted, rows
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,8 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Blocks, rows
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

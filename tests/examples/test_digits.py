@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
 

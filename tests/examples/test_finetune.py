@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.testing.pool import RankPool
+from tests.accelerator.left_out import strategies
 from tests.checkpoint.adapted import needs_peft
 from tests.loop.pieces import quiet
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "finetune.py"
 SMALL = ("--steps=6", "--every=3", "--layers=2", "--width=16", "--block=16", "--batch-size=4")
@@ -161,7 +162,7 @@ def test_killed_and_resumed_under_another_strategy(
     killed(ranks, tmp_path, alone(*MEDIUM, "--lora"), one, other, *MEDIUM)
 
 
-STRATEGIES = ["ddp", "fsdp", "2-d", "balanced", *(["deepspeed_stage_3"] if find_spec("deepspeed") else [])]
+STRATEGIES = ["ddp", "fsdp", "2-d", "balanced", *(strategies("deepspeed_stage_3") if find_spec("deepspeed") else [])]
 
 
 @pytest.mark.slow

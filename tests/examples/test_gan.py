@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "gan.py"
 

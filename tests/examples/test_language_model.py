@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from examples.language_model import ByteCorpus, build_gpt
-from lockstep.testing.pool import RankPool
+from tests.accelerator.left_out import strategies
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "language_model.py"
 
@@ -52,13 +53,12 @@ def test_the_loss_falls(ranks: RankPool, tmp_path: Path) -> None:
 
 SHARDED = ("fsdp", "fsdp:SHARD_GRAD_OP", "fsdp:HYBRID_SHARD", "fsdp:NO_SHARD", "fsdp_cpu_offload", "model_parallel")
 STAGES = ("stage_1", "stage_2", "stage_3", "stage_2_offload", "stage_3_offload")
-HERE = find_spec("deepspeed") is not None
-"""Whether DeepSpeed is installed."""
+OF_DEEPSPEED = strategies(*(f"deepspeed_{stage}" for stage in STAGES)) if find_spec("deepspeed") else []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", [*SHARDED, *(f"deepspeed_{stage}" for stage in STAGES if HERE)])
+@pytest.mark.parametrize("strategy", [*SHARDED, *OF_DEEPSPEED])
 def test_the_loss_is_that_of_ddp(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     flags = ["--steps=12", "--layers=2", "--width=64", "--block=64", "--batch-size=8"]
     found = []

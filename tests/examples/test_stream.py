@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "stream.py"
 LINES = "--lines=3001"

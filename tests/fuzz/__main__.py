@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.testing import RankPool
 from tests.fuzz import compare, engines, program
+from tests.tools.pool import RankPool
 
 
 def main() -> int:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.testing import RankFailure, RankPool, RankTimeout
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.fuzz.program import Program, Shown, alone, run
+from tests.tools.pool import RankFailure, RankPool, RankTimeout
 
 TOLERANCE = 1e-9
 NAMED = re.compile(r"rank|parameter '|static_graph")

@@ -18,14 +18,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader
 
-from lockstep import Callback, LightningModule, Trainer
-from lockstep.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
-from lockstep.ground.extensions import is_there
-from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lockstep.testing import RankFailure, RankPool, RankTimeout
+from lockstep import Callback, LightningModule, Trainer, callbacks, strategies
+from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from tests.equivalence.models import cut_by_mesh
 from tests.fuzz.compare import NAMED, differences
 from tests.fuzz.program import Rows, Shown, Stream, samples
+from tests.tools.extensions import is_there
+from tests.tools.pool import RankFailure, RankPool, RankTimeout
 
 ENGINES: dict[str, tuple[int, int]] = {
     "auto": (1, 1),
@@ -45,7 +44,7 @@ ENGINES: dict[str, tuple[int, int]] = {
 }
 """Ranks and replicas of each."""
 CHAINS = ("balanced", "one process balanced")
-AVERAGES = ("", "", "", "ema", "average", "swa")
+AVERAGES = ("", "", "", "ema", "average", "swa") if is_there("extras") else ("",)
 ROUNDED = 2e-4
 """How much float32, in which DeepSpeed trains, may differ from float64, beside the largest weight."""
 
@@ -88,7 +87,8 @@ class Program:
 def draw(seed: int) -> Program:
     """The program of a seed."""
     r = random.Random(f"engines {seed}")
-    engines = [name for name in ENGINES if name != "auto" and ("deepspeed" not in name or find_spec("deepspeed"))]
+    has_deepspeed = is_there("deepspeed") and find_spec("deepspeed")
+    engines = [name for name in ENGINES if name != "auto" and ("deepspeed" not in name or has_deepspeed)]
     engine = r.choice(engines)
     deep = "deepspeed" in engine
     manual = r.random() < 0.15 and engine not in (*CHAINS, "dp") and not deep
@@ -127,7 +127,7 @@ def strategy_of(name: str) -> Any:
         "one process balanced": lambda: BalancedStrategy(one_process=True, split="equal"),
         "tensor parallel": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
         "rows": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
-        **{f"deepspeed {stage}": lambda stage=stage: DeepSpeedStrategy(stage=stage) for stage in (1, 2, 3)},
+        **{f"deepspeed {stage}": lambda stage=stage: strategies.DeepSpeedStrategy(stage=stage) for stage in (1, 2, 3)},
     }
     return made[name]() if name in made else name
 
@@ -226,8 +226,8 @@ def averaging(name: str) -> list[Any]:
     if not name:
         return []
     if name == "swa":
-        return [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)]
-    return [EMAWeightAveraging(decay=0.8) if name == "ema" else WeightAveraging()]
+        return [callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)]
+    return [callbacks.EMAWeightAveraging(decay=0.8) if name == "ema" else callbacks.WeightAveraging()]
 
 
 def run(program: Program, engine: str, path: str = "", save: bool = False) -> Shown:

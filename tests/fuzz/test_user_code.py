@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.testing import RankPool
 from tests.fuzz import engines
 from tests.fuzz.compare import Verdict, compare, differences
 from tests.fuzz.program import LATE, Event, Shown, draw
+from tests.tools.pool import RankPool
 
 EVERY_DAY = 3
 ALL = 500

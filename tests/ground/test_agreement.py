@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.ground import agreement as module
 from lockstep.ground import shared_pages
 from lockstep.ground.agreement import ConsensusFlags
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 Seen = list[tuple[int, int]]
 

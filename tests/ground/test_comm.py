@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lockstep.ground import comm
 from lockstep.supervise.collective_trace import install_trace, take_down
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 DTYPES = [
     torch.float32,

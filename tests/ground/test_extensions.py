@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import shutil
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 import lockstep
 from lockstep.ground import extensions
 from lockstep.ground.extensions import EXTENSIONS, ROOT, home_of, is_there
+from tests.guards.source import PROJECT
+from tests.tools.core import copy_without
 from tests.tools.fresh import python
 
 FOLDER = Path(lockstep.__file__).parent
@@ -43,9 +47,8 @@ def test_a_module_is_one_by_either_path(extension: str) -> None:
         assert extensions.home_of(former.removeprefix("lockstep.")) == today
 
 
+@pytest.mark.extension("lightning")
 def test_a_module_runs_by_its_former_path() -> None:
-    if not is_there("lightning"):
-        pytest.skip("the extension is not there")
     run = subprocess.run([sys.executable, "-m", "lockstep.lightning", "--help"], capture_output=True, text=True)
     assert (run.returncode, run.stdout[:35]) == (0, "usage: python -m lockstep.lightning")
 
@@ -62,7 +65,7 @@ def test_a_path_of_no_extension_has_no_home() -> None:
 def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with lockstep without its extensions."""
     folder = tmp_path_factory.mktemp("core")
-    shutil.copytree(FOLDER, folder / "lockstep", ignore=shutil.ignore_patterns("__pycache__", "extensions"))
+    copy_without(folder)
     return folder
 
 
@@ -162,6 +165,45 @@ def test_two_ranks_train_save_and_resume_without_extensions(strategy: str, witho
         said.append([line for line in run.stdout.splitlines() if line.startswith(("weights", "extensions"))])
     assert said[0] == said[1]
     assert len(said[0]) == 2
+
+
+PARTS = (
+    *("test_base", "test_format", "test_checkpoint", "test_environments", "test_place", "test_order", "test_contract"),
+    *("test_verdict", "test_tree", "test_variables", "test_csv", "test_fit", "test_caches", "test_partition"),
+    *("test_precision", "test_profilers", "test_threads"),
+)
+"""Files of tests, by name: about one in each folder of the core."""
+
+
+def pytest_on(folder: Path, *words: str, seconds: float) -> CompletedProcess[str]:
+    """Run pytest on the tests of the project with the lockstep of a folder."""
+    paths = os.pathsep.join([str(folder), str(PROJECT)])
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    return python("-m", "pytest", *options, *words, folder=PROJECT, seconds=seconds, PYTHONPATH=paths)
+
+
+@pytest.mark.timeout(400)
+def test_the_tests_of_the_core_are_collected_and_some_run_without_extensions(without: Path) -> None:
+    """``scripts/test --core`` runs all of them."""
+    files = " or ".join(f"{name}.py" for name in PARTS)
+    run = pytest_on(without, "tests", "--ignore", "tests/extensions", "-k", files, seconds=380)
+    assert run.returncode == 0, run.stdout[-4000:]
+    passed, deselected = (int(re.findall(rf"(\d+) {word}", run.stdout)[-1]) for word in ("passed", "deselected"))
+    assert passed > 300
+    assert passed + deselected > 9000
+
+
+EACH = [pytest.param(name, marks=[] if name == "extras" else pytest.mark.slow) for name in THERE]
+"""Every day the one whose names most tests use."""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", EACH)
+def test_without_one_extension_the_tests_of_the_others_are_collected(name: str, tmp_path: Path) -> None:
+    copy_without(tmp_path, [name])
+    run = pytest_on(tmp_path, "tests/extensions", "--ignore", f"tests/extensions/{name}", "--collect-only", seconds=180)
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert int(re.findall(r"(\d+)(?:/\d+)? tests collected", run.stdout)[-1]) > 300
 
 
 def test_a_fit_imports_no_extension(tmp_path: Path) -> None:

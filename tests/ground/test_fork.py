@@ -13,8 +13,8 @@ import time
 import pytest
 
 from lockstep.ground import fork_and_exit, installed
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks
+from tests.tools.pool import RankPool
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 _PR_SET_NAME = 15

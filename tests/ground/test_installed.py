@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import lockstep
 from lockstep.ground.installed import INSTALLED, Installation
-from tests.guards.source import house
+from tests.guards.source import PACKAGE, house
 from tests.tools.absent import is_absent
 from tests.tools.fresh import python
 
-SOURCE = Path(lockstep.__file__).parent
 CALLS = ("register_at_fork", "set_wakeup_fd", "_registration_hook", "optimizer_step_pre_hook", "faulthandler.register")
 CALLED = ("signal.signal", "atexit.register")
 ASSIGNED = ("sys.excepthook", "sys.stdout", "sys.stderr", "sys.meta_path", "threading.excepthook", "sys.unraisablehook")
@@ -35,7 +33,6 @@ OTHER_PROCESSES = (
     "launch/parent_death.py",
     "launch/spawn.py",
     "supervise/supervisor.py",
-    "testing/",
     "extensions/verify/",
 )
 """Files whose handlers and hooks are for processes that are lockstep's own."""
@@ -107,7 +104,7 @@ def test_whatever_changes_the_process_is_on_the_list(files: dict[str, tuple[ast.
     found = {name: list(_installs(nodes)) for name, nodes in files.items() if not name.startswith(OTHER_PROCESSES)}
     strangers = {name: lines for name, lines in found.items() if lines and name not in (*homes, *IN_EXTENSIONS)}
     assert not strangers
-    assert all((SOURCE / home).exists() for home in homes)
+    assert all((PACKAGE / home).exists() for home in homes)
 
 
 def test_what_would_change_the_process_elsewhere_is_found() -> None:
@@ -123,7 +120,7 @@ def test_what_modules_remember_is_on_the_list(files: dict[str, tuple[ast.AST, ..
     found = {}
     for name, nodes in files.items():
         names = {each for node in nodes if isinstance(node, ast.Global) for each in node.names}
-        if names and not name.startswith("testing/"):
+        if names:
             found[name] = names
     assert {name: names - set(GLOBALS.get(name, ())) for name, names in found.items()} == {
         name: set() for name in found
@@ -131,7 +128,7 @@ def test_what_modules_remember_is_on_the_list(files: dict[str, tuple[ast.AST, ..
     for name, listed in GLOBALS.items():
         if is_absent(name):
             continue
-        text = (SOURCE / name).read_text()
+        text = (PACKAGE / name).read_text()
         assert all(f"\n{each}" in text for each in listed), name
 
 

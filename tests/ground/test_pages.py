@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.ground import comm, shared_pages
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 SIZE = 3 * 4096
 

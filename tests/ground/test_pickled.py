@@ -14,7 +14,7 @@ from lockstep.engines import collectives
 from lockstep.engines.collectives import gather_on_zero
 from lockstep.ground import comm
 from lockstep.ground.comm import packed, unpacked
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 
 def metric() -> SimpleNamespace:

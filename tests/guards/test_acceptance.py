@@ -96,7 +96,7 @@ def test_acceptance_tests_and_their_tools_use_public_names() -> None:
         ("from lockstep.engines.ranks import RankedStrategy", []),  # a page gives it
         ("from lockstep.utilities.exceptions import MisconfigurationException", []),
         ("from lockstep.plugins.io import CheckpointIO", []),  # Lightning's
-        ("from lockstep.testing.pool import RankPool", []),
+        ("from lockstep.testing.equivalence import check_equivalence", []),
         ("from lockstep.engines.ddp.strategy import DDPStrategy", ["lockstep.engines.ddp.strategy.DDPStrategy"]),
         ("import lockstep.loop.fit", ["lockstep.loop.fit"]),
         ("from lockstep.loop import fit\nfit.FitLoop", ["lockstep.loop.fit.FitLoop"]),

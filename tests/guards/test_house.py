@@ -392,7 +392,7 @@ CASES = [
         "reducer.py:1 imports lockstep.engines.pipeline",
     ),
     (floors, {"attic/a.py": ""}, "'attic' stands on no floor"),
-    (floors, {"loop/fit.py": "from lockstep.testing.pool import RankPool"}, "which stands apart"),
+    (floors, {"loop/fit.py": "from lockstep.testing.models import BoringModel"}, "which stands apart"),
     (
         circles,
         {
@@ -466,7 +466,7 @@ def test_a_law_lets_pass(law: Callable[[Sources], Iterator[str]], tmp_path: Path
         "trainer.py": '"""The Trainer."""\nfrom lockstep.callbacks.base import Callback\nisinstance(1, str)',
         "engines/ddp/reducer.py": '"""The reducer."""\nfrom lockstep.ground.tree import here',
         "data/order.py": '"""Order."""',
-        "testing/pool.py": '"""A pool."""\nfrom lockstep.trainer import Trainer',
+        "testing/equivalence.py": '"""A check."""\nfrom lockstep.trainer import Trainer',
     }
     for name, text in files.items():
         (tmp_path / "lockstep" / name).parent.mkdir(parents=True, exist_ok=True)

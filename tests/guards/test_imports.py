@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.tools.extensions import is_there
+
 # Imported where they are used: optional packages, parts of torch that cost 0.7 to 1.3 s each, and what few runs of
 # lockstep need, together 30 % of its import.
 LATE = (
@@ -110,7 +112,7 @@ OLD = """
 from lockstep.core.lightning import LightningModule
 said = table.cache_info().currsize
 """
-USES = ("", NAMES, BARS, "import yaml", FIT, LIGHTNINGS, FACE, OLD)
+USES = ("", NAMES, BARS, "import yaml", FIT, *([LIGHTNINGS] if is_there("lightning") else []), FACE, OLD)
 """What a program does with the package, one after another."""
 
 Cost = tuple[float, list[str], Any]
@@ -178,6 +180,7 @@ def test_import_is_quick() -> None:
     assert at_best(PART, costs()[NAMES][0], NAMES) <= PART
 
 
+@pytest.mark.extension("lightning")
 def test_lightnings_names_cost_little_at_the_start() -> None:
     assert at_best(PART_OF_NAMES, costs()[LIGHTNINGS][0] - costs()[FIT][0], NAMES, LIGHTNINGS) <= PART_OF_NAMES
 
@@ -195,6 +198,7 @@ def test_a_heavy_import_would_be_seen() -> None:
         "from lockstep.cli.run import main; main(['submit', '--print', __file__])",
     ],
 )
+@pytest.mark.extension("search")
 def test_a_search_is_submitted_and_looked_at_without_torch(use: str, tmp_path: Path) -> None:
     """Its import takes 2 s: ten times what the rest of such a command takes."""
     script = tmp_path / "script.py"

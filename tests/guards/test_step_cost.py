@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 PACKAGE = str(Path(lockstep.__file__).parent) + os.sep
 FRAMES, FILES, CALLS = 7, 5, 27

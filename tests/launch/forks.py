@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.callbacks.base import Callback
 from lockstep.loggers.csv import CSVLogger
 from lockstep.module import LightningModule
-from lockstep.testing.leaks import child_processes, shared_memory_files
 from lockstep.trainer import Trainer
+from tests.tools.leaks import child_processes, shared_memory_files
 
 WIDTH = 300  # wide enough for parallel regions
 QUIET: dict[str, Any] = {

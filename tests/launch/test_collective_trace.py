@@ -21,7 +21,7 @@ from lockstep.supervise.collective_trace import (
     take_down,
 )
 from lockstep.supervise.trace_memory import Reading, own
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 
 def _strided(async_op: bool) -> list[Any]:

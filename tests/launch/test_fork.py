@@ -17,9 +17,9 @@ from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import spawn
 from lockstep.launch.spawn import ForkedProcess, ForkLauncher, obstacle
-from lockstep.testing.pool import RankPool
 from tests.launch.forks import Net, data, trained, weights_of_a_rank
-from tests.tools.fresh import python
+from tests.tools.fresh import PYTHONPATH, python
+from tests.tools.pool import RankPool
 
 SCRIPT = Path(__file__).with_name("forks.py")
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
@@ -27,7 +27,7 @@ TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 
 def test_a_script_that_has_done_all_that_makes_forks_hang(tmp_path: Path, ranks: RankPool) -> None:
     # threads that spin would take the processors from other tests
-    done = python(SCRIPT, tmp_path, folder=tmp_path, seconds=110, OMP_WAIT_POLICY="passive")
+    done = python(SCRIPT, tmp_path, folder=tmp_path, seconds=110, OMP_WAIT_POLICY="passive", PYTHONPATH=PYTHONPATH)
     assert done.returncode == 0, done.stderr
     words, found = done.stdout.split("found: ")
     assert words == "said before the fork\n"  # once: what waited to be written has not been copied

@@ -13,10 +13,10 @@ from lockstep.checkpoint.format import load
 from lockstep.supervise import screen_text
 from lockstep.supervise.causes import OTHERS, Cause, also_failed, cause_of, is_told, judgement, named
 from lockstep.supervise.screen_text import MOST, MOST_ALONE, REASON, one_line, printable, reason_of, shortened
-from lockstep.testing.pool import RankPool
 from scripts import draw_run
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 FORGED = "it broke\nlockstep: rank 7 failed first, at other.py:1: ValueError: not me"
 HOSTILE = [
@@ -295,7 +295,11 @@ LightningCLI(Net, args=["fit", "--trainer.min_epochs=5", "--trainer.max_epochs=1
 
 
 @pytest.mark.parametrize(
-    ("script", "end"), [(TUNES, "KeyError: 'of the user'"), (COMMANDS, "the least is above the most.")]
+    ("script", "end"),
+    [
+        pytest.param(TUNES, "KeyError: 'of the user'", marks=pytest.mark.extension("extras")),
+        pytest.param(COMMANDS, "the least is above the most.", marks=pytest.mark.extension("lightning")),
+    ],
 )
 def test_what_fails_in_a_search_or_a_command_line_is_folded(
     script: str, end: str, ranks: RankPool, tmp_path: Path

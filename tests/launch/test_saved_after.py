@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.callbacks import EMAWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy
 from tests.loop.pieces import Slope, numbers, quiet
+from tests.tools.average import MovingAverage
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -46,7 +46,7 @@ STRATEGIES: dict[str, Any] = {
 )
 def test_after_a_fit_in_processes_of_its_own_its_weights_are_saved(name: str, tmp_path: Path) -> None:
     net, path = Net(), tmp_path / "after.ckpt"
-    trainer = quiet(strategy=STRATEGIES[name](), devices=2, max_epochs=1, callbacks=[EMAWeightAveraging(decay=0.5)])
+    trainer = quiet(strategy=STRATEGIES[name](), devices=2, max_epochs=1, callbacks=[MovingAverage(0.5)])
     trainer.fit(net, numbers(4))
     assert net.w.item() != 0
     with pytest.warns(UserWarning, match="writes the weights alone: .*processes of its own"):

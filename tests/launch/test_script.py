@@ -21,7 +21,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.environment import started_in
 from lockstep.launch.script import MAILBOX, RANK_OF, ScriptLauncher, check_not_nested, command_line
 from lockstep.supervise.mailbox import Mailbox
-from tests.tools.fresh import python
+from tests.tools.fresh import PYTHONPATH, python
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 
@@ -311,8 +311,7 @@ quiet(strategy="ddp", devices=2, max_epochs=1).fit(Module(), numbers(2))
     (tmp_path / "other.py").write_text(
         "from tests.loop.pieces import Slope, numbers, quiet\nquiet(max_epochs=1).fit(Slope(), numbers(2))\n"
     )
-    project = Path(__file__).resolve().parents[2]
-    done = python(tmp_path / "train.py", tmp_path / "other.py", PYTHONPATH=f"{project / 'src'}:{project}")
+    done = python(tmp_path / "train.py", tmp_path / "other.py", PYTHONPATH=PYTHONPATH)
     assert done.returncode == 0, done.stderr
     assert "this process takes itself for rank 1 of 2" in done.stdout
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from lockstep.launch import spawn
-from lockstep.testing import RankPool
+from tests.tools.pool import RankPool
 
 
 def there_and_back(obj: Any) -> Any:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.supervise.signals import ENDED, by_default, handling, is_under_lockstep
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 
 def test_a_signal_is_noted_and_ends_nothing() -> None:

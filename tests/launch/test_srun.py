@@ -11,8 +11,8 @@ import pytest
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.script import STARTED, arguments, become_srun
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 BATCH = {
     "SLURM_JOB_ID": "7",

@@ -27,8 +27,8 @@ from lockstep.supervise.mailbox import Mailbox, leave_note
 from lockstep.supervise.screen_text import shortened
 from lockstep.supervise.signals import SignalPipe
 from tests.launch.sessions import members
+from tests.tools.fresh import PYTHONPATH
 
-PROJECT = Path(__file__).resolve().parents[2]
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and signals of Linux")
 
 # Ranks that do not even join a group: rank ``WHO`` does ``WHAT``, the others sleep.
@@ -231,7 +231,7 @@ def test_ranks_of_torchrun_have_a_supervisor_too(tmp_path: Path) -> None:
 def test_a_failure_on_one_node_is_told_on_each(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(NODES)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    meeting["PYTHONPATH"] = f"{PROJECT / 'src'}:{PROJECT}"
+    meeting["PYTHONPATH"] = PYTHONPATH
     both = [
         subprocess.Popen(
             [sys.executable, "train.py"],

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lockstep.callbacks import Callback, GradientAccumulationScheduler
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Killed(Exception):

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lockstep import Callback, LightningModule, Trainer
-from lockstep.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lockstep.callbacks import ModelCheckpoint
 from lockstep.loggers import CSVLogger, TensorBoardLogger
 from lockstep.utilities import CombinedLoader
 from lockstep.utilities.exceptions import MisconfigurationException
@@ -128,17 +127,6 @@ def test_loggers_may_be_set_to_none_or_one(tmp_path: Path) -> None:
     trainer.loggers = None
     assert trainer.loggers == []
     assert trainer.logger is None
-
-
-def test_a_swapped_scheduler_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    class Scheduled(Slope):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-    with caplog.at_level("INFO", "lockstep"):
-        quiet(max_epochs=2, callbacks=StochasticWeightAveraging(0.1, 0.5)).fit(Scheduled(), numbers(2))
-    assert "SWALR sets the learning rate in the place of StepLR" in caplog.text
 
 
 def test_another_fit_has_received_no_signal() -> None:

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from lockstep import LightningModule
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
-from lockstep.testing.pool import RankFailure, RankPool
 from tests.loop.pieces import Slope, Stream, Validated, numbers, on_ranks, quiet
+from tests.tools.pool import RankFailure, RankPool
 
 
 class NoStep(LightningModule):

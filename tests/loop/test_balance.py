@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
+from tests.accelerator.left_out import strategies
 from tests.guards.test_step_cost import CALLS, ENGINE, Looks, calls_a_step, over_budget
 from tests.loop.balanced import Takes, made_up_clock, slow_rank
 from tests.loop.pieces import Slope, Stream, numbers, on_ranks, quiet
 from tests.loop.test_elastic import Cut, Rows, by_step, compare, life, play
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -147,7 +148,7 @@ def test_one_device_is_told_that_there_is_nothing_to_balance(caplog: pytest.LogC
     assert "Trainer(balance=True) has no effect on one device" in caplog.text
 
 
-@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "model_parallel"])
+@pytest.mark.parametrize("strategy", strategies("deepspeed_stage_2", "model_parallel"))
 def test_strategies_without_unequal_shares_are_refused_at_once(strategy: str) -> None:
     with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): \w+Strategy cannot.*ddp.*leave"):
         quiet(balance=True, strategy=strategy, devices=2)

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankFailure, RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankFailure, RankPool
 
 WAYS = ["trainer.optimizers", "strategy.optimizers", "an item"]
 WHEN = ["on_train_epoch_start", "on_train_batch_start"]

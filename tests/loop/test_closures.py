@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import QUIET, Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Fit(LightningModule):

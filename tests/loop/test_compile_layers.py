@@ -20,10 +20,12 @@ from lockstep.callbacks import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import CompiledForward, has_compiled
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
+from tests.accelerator.left_out import strategies
 from tests.equivalence.models import Blocks
 from tests.equivalence.models import rows as sums
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 EAGER = {"backend": "eager"}
 """What the compiler makes of a graph is run by Python: it is quick, and has the same numbers."""
@@ -183,13 +185,13 @@ ENGINES: dict[str, Any] = {
     "fsdp": lambda: "fsdp",
     "recomputed under fsdp": lambda: FSDPStrategy(activation_checkpointing=True),
     "2-D": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-    "deepspeed": lambda: "deepspeed_stage_2",
     "balanced": lambda: BalancedStrategy(),
+    **{name: partial(str, name) for name in strategies("deepspeed_stage_2")},
 }
 
 
 def _equal(engine: str, make: type[Blocks] = Blocks, **flags: Any) -> EquivalenceReport:
-    if engine == "deepspeed":  # has no float64
+    if engine.startswith("deepspeed"):  # has no float64
         flags = {**flags, "precision": "32-true", "tolerance": 1e-5}
     return check_equivalence(make, sums(23), strategy=ENGINES[engine](), devices=2, **flags)
 

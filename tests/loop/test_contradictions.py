@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lockstep.callbacks import (
     EarlyStopping,
-    EMAWeightAveraging,
     ModelCheckpoint,
-    ModelPruning,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
+    Timer,
     TQDMProgressBar,
-    WeightAveraging,
 )
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, quiet
@@ -32,43 +27,9 @@ def fit(**flags: Any) -> None:
     quiet(**{"max_epochs": 2, **flags}).fit(Measured(), numbers(2), numbers(1))
 
 
-class OtherAverage(EMAWeightAveraging):
-    state_key = "other"  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    "averages",
-    [
-        lambda: [EMAWeightAveraging(), OtherAverage()],
-        lambda: [EMAWeightAveraging(), WeightAveraging()],
-        lambda: [StochasticWeightAveraging(0.1), EMAWeightAveraging()],
-    ],
-)
-def test_two_averages_of_the_weights_are_refused(averages: Any) -> None:
-    """At each validation one took the other's average for the weights, and training went on from there."""
-    with pytest.raises(MisconfigurationException, match=r"callbacks=\[\w+ and \w+\].*keep one"):
-        fit(callbacks=averages())
-
-
 def test_two_progress_bars_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"two progress bars"):
         quiet(enable_progress_bar=True, callbacks=[TQDMProgressBar(), TQDMProgressBar()])
-
-
-def test_an_average_whose_parameters_others_exchange() -> None:
-    """It was a KeyError."""
-
-    class Layered(Measured):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(1, 1, dtype=torch.float64)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.layer(batch[:, None]).mean()
-
-    callbacks = [ModelPruning("l1_unstructured", amount=0.5), StochasticWeightAveraging(0.1, swa_epoch_start=1)]
-    with pytest.raises(MisconfigurationException, match=r"weight_orig.*ModelPruning"):
-        quiet(max_epochs=3, callbacks=callbacks).fit(Layered(), numbers(2))
 
 
 SAID: list[tuple[str, dict[str, Any], str]] = [
@@ -85,11 +46,6 @@ def test_what_has_no_effect_is_said(of: str, given: dict[str, Any], said: str, t
     flags = given if checkpoint is None else {"callbacks": [checkpoint], "enable_checkpointing": True}
     with pytest.warns(UserWarning, match=said):
         fit(**flags)
-
-
-def test_and_a_monitor_without_a_logger() -> None:
-    with pytest.warns(UserWarning, match=r"ThroughputMonitor has nowhere to write"):
-        fit(callbacks=[ThroughputMonitor(batch_size_fn=len)])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +71,7 @@ def test_what_goes_together_says_nothing(tmp_path: Path, recwarn: pytest.Warning
         EarlyStopping("v"),
         ModelCheckpoint(tmp_path, monitor="v"),
         ModelCheckpoint(tmp_path, monitor="v", every_n_train_steps=2),
-        EMAWeightAveraging(),
+        Timer(),
     ]
     fit(callbacks=callbacks, enable_checkpointing=True, gradient_clip_val=1.0, gradient_clip_algorithm="value")
     assert [str(each.message) for each in recwarn if "eval mode" not in str(each.message)] == []

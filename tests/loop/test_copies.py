@@ -16,20 +16,22 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
+from lockstep import callbacks as all_callbacks
 from lockstep.callbacks import (
+    Callback,
     DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
     OnExceptionCheckpoint,
-    StochasticWeightAveraging,
     Timer,
     TQDMProgressBar,
 )
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers import CSVLogger
-from lockstep.testing import RankPool
+from tests.tools.extensions import is_there
+from tests.tools.pool import RankPool
 
 
 def saved(part: Any) -> Any:
@@ -88,7 +90,7 @@ class Keeps(Net):
 
 
 def made(folder: Path, **flags: Any) -> Trainer:
-    callbacks = [
+    callbacks: list[Callback] = [
         ModelCheckpoint(folder, monitor="val_loss"),
         EarlyStopping("val_loss", patience=9),
         LearningRateMonitor(),
@@ -97,8 +99,9 @@ def made(folder: Path, **flags: Any) -> Trainer:
         DeviceStatsMonitor(),
         GradientAccumulationScheduler({0: 1}),
         OnExceptionCheckpoint(folder),
-        StochasticWeightAveraging(1e-2),
     ]
+    if is_there("extras"):
+        callbacks.append(all_callbacks.StochasticWeightAveraging(1e-2))
     settings = {"accelerator": "cpu", "max_epochs": 2, "logger": CSVLogger(folder), "callbacks": callbacks}
     return Trainer(**{**settings, "profiler": "simple", "enable_model_summary": False, **flags})
 

@@ -13,8 +13,8 @@ import torch
 from lockstep import Callback
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
 from lockstep.loop.logging import LogCollector
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Recorder, Slope, Validated, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 VALUES = {0: [6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 1: [1.0, 3.0, 2.0, 8.0, 7.0, 9.0]}
 MEANS = [3.5, 4.0, 3.0, 5.5, 4.5, 5.0]  # rank 0 alone would keep the last ones, rank 1 the first

@@ -18,8 +18,8 @@ from lockstep.loop.logged_entry import merged
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.metrics import load_metric
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningDataModule
 from lockstep.callbacks import ModelCheckpoint
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Recorder, Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Judged(Slope):

@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from lockstep.ground import rank
 from lockstep.loggers import CSVLogger
-from lockstep.testing import BoringModel, RankPool
+from lockstep.testing import BoringModel
 from lockstep.testing.models import RandomDataset
 from tests.loop.pieces import on_ranks, quiet
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 STUDY = """
 import logging

@@ -14,8 +14,8 @@ from lockstep import LightningModule, Trainer
 from lockstep.cluster.world import World
 from lockstep.engines.collectives import Collectives
 from lockstep.loop import spawn_results
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Grows(LightningModule):

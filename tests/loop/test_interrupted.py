@@ -12,19 +12,18 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep import Callback
+from lockstep import Callback, callbacks
 from lockstep.callbacks import (
     EarlyStopping,
     ModelCheckpoint,
     OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lockstep.engines.ranks import RankedStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 from tests.loop.test_signals import TASK
 from tests.scripts.in_rank import run_script
+from tests.tools.extensions import is_there
+from tests.tools.pool import RankPool
 
 
 class Watched(Slope):
@@ -88,9 +87,12 @@ WATCHING: dict[str, tuple[dict[str, Any] | None, Callable[[], list[Callback]]]] 
     "EarlyStopping of the training loss": (None, lambda: [EarlyStopping("train_loss_epoch", patience=2, min_delta=99)]),
     "ReduceLROnPlateau": ({"monitor": "val_loss"}, list),
     "ReduceLROnPlateau by step": ({"monitor": "train_loss_step", "interval": "step"}, list),
-    "WeightAveraging": (None, lambda: [WeightAveraging(), *stopping()()]),
-    "StochasticWeightAveraging": (None, lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)]),
 }
+if is_there("extras"):
+    WATCHING |= {
+        "WeightAveraging": (None, lambda: [callbacks.WeightAveraging(), *stopping()()]),
+        "StochasticWeightAveraging": (None, lambda: [callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)]),
+    }
 SAVING: dict[str, Callable[[Path], Any]] = {
     "ModelCheckpoint": lambda folder: ModelCheckpoint(folder, save_last=True, filename="best"),
     "ModelCheckpoint by metric": lambda folder: ModelCheckpoint(folder, monitor="val_loss", save_last=True),
@@ -155,7 +157,7 @@ def cut_on_ranks(kind: str, where: str, nth: int, number: int, folder: Path) -> 
     return resumed == whole, before + after == epochs, len(before)
 
 
-WATCHED = ("EarlyStopping", "ReduceLROnPlateau", "WeightAveraging")
+WATCHED = [kind for kind in ("EarlyStopping", "ReduceLROnPlateau", "WeightAveraging") if kind in WATCHING]
 MOMENTS = [("training", 1, 0), ("training", 3, 1), ("validation", 1, 1)]
 
 

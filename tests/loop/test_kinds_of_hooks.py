@@ -15,11 +15,11 @@ from lockstep import LightningDataModule, LightningModule
 from lockstep.callbacks import Callback, EarlyStopping, LambdaCallback
 from lockstep.core.hooks import ModelHooks
 from lockstep.loop.hooks import NAMES
-from lockstep.testing.pool import RankPool
 from lockstep.trainer.states import TrainerFn
 from lockstep.utilities import rank_zero_only
 from lockstep.utilities.model_helpers import is_overridden
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 CALLS: list[str] = []
 

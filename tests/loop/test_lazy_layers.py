@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep import LightningModule
-from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
-from lockstep.testing.pool import RankPool
-from lockstep.tuner import Tuner
+from lockstep import LightningModule, callbacks
+from lockstep.callbacks import ModelCheckpoint
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 def rows() -> DataLoader[Any]:
@@ -87,21 +86,34 @@ def test_validate_leaves_parameters_that_a_fit_can_train() -> None:
     assert trainer.fit(module, rows()).global_step == 4
 
 
+def searched() -> None:
+    from lockstep.tuner import Tuner
+
+    Tuner(quiet(max_epochs=1)).lr_find(Lazy(), rows(), num_training=2, update_attr=False)
+
+
+def fitted_by(callback: str, *arguments: Any) -> None:
+    quiet(max_epochs=2, callbacks=[getattr(callbacks, callback)(*arguments)]).fit(Lazy(), rows())
+
+
 NEEDS: dict[str, Callable[[], object]] = {
-    "ModelPruning": lambda: quiet(callbacks=[ModelPruning("l1_unstructured", amount=0.5)]).fit(Lazy(), rows()),
-    "EMAWeightAveraging": lambda: quiet(callbacks=[EMAWeightAveraging()]).fit(Lazy(), rows()),
-    "StochasticWeightAveraging": lambda: quiet(max_epochs=2, callbacks=[StochasticWeightAveraging(0.1)]).fit(
-        Lazy(), rows()
-    ),
     "A plan": lambda: quiet().plan(Lazy(), rows()),
-    "A search": lambda: Tuner(quiet(max_epochs=1)).lr_find(Lazy(), rows(), num_training=2, update_attr=False),
+}
+OF_EXTRAS: dict[str, Callable[[], object]] = {
+    "ModelPruning": lambda: fitted_by("ModelPruning", "l1_unstructured"),
+    "EMAWeightAveraging": lambda: fitted_by("EMAWeightAveraging"),
+    "StochasticWeightAveraging": lambda: fitted_by("StochasticWeightAveraging", 0.1),
+    "A search": searched,
 }
 
 
-@pytest.mark.parametrize("who", NEEDS)
-def test_who_needs_shapes_before_names_the_parameter_and_the_way_out(who: str) -> None:
+@pytest.mark.parametrize(
+    ("who", "use"),
+    [*NEEDS.items(), *(pytest.param(*each, marks=pytest.mark.extension("extras")) for each in OF_EXTRAS.items())],
+)
+def test_who_needs_shapes_before_names_the_parameter_and_the_way_out(who: str, use: Callable[[], object]) -> None:
     with pytest.raises(MisconfigurationException, match=rf"{who}.*'net.0.weight'.*lazy layer.*configure_model"):
-        NEEDS[who]()
+        use()
 
 
 def refused(strategy: str) -> str:

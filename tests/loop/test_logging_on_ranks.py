@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Recorder, Slope, numbers, on_ranks
+from tests.tools.pool import RankPool
 
 
 class Sevens(Slope):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import Callback, LightningModule
-from lockstep.callbacks import EarlyStopping, ModelCheckpoint, SpikeDetection, Timer
+from lockstep.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lockstep.checkpoint import format, storage
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.loggers.base import Uploads
@@ -264,12 +264,6 @@ def test_a_checkpoints_paths_are_not_uploaded(tmp_path: Path) -> None:
     callback = ModelCheckpoint(tmp_path / "kept")
     callback.best_model_path, callback.last_model_path = str(secret), str(tmp_path / "kept" / "own.ckpt")
     assert [upload.path for upload in Uploads("all").new(callback)] == [callback.last_model_path]
-
-
-def test_a_checkpoints_path_is_not_where_spikes_are_written(tmp_path: Path) -> None:
-    detection = SpikeDetection(exclude_batches_path=tmp_path / "own.json")
-    detection.load_state_dict({**SpikeDetection().state_dict(), "bad_batches_path": "/elsewhere.json"})
-    assert detection.exclude_batches_path == str(tmp_path / "own.json")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from lockstep import Callback, LightningModule
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Duel(LightningModule):

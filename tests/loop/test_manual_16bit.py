@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.devices import by_hand_device
-from lockstep.testing.pool import RankPool
+from lockstep.testing.devices import VARIABLE
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 SEEDED = 7
-DEVICE = by_hand_device()
+DEVICE = "cuda" if os.environ.get(VARIABLE) == "cuda" else "cpu"
+"""Where results are computed by hand: a card has bits of its own, other devices have the CPU's."""
 
 
 def batches(size: int = 4) -> DataLoader[Any]:

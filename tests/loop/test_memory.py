@@ -21,9 +21,9 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.memory_use import is_oom_error
 from lockstep.memory.meter import Activations, MemoryUse, readable
 from lockstep.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from lockstep.testing import RankPool
 from tests.equivalence.models import rows
 from tests.loop.pieces import Slope, numbers, quiet
+from tests.tools.pool import RankPool
 
 
 class Allocated(TorchDispatchMode):

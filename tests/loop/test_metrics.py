@@ -21,8 +21,8 @@ from lockstep.ground import comm
 from lockstep.loop.logged_entry import Entry, merged
 from lockstep.loop.logged_rows import Rows, each_step_wanted, extreme, shown_value
 from lockstep.loop.logging import LogCollector
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Kept(Metric):

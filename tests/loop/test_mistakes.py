@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.strategies import DDPStrategy, FSDPStrategy
-from lockstep.testing import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(240)
 LONGEST = 520

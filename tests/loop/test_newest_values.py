@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from lockstep import LightningModule
 from lockstep.loop.logged_entry import merged
 from lockstep.strategies import BalancedStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import SaveAt, quiet
+from tests.tools.pool import RankPool
 
 BATCHES = 6
 

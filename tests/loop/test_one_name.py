@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 torchmetrics = pytest.importorskip("torchmetrics")
 

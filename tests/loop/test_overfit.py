@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lockstep.data.combined import CombinedLoader
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, Stream, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Sees(Slope):

@@ -13,9 +13,9 @@ from lockstep import Callback
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.profilers.base import PassThroughProfiler, Profiler, SimpleProfiler
 from lockstep.profilers.pytorch import PyTorchProfiler
-from lockstep.testing.pool import RankPool
 from tests.aliases.surface import lightning
 from tests.loop.pieces import Slope, Validated, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Notes(Profiler):

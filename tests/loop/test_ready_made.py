@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lockstep import LightningModule
 from lockstep.data.source import first_tensor
 from lockstep.ground import rank as rank_module
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 BATCHES = list(torch.arange(13, dtype=torch.float64).split(4))
 """4, 4, 4 and 1 samples, whose mean is 6."""

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import lockstep
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import QUIET, Slope, Validated, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 def loader(epoch: int) -> DataLoader[Any]:

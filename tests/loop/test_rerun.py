@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from lockstep import Callback
-from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
+from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lockstep.checkpoint.io import AsyncCheckpointIO
 from lockstep.launch import attempts
 from lockstep.loop import signals
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.average import MovingAverage
+from tests.tools.pool import RankPool
 
 RUN = {"LOCKSTEP_RUN": "train-1", "LOCKSTEP_AGENT": "a"}
 OWN = "lockstep-run-train-1-a-fit-1.ckpt"
@@ -159,7 +160,7 @@ def test_a_fit_that_has_ended_is_not_run_again(tmp_path: Path, life: Callable[[]
     def script(at: int) -> tuple[Any, ...]:
         torch.manual_seed(5)
         module, first, second = Noisy(0.1), Die(), Die(at)
-        trainer = quiet(max_epochs=2, callbacks=[first, EMAWeightAveraging(decay=0.5)], default_root_dir=tmp_path)
+        trainer = quiet(max_epochs=2, callbacks=[first, MovingAverage(0.5)], default_root_dir=tmp_path)
         result = trainer.fit(module, numbers(4))
         after = result, dict(trainer.callback_metrics), module.w.item(), trainer.global_step, torch.rand(2).tolist()
         trainer.fit_loop.max_epochs = 3

@@ -16,11 +16,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep import Callback, LightningModule, Trainer
-from lockstep.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+from lockstep.callbacks import EarlyStopping, ModelCheckpoint
 from lockstep.strategies import ModelParallelStrategy
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Recorder, Slope, numbers, on_ranks, quiet
+from tests.tools.average import MovingAverage
+from tests.tools.pool import RankPool
 
 
 class Noisy(Dataset[Any]):
@@ -270,7 +271,7 @@ def test_what_is_frozen_behind_a_fit_is_trained_by_one_that_goes_on(tmp_path: Pa
 def test_a_resume_keeps_early_stopping_and_averaged_weights(tmp_path: Path) -> None:
     def flags() -> dict[str, Any]:
         stops = EarlyStopping("val", patience=3, min_delta=1e9)
-        return {"max_epochs": 9, "callbacks": [stops, WeightAveraging(avg_fn=lambda a, b, n: a * 0.9 + b * 0.1)]}
+        return {"max_epochs": 9, "callbacks": [stops, MovingAverage(0.9)]}
 
     torch.manual_seed(1)
     module, trainer = Net(), quiet(**flags())

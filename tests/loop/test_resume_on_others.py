@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import OnExceptionCheckpoint
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from lockstep.testing.pool import RankPool
 from tests.equivalence.models import cut_by_mesh
 from tests.loop.pieces import SaveAt, quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -402,6 +402,7 @@ class Single(Net):
         return super().training_step((batch[0].float(), batch[1]), batch_idx)
 
 
+@pytest.mark.extension("deepspeed")
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_deepspeed_plays_a_window_again_that_another_engine_began(ranks: RankPool, tmp_path: Path) -> None:
     """Its gradients are in parts of its own; the window's first micro-batches had been left out."""

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lockstep.callbacks import Callback
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Killed(Exception):

@@ -10,8 +10,8 @@ import torch
 from torchmetrics import SumMetric
 
 from lockstep.callbacks import Callback, EarlyStopping, OnExceptionCheckpoint
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Killed(Exception):

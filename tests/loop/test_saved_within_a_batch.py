@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lockstep.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Killed(Exception):

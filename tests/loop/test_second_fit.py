@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import QUIET, Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 def notes(library: Any) -> Any:

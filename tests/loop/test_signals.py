@@ -12,12 +12,10 @@ import pytest
 
 from lockstep import Callback
 from lockstep.callbacks import OnExceptionCheckpoint
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 from tests.scripts.in_rank import run_script
-from tests.tools.fresh import python
-
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.tools.fresh import PYTHONPATH, python
+from tests.tools.pool import RankPool
 
 
 class Kill(Callback):
@@ -181,5 +179,5 @@ class Module(Slope):
 quiet(default_root_dir=os.getcwd()).test(Module(), numbers(3))
 print("tested")
 """)
-    done = python("test.py", folder=tmp_path, **TASK, PYTHONPATH=f"{PROJECT / 'src'}:{PROJECT}")
+    done = python("test.py", folder=tmp_path, **TASK, PYTHONPATH=PYTHONPATH)
     assert done.stdout.endswith("tested\n"), done.stderr

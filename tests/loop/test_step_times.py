@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lockstep.balance.step_times import BACKWARD, DATA, FORWARD, PAUSE, WAITING, DeviceTimes, StepTimes
 from lockstep.ground.device import TimedEvent
 from lockstep.supervise.collective_trace import WAITS, wrapped
-from lockstep.testing.pool import RankPool
 from tests.loop.balanced import Clock
+from tests.tools.pool import RankPool
 
 
 class Worker:

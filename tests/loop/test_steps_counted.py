@@ -12,9 +12,9 @@ from torch import nn
 from lockstep import LightningModule
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.strategies import SingleDeviceStrategy
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Around(torch.optim.SGD):

@@ -12,8 +12,8 @@ import pytest
 
 from lockstep import Callback
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, Validated, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Flat(Slope):

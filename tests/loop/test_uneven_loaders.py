@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.testing.pool import RankPool
 from lockstep.utilities import CombinedLoader
 from tests.loop.pieces import Stream, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 class Two(LightningModule):

@@ -11,9 +11,9 @@ import pytest
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.loop import validation_timing
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import QUIET, Stream, Validated, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 # flags -> training batches before each validation of 3 epochs of 10; all as measured with Lightning 2.6.6
 TIMES: list[tuple[dict[str, Any], list[int]]] = [

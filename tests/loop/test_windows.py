@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import Slope, Stream, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 def test_a_partial_window_has_its_gradient_at_full_size() -> None:

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.memory.recompute import recompute
-from lockstep.testing import RankPool
 from tests.checkpoint.adapted import needs_peft
 from tests.loop.pieces import quiet
 from tests.memory.test_recompute import STRATEGIES
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("needs")
 

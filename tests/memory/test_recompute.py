@@ -22,9 +22,10 @@ from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.memory.recompute import is_recomputing, recompute
 from lockstep.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from lockstep.testing import RankPool, check_equivalence
+from lockstep.testing import check_equivalence
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 class Block(nn.Module):

@@ -14,9 +14,9 @@ from lockstep.planner.hardware import Hardware
 from lockstep.planner.plan import make_plan
 from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
-from lockstep.testing import RankPool
 from tests.loop.pieces import quiet
 from tests.planner.models import made
+from tests.tools.pool import RankPool
 
 
 def trained(candidate: Candidate) -> int:
@@ -27,6 +27,7 @@ def trained(candidate: Candidate) -> int:
     return trainer.global_step
 
 
+@pytest.mark.extension("deepspeed")
 @pytest.mark.slow
 def test_each_way_that_fits_can_be_run(ranks: RankPool) -> None:
     model, _, batch = made("gpt")

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import strategies
 from lockstep.planner.cost import Candidate, Prediction, predict
 from lockstep.planner.hardware import described
 from lockstep.planner.profile import ModelProfile
 from lockstep.planner.trace import workspace_of_lstm
 from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
-from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
-from lockstep.testing import RankPool
+from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from tests.loop.pieces import quiet
 from tests.planner.models import MODELS, counted, made
+from tests.tools.pool import RankPool
 
 TCP: dict[str, Any] = {"shared_memory": False}  # what ranks share is no memory of torch's allocator
 WAYS: dict[str, tuple[Candidate, Any]] = {
@@ -37,8 +38,8 @@ WAYS: dict[str, tuple[Candidate, Any]] = {
     "fsdp": (Candidate("fsdp"), FSDPStrategy),
     "fsdp_grads": (Candidate("fsdp_grads"), lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")),
     "fsdp, recomputed": (Candidate("fsdp", recomputed=True), lambda: FSDPStrategy(activation_checkpointing=True)),
-    "deepspeed 1": (Candidate("deepspeed", stage=1), lambda: DeepSpeedStrategy(stage=1)),
-    "deepspeed 2": (Candidate("deepspeed", stage=2), lambda: DeepSpeedStrategy(stage=2)),
+    "deepspeed 1": (Candidate("deepspeed", stage=1), lambda: strategies.DeepSpeedStrategy(stage=1)),
+    "deepspeed 2": (Candidate("deepspeed", stage=2), lambda: strategies.DeepSpeedStrategy(stage=2)),
 }
 STATES = ("parameters", "gradients", "optimizer_states", "buckets")
 EVERY_DAY = {

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import RankPool, check_equivalence
+from lockstep.testing import check_equivalence
 from tests.loop.pieces import quiet
 from tests.tools.hooked import hooked
+from tests.tools.pool import RankPool
 
 
 class Waves(LightningModule):

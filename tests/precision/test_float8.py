@@ -17,8 +17,8 @@ from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision import formats
 from lockstep.precision.formats import Float8Precision, make_precision
-from lockstep.testing import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 def test_without_torchao_it_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

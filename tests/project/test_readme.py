@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -18,7 +18,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import NoReturn
 
-from lockstep.testing.pool import RankPool, launcher_environment
+from tests.tools.pool import RankPool, launcher_environment
 
 LAUNCHERS = tuple(launcher_environment(0, 1, 0, ""))
 """The variables of a launcher, which the pool sets for its ranks."""

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("lockstep.extensions.search.search", reason="needs the extension search")
+
 from lockstep.extensions.search.search import Search, Status, look
 from lockstep.extensions.search.trials import TrialFolder, read_events
 from tests.slurm.conftest import PROJECT

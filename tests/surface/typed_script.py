@@ -54,4 +54,4 @@ reveal_type(trainer)  # lockstep.trainer.Trainer
 reveal_type(trainer.fit(Net(), datamodule=Data()))  # lockstep.loop.ending.Result
 reveal_type(trainer.fit)  # def (model: lockstep.module.LightningModule, ...
 reveal_type(trainer.validate(Net()))  # list[dict[str, float]]
-reveal_type(Net.load_from_checkpoint("last.ckpt"))  # typed_script.Net
+reveal_type(Net.load_from_checkpoint("last.ckpt"))  # tests.surface.typed_script.Net

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lockstep.testing import RandomDataset, leaks
-from lockstep.testing.pool import pool_processes
+from lockstep.testing import RandomDataset
+from tests.tools import leaks
 from tests.tools.fresh import python
+from tests.tools.pool import pool_processes
 
 
 @pytest.fixture

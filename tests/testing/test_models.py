@@ -15,8 +15,8 @@ from lockstep.testing import (
     RandomDictDataset,
     RandomIterableDataset,
     RandomIterableDatasetWithLen,
-    RankPool,
 )
+from tests.tools.pool import RankPool
 
 
 def test_every_rank_holds_the_same_rows(ranks: RankPool) -> None:

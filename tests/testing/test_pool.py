@@ -23,10 +23,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lockstep import seed_everything
 from lockstep.ground.seed import current_seed
-from lockstep.testing import RankFailure, RankPool, RankTimeout, leaks
-from lockstep.testing.leaks import command_line
-from lockstep.testing.pool import Ranks, pool_processes
-from lockstep.testing.worker import CALLS_PER_COLLECTION
+from tests.tools import leaks
+from tests.tools.leaks import command_line
+from tests.tools.pool import RankFailure, RankPool, Ranks, RankTimeout, pool_processes
+from tests.tools.pool_worker import CALLS_PER_COLLECTION
 
 FACTOR = 3.0
 

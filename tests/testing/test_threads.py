@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.testing import RankFailure, RankPool, RankTimeout, run_threads
+from tests.tools.pool import RankFailure, RankPool, RankTimeout, run_threads
 
 
 def sums(seed: int) -> torch.Tensor:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import lightning as names
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
+
+pytestmark = pytest.mark.extension("lightning")
 
 PROGRAMS = Path(__file__).parent / "programs"
 ORDER = {"PL_TRAINER_ORDER": "torch"}
@@ -29,6 +30,13 @@ def needs(*packages: str) -> None:
 
 
 LOCKSTEP = ("-m", "lockstep.lightning")
+
+
+def launcher() -> Path:
+    """The file that runs as ``python -m lockstep.lightning``."""
+    from lockstep import lightning
+
+    return Path(lightning.__file__)
 
 
 def play(folder: Path, name: str, *words: str, by: tuple[str, ...] = LOCKSTEP, seconds: float = 300) -> dict[str, str]:
@@ -48,7 +56,7 @@ METRICS = {"train_accuracy_epoch": "9.1667e-01", "val_accuracy": "9.6875e-01", "
 
 def test_torchmetrics(ranks: RankPool, tmp_path: Path) -> None:
     needs("torchmetrics")
-    ended = run_script(ranks, Path(names.__file__), str(PROGRAMS / "metrics.py"), folder=tmp_path, environ=ORDER)[0]
+    ended = run_script(ranks, launcher(), str(PROGRAMS / "metrics.py"), folder=tmp_path, environ=ORDER)[0]
     assert told(ended.stdout) == METRICS, ended.stderr
 
 
@@ -99,7 +107,7 @@ def test_wandbs_class_for_fabric_says_who_asks_and_what_to_take(ranks: RankPool,
     needs("wandb")
     script = tmp_path / "script.py"
     script.write_text("import wandb.integration.lightning.fabric")
-    ended = run_script(ranks, Path(names.__file__), str(script), folder=tmp_path)[0]
+    ended = run_script(ranks, launcher(), str(script), folder=tmp_path)[0]
     said = ended.stderr.splitlines()[-1]
     if said == "NameError: name '_PATH' is not defined":
         pytest.skip("this release of wandb ends in an error of its own where an import fails")

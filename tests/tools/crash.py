@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from lockstep import Callback, LightningModule, Trainer
-from lockstep.testing import leaks
+from tests.tools import leaks
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import lockstep
 from tests.launch.sessions import kill
+
+PYTHONPATH = os.pathsep.join([str(Path(lockstep.__file__).parents[1]), str(Path(__file__).parents[2])])
+"""By which a process imports lockstep from where this one has it, and modules of tests."""
 
 
 def python(

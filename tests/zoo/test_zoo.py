@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from lockstep.callbacks import Checkpoint
-from lockstep.testing.pool import RankFailure, RankPool
 from tests.fuzz.compare import differences
 from tests.fuzz.program import Rows, Shown
 from tests.loop.pieces import SaveAt, quiet
+from tests.tools.pool import RankFailure, RankPool
 from tests.zoo.members import MEMBERS
 
 pytestmark = pytest.mark.timeout(120)

@@ -45,7 +45,8 @@ def run(part: Part) -> None:
         part.check("lack of memory is told", lacking, part)
     part.check("PyTorchProfiler", profiled, part)
     part.check("DeviceStatsMonitor", observed, part)
-    part.check("ThroughputMonitor", counted, part)
+    if importlib.import_module("lockstep.ground.extensions").is_there("extras"):
+        part.check("ThroughputMonitor", counted, part)
 
 
 def _left_out(part: Part) -> Numbers:

@@ -14,7 +14,9 @@ from benchmarks.gpu.checks import Numbers, Part, expect
 from benchmarks.gpu.devices import Waits, accelerator_of, counted_waits
 from benchmarks.gpu.modules import QUIET, Classifier, Stream, perceptron, rows
 from lockstep import Callback, Trainer
-from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lockstep import callbacks as all_callbacks
+from lockstep.callbacks import ModelCheckpoint
+from lockstep.ground.extensions import is_there
 from lockstep.strategies import DDPStrategy, FSDPStrategy
 
 Made = tuple[Classifier, Any, dict[str, Any]]
@@ -82,7 +84,6 @@ def cases(steps: int) -> dict[str, tuple[Callable[[], Made], float | None]]:
         "clipping": (of(plain, gradient_clip_val=0.5), 0),
         "bf16-mixed": (of(plain, precision="bf16-mixed"), 0),
         "16-mixed": (of(plain, precision="16-mixed"), 1),
-        "average of weights": (of(plain, callbacks=lambda: EMAWeightAveraging()), 0),
         "ModelCheckpoint, no save": (
             of(plain, enable_checkpointing=True, callbacks=lambda: ModelCheckpoint()),
             0,
@@ -91,6 +92,8 @@ def cases(steps: int) -> dict[str, tuple[Callable[[], Made], float | None]]:
         "IterableDataset": (of(plain, lambda: DataLoader(Stream(4 * steps), 4)), 0),
         "weight on the device": (of(lambda: Weighted(perceptron(), metric=False)), None),
     }
+    if is_there("extras"):
+        found["average of weights"] = (of(plain, callbacks=lambda: all_callbacks.EMAWeightAveraging()), 0)
     for name, strategy in (("ddp", DDPStrategy), ("sharded optimizer", lambda: DDPStrategy(shard_optimizer=True))):
         found[f"{name}, 1 rank"] = (of(plain, strategy=strategy, gradient_clip_val=0.5), 0)
     found |= {

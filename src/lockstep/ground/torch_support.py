@@ -27,7 +27,6 @@ MEMORY = "the activations of trainer.memory()"
 INIT = "drawing weights in shards"
 COMPILE = "compiled modules"
 TRACE = "the trace of collectives"
-TESTING = "lockstep.testing"
 
 ASKED_FOR = (DDP, FSDP, PIPELINES, ONE_PROCESS, PLAN, SCALER, INIT)
 """What is refused without its parts. All else is used with care: without its part it does less."""
@@ -384,17 +383,6 @@ PARTS: tuple[Part, ...] = (
         TRACE,
     ),
     Part("torch.cuda._is_in_bad_fork", "ground/device.py", "CUDA used before ranks are forked", "its message"),
-    # testing
-    Part("torch.distributed.distributed_c10d._set_pg_timeout", "testing/pool.py", "a call's limit", TESTING),
-    Part("torch._C._distributed_c10d._set_thread_isolation_mode", "testing/pool.py", "groups of rank threads", TESTING),
-    Part(
-        "torch.distributed.tensor.debug._clear_sharding_prop_cache",
-        "testing/worker.py",
-        "caches that keep groups of earlier calls",
-        TESTING,
-    ),
-    Part("torch.distributed.tensor._redistribute._gen_transform_infos", "testing/worker.py", "as above", TESTING),
-    Part("torch.distributed.tensor._collective_utils.MeshTopoInfo", "testing/worker.py", "as above", TESTING),
 )
 
 

@@ -1,4 +1,4 @@
-"""What tests of distributed code lean on: rank pool, ranks as threads or on one card, leak checks, models."""
+"""Tools for tests of training code: small models, the equivalence check, several ranks on one card."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from lockstep.testing.models import RandomDictDataset as RandomDictDataset
     from lockstep.testing.models import RandomIterableDataset as RandomIterableDataset
     from lockstep.testing.models import RandomIterableDatasetWithLen as RandomIterableDatasetWithLen
-    from lockstep.testing.pool import RankFailure as RankFailure
-    from lockstep.testing.pool import RankPool as RankPool
-    from lockstep.testing.pool import RankTimeout as RankTimeout
-    from lockstep.testing.pool import run_threads as run_threads
     from lockstep.testing.shared_card import SharedCard as SharedCard
 
 # Name -> the file that it lives in: imported when it is first asked for.
@@ -34,12 +30,8 @@ _WHERE = {
     "RandomDictDataset": "models",
     "RandomIterableDataset": "models",
     "RandomIterableDatasetWithLen": "models",
-    "RankFailure": "pool",
-    "RankPool": "pool",
-    "RankTimeout": "pool",
     "SharedCard": "shared_card",
     "check_equivalence": "equivalence",
-    "run_threads": "pool",
 }
 
 

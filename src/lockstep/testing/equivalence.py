@@ -300,7 +300,7 @@ def check_equivalence(
     the parameters at the start, each step's gradient before and after clipping, the parameters after it; and
     the buffers with which the ranks' forwards run, with rank 0's.
 
-    Ranks are started as the strategy does it, unless they are there already (``torchrun``, a `RankPool`):
+    Ranks are started as the strategy does it, unless they are there already (``torchrun``):
     then call this on each of them, and each gets the report.
 
     Args:

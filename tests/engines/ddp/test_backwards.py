@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.engines.ddp.reducer import Reducer
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 Loss = Callable[[nn.Module, int, int], Tensor]
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import Parameter
 from lockstep.engines.ddp.bucket import ALIGNMENT, Bucket, ParameterInfo, fit_plan, offsets, plan_buckets
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground import transfer
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 # -- a bucket on a gpu, as far as it shows without one -------------------------------------------------------
 

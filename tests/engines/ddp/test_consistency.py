@@ -17,7 +17,7 @@ from lockstep.engines.ddp.consistency import (
     state_tensors,
     sync_buffers,
 )
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 # -- check_reduction
 

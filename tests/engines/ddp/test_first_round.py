@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.engines.ddp.bucket import Bucket
 from lockstep.engines.ddp.reducer import MIB, Reducer
 from lockstep.engines.ddp.transport import AllReduce
-from lockstep.testing import RankPool
+from tests.tools.pool import RankPool
 
 WIDTH, BLOCKS = 32, 24
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from lockstep.engines.ddp.native_batch_norm import NOBODY
 from lockstep.engines.ddp.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from lockstep.ground import comm
-from lockstep.testing import RankPool
 from tests.engines.ddp.batch_norm_kernels import NAMES, Traffic, installed, wide
 from tests.engines.ddp.test_sync_batchnorm import Case, compare, play
+from tests.tools.pool import RankPool
 
 WIDE = torch.float64
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
 from lockstep.engines.owners import check_parameter_wise, owners_of, parameter_wise, update_within
 from lockstep.ground import rank as rank_of
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 
 def batch_of(step: int, rank: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.engines.ddp import bucket
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.ground.rank import forget_warnings
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 Gradients = list[Tensor | None]
 STEPS = 3  # the first one learns that nothing nests, so buckets travel early only from the second on

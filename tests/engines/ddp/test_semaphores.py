@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lockstep.engines.ddp.shared_memory import BYTES, Semaphores
 from lockstep.ground.shared_pages import common_pages
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 

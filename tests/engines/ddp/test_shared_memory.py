@@ -26,7 +26,7 @@ from lockstep.engines.ddp.reducer import Reducer
 from lockstep.engines.ddp.shared_memory import SMALL, SharedReduction
 from lockstep.ground import comm, shared_pages
 from lockstep.supervise.causes import cause_of
-from lockstep.testing.pool import RankFailure, RankPool, run_threads
+from tests.tools.pool import RankFailure, RankPool, run_threads
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

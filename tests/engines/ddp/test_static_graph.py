@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.engines.ddp.bucket import Bucket
 from lockstep.engines.ddp.reducer import Reducer, lock_of
 from lockstep.engines.ddp.transport import AllReduce
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 # -- a promise that all backwards are alike ------------------------------------------------------------------
 

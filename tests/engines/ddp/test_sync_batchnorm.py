@@ -21,7 +21,7 @@ from lockstep.engines.ddp.sync_batchnorm import (
     revert_sync_batchnorm,
     synchronized_layers,
 )
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 PLAIN = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.engines.ddp.transport import UsedParameters
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 # -- the message of used flags ------------------------------------------------------------------------------------
 

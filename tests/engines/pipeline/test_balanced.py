@@ -24,11 +24,11 @@ from lockstep.engines.pipeline.micro_batches import cut
 from lockstep.engines.pipeline.stages import IN_ROUNDS, SCHEDULES, goes_in_rounds
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import BalancedStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
-from lockstep.testing.pool import RankFailure
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import CASES as COMMON
 from tests.equivalence.models import Blocks, Case, Plain, rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankFailure, RankPool
 
 CASES: dict[str, Case] = {**COMMON, "outside the chain": (Blocks, 23, {})}
 

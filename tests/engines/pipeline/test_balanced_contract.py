@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lockstep.callbacks import Callback, ModelCheckpoint
 from lockstep.strategies import BalancedStrategy
-from lockstep.testing import RankFailure, RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 TOKENS, WORDS, PADDED = 5, 7, -100
 
@@ -81,16 +81,6 @@ def test_the_same_in_one_process(ranks: RankPool) -> None:
 def test_recomputation_is_an_argument_here_too(ranks: RankPool, schedule: str) -> None:
     options = {"micro_batches": 4, "schedule": schedule, "split": "equal", "activation_checkpointing": True}
     check_same(ranks(2).run(trained, options)[0])
-
-
-def averaged() -> None:
-    trained({"split": "equal"}, [EMAWeightAveraging(decay=0.9)])
-
-
-def test_an_average_of_weights_on_the_ranks_of_a_pipeline_is_refused(ranks: RankPool) -> None:
-    """Without validation it left NaN in the module and in each checkpoint, and said nothing."""
-    with pytest.raises(RankFailure, match=r"EMAWeightAveraging: each rank of a pipeline has .*one_process=True"):
-        ranks(2).run(averaged, timeout=40)
 
 
 class Order(Callback):

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.data.source import _compared
 from lockstep.strategies import BalancedStrategy
-from lockstep.testing import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 PARTS = 8
 

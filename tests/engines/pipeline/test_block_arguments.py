@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
-from lockstep.testing.pool import RankFailure, RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankFailure, RankPool
 
 WORDS, LENGTH = 7, 6
 

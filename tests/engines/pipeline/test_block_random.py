@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
 from lockstep.strategies import BalancedStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import SaveAt, quiet
+from tests.tools.pool import RankPool
 
 
 class Masks(nn.Module):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lockstep.engines.pipeline import gradients
 from lockstep.ground import comm
-from lockstep.testing import RankPool
 from tests.engines.ddp.test_first_round import Peak
+from tests.tools.pool import RankPool
 
 SHAPES = [(5,), (600, 512), (3, 2), (), (4, 1, 2), (7,)]
 LACKING = {0: {2, 5}, 1: {4, 5}}

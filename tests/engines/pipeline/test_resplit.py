@@ -21,10 +21,11 @@ from lockstep.engines.pipeline.control import Resplit
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import stands_in
 from lockstep.strategies import BalancedStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Plain, rows
 from tests.loop.balanced import Clock, made_up_clock
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep import LightningModule, Trainer
-from lockstep.callbacks import (
-    ModelCheckpoint,
-    ModelPruning,
-)
+from lockstep.callbacks import ModelCheckpoint
 from lockstep.engines.ddp.sync_batchnorm import convert_sync_batchnorm
 from lockstep.engines.sharded import sharded_init
 from lockstep.engines.sharded.fully_shard import blocks_by, find_blocks
@@ -28,11 +25,11 @@ from lockstep.engines.sharded.sharded_init import ShardedInit
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy, FSDPStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
-from lockstep.testing.pool import RankFailure
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import CASES as COMMON
 from tests.equivalence.models import Case, Normed, Plain, rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -765,17 +762,3 @@ def left_after_a_fit() -> int:
 def test_a_fit_leaves_no_module_behind(ranks: RankPool) -> None:
     """A hook on a gathered parameter, which the garbage collector cannot look into, held the module."""
     assert ranks(2).run(left_after_a_fit, timeout=60) == [0, 0]
-
-
-def pruned() -> str:
-    with pytest.raises(MisconfigurationException) as raised:
-        quiet(strategy="fsdp", devices=2, max_epochs=1, callbacks=[ModelPruning("l1_unstructured", amount=0.5)]).fit(
-            Deep(), rows(12)(2)
-        )
-    return str(raised.value)
-
-
-def test_pruning_of_shards_is_refused(ranks: RankPool) -> None:
-    for said in ranks(2).run(pruned, timeout=60):
-        assert "ModelPruning" in said
-        assert '"ddp"' in said

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.testing import RankPool
 from tests.equivalence.models import Blocks, rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 
 class Averaged(Blocks):

@@ -18,8 +18,8 @@ from lockstep import LightningModule
 from lockstep.engines.sharded.gathered_dtype import is_cast
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy
-from lockstep.testing import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 WIDTH = 8
 

@@ -15,9 +15,10 @@ from torch.nn.functional import mse_loss
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -29,9 +29,9 @@ from lockstep import LightningModule
 from lockstep.plugins.io import TorchCheckpointIO
 from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import SaveAt, quiet
+from tests.tools.pool import RankPool
 
 WIDTH = 6
 

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.engines.ddp.strategy import DDPStrategy
-from lockstep.extensions.extras.weight_averaging import EMAWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from lockstep.testing.models import RandomDataset
-from lockstep.testing.pool import RankFailure, RankPool
 from tests.loop.pieces import QUIET
+from tests.tools.average import MovingAverage
+from tests.tools.pool import RankFailure, RankPool
 
 SMALL = 0.002  # MiB: several buckets
 
@@ -197,7 +197,7 @@ def _same_optimizer_twice(sharding: bool) -> Any:
     configured = module.configure_optimizers()
     module.configure_optimizers = lambda: configured  # type: ignore[method-assign]
     strategy = sharded() if sharding else DDPStrategy(shared_memory=False, bucket_cap_mb=SMALL)
-    trainer = Trainer(max_epochs=1, strategy=strategy, callbacks=[EMAWeightAveraging()], **{**QUIET, "devices": 2})
+    trainer = Trainer(max_epochs=1, strategy=strategy, callbacks=[MovingAverage(0.999)], **{**QUIET, "devices": 2})
     trainer.fit(module, data(4))
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, data(4))

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.engines.sharded.sharded_init import ShardedInit, rank_0_draws
-from lockstep.testing import RankPool
-from lockstep.testing.pool import RankFailure
+from tests.tools.pool import RankFailure, RankPool
 
 
 def layers() -> nn.Module:

@@ -23,8 +23,9 @@ from lockstep import CombinedOptimizer, LightningModule, parameter_wise
 from lockstep.checkpoint.sharded import load
 from lockstep.engines.sharded import whole_updates
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(90)
 

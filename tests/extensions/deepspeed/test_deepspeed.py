@@ -21,9 +21,10 @@ from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.optimizers import CombinedOptimizer
 from lockstep.memory.meter import MemoryUse
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Plain, Weighted, rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = [
     pytest.mark.timeout(240),

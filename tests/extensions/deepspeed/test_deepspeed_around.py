@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lockstep import callbacks as all_callbacks
 from lockstep.callbacks.base import Callback
 from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing import EquivalenceReport, RankFailure, RankPool, check_equivalence
+from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.equivalence.models import Normed, Plain, rows
 from tests.extensions.deepspeed.test_deepspeed import Deep
 from tests.loop.pieces import quiet
 from tests.tools.fresh import ended, python
+from tests.tools.pool import RankFailure, RankPool
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -54,16 +55,27 @@ def trained(kind: Callable[[], Plain], callbacks: list[Callable[[], Callback]], 
     return [*whole, *trainer.callback_metrics.values()]
 
 
-CHANGES: list[tuple[Any, list[Callable[[], Callback]]]] = [
-    (Clamped, []),
-    (Validated, [partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)]),
-    (Validated, [partial(WeightAveraging, avg_fn=lambda average, new, count: 0.9 * average + 0.1 * new)]),
-    (Validated, [EMAWeightAveraging]),
+def of_extras(name: str, *arguments: Any, **options: Any) -> Callback:
+    return getattr(all_callbacks, name)(*arguments, **options)  # type: ignore[no-any-return]
+
+
+AVERAGES: list[list[Callable[[], Callback]]] = [
+    [partial(of_extras, "StochasticWeightAveraging", 0.01, swa_epoch_start=1)],
+    [partial(of_extras, "WeightAveraging", avg_fn=lambda average, new, count: 0.9 * average + 0.1 * new)],
+    [partial(of_extras, "EMAWeightAveraging")],
+]
+NEEDS_EXTRAS = pytest.mark.extension("extras")
+CHANGES = [
+    pytest.param(Clamped, [], id="clamp"),
+    *(
+        pytest.param(Validated, average, id=name, marks=NEEDS_EXTRAS)
+        for name, average in zip(("swa", "average", "ema"), AVERAGES, strict=True)
+    ),
 ]
 
 
 @pytest.mark.everyday(2)
-@pytest.mark.parametrize(("kind", "callbacks"), CHANGES, ids=["clamp", "swa", "average", "ema"])
+@pytest.mark.parametrize(("kind", "callbacks"), CHANGES)
 def test_what_is_done_to_parameters_in_place_counts(ranks: RankPool, kind: Any, callbacks: Any) -> None:
     """The engine's own float32 weights took the place of what was done, with the next step and in checkpoints."""
     (expected,) = ranks(1).run(trained, kind, callbacks, "auto", group=False)
@@ -84,7 +96,9 @@ def resumed(folder: str) -> list[list[torch.Tensor]]:
     """The weights of a fit with an average, and of one that goes on from its middle."""
     made = []
     for start in (None, f"{folder}/half.ckpt"):
-        trainer = quiet(strategy="deepspeed_stage_2", devices=2, max_epochs=4, callbacks=[EMAWeightAveraging()])
+        trainer = quiet(
+            strategy="deepspeed_stage_2", devices=2, max_epochs=4, callbacks=[of_extras("EMAWeightAveraging")]
+        )
         trainer.seed = 5
         torch.manual_seed(1)
         module = Saves()
@@ -94,13 +108,14 @@ def resumed(folder: str) -> list[list[torch.Tensor]]:
     return made
 
 
+@NEEDS_EXTRAS
 def test_an_average_goes_on_from_a_checkpoint_in_parts(ranks: RankPool, tmp_path: Path) -> None:
     for whole, half in ranks(2).run(resumed, str(tmp_path), timeout=100):
         for mine, theirs in zip(half, whole, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
-PRUNING = [partial(ModelPruning, "l1_unstructured", amount=0.5)]
+PRUNING = [partial(of_extras, "ModelPruning", "l1_unstructured", amount=0.5)]
 
 
 def refused(arguments: dict[str, Any], precision: Any, cases: list[Any]) -> list[str]:
@@ -114,13 +129,13 @@ def refused(arguments: dict[str, Any], precision: Any, cases: list[Any]) -> list
     return said
 
 
+@NEEDS_EXTRAS
 def test_callbacks_that_change_parameters_are_refused_where_those_are_not_trained(ranks: RankPool) -> None:
-    averages = [callbacks for _, callbacks in CHANGES[1:]]
     for arguments, precision, reason in (
         ({"stage": 3}, "32-true", "under stage 3"),
         ({"stage": 2}, "bf16-true", "precision='bf16-true'"),
     ):
-        (said,) = ranks(1).run(refused, arguments, precision, averages, timeout=100)
+        (said,) = ranks(1).run(refused, arguments, precision, AVERAGES, timeout=100)
         for text, name in zip(said, ("StochasticWeight", "Weight", "EMAWeight"), strict=True):
             assert f"DeepSpeedStrategy with {name}Averaging, which changes parameters: " in text
             assert reason in text

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import LightningModule
-from lockstep.testing import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.documents import guide
 from tests.equivalence.models import rows
 from tests.loop.pieces import QUIET
+from tests.tools.pool import RankPool
 
 pytestmark = [
     pytest.mark.timeout(300),

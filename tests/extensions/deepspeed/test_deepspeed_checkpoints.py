@@ -20,10 +20,12 @@ from lockstep.checkpoint.sharded import load
 from lockstep.cli.checkpoint import checkpoint
 from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
-from lockstep.testing import RankPool
+from tests.checkpoint import test_frozen
+from tests.checkpoint.adapted import ByHand
 from tests.equivalence.models import Plain
 from tests.loop.pieces import quiet
 from tests.tools.fresh import python
+from tests.tools.pool import RankFailure, RankPool
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -321,3 +323,15 @@ def test_weights_of_a_deepspeed_checkpoint_of_lightnings_load(ranks: RankPool, t
     done = python(script, str(stage), path, folder=tmp_path, seconds=200)
     assert done.returncode == 0, done.stderr
     assert ranks(1).run(loaded, str(path), timeout=100) == [[]]
+
+
+def test_a_format_of_all_weights_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"trainable_only=True\): DeepSpeedStrategy writes all weights"):
+        ranks(2).run(in_deepspeeds_format, str(tmp_path), timeout=60)
+
+
+def in_deepspeeds_format(into: str) -> None:
+    strategy = DeepSpeedStrategy(stage=2, checkpoint_format="deepspeed")
+    quiet(strategy=strategy, devices=2, max_epochs=2, callbacks=[test_frozen.SavesBoth(into)]).fit(
+        ByHand(), test_frozen.words(4)
+    )

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from lockstep.strategies import DeepSpeedStrategy
-from lockstep.testing import RankPool
 from tests.equivalence.models import Plain, rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 pytestmark = [
     pytest.mark.timeout(240),

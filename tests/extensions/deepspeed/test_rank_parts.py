@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lockstep.checkpoint import sharded
 from lockstep.extensions.deepspeed.checkpoint_io import EngineCheckpointIO
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
 

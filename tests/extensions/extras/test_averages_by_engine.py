@@ -9,81 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch import Tensor
 
+from lockstep import strategies
 from lockstep.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lockstep.ground.extensions import is_there
-from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lockstep.testing import RankPool
+from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.utilities.exceptions import MisconfigurationException
-from tests.equivalence.models import Plain, cut_by_mesh, rows
+from tests.engines.called_layers import Bare, Forward, Submodule
+from tests.engines.pipeline.test_balanced_contract import trained
+from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.timeout(240)
-
-
-class Submodule(Plain):
-    """Steps call a layer; so do hooks, between the steps of training and behind those of validation."""
-
-    looks = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 1))
-        self.looked = 0.0
-
-    def configure_model(self) -> None:
-        mesh = getattr(self.trainer.strategy, "device_mesh", None)
-        if mesh is None or isinstance(self.net[0].weight, DTensor):
-            return
-        cut_by_mesh(self.net, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
-
-    def apply_to(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def losses(self, x: Tensor) -> Tensor:
-        return (self.apply_to(x).squeeze(1) - x[:, 0]).square()
-
-    def look(self) -> None:
-        if self.looks:
-            kind = next(self.parameters()).dtype
-            with torch.no_grad():
-                self.looked += self.apply_to(torch.ones(1, 6, dtype=kind)).item()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.look()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.losses(batch[0]).mean())
-
-    def on_validation_epoch_end(self) -> None:
-        self.look()
-
-    def on_train_epoch_end(self) -> None:
-        self.look()
-
-
-class Forward(Submodule):
-    """Steps call the module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def apply_to(self, x: Tensor) -> Tensor:
-        return self(x)
-
-
-class Bare(Submodule):
-    """The module has a parameter of its own, too; steps use it, and call a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((6,), 0.7))
-
-    def losses(self, x: Tensor) -> Tensor:
-        return super().losses(x * self.scale)
 
 
 ENGINES: dict[str, tuple[Callable[[], Any], int]] = {
@@ -96,9 +35,9 @@ ENGINES: dict[str, tuple[Callable[[], Any], int]] = {
     "balanced": (lambda: BalancedStrategy(split="equal"), 2),
     "balanced in one process": (lambda: BalancedStrategy(split="equal", one_process=True), 1),
     **({"dp": (lambda: "dp", 1)} if is_there("parallel") else {}),
-    "deepspeed 1": (lambda: DeepSpeedStrategy(stage=1), 2),
-    "deepspeed 2": (lambda: DeepSpeedStrategy(stage=2), 2),
-    "deepspeed 3": (lambda: DeepSpeedStrategy(stage=3), 2),
+    "deepspeed 1": (lambda: strategies.DeepSpeedStrategy(stage=1), 2),
+    "deepspeed 2": (lambda: strategies.DeepSpeedStrategy(stage=2), 2),
+    "deepspeed 3": (lambda: strategies.DeepSpeedStrategy(stage=3), 2),
 }
 CALLBACKS: dict[str, Callable[[], Callback]] = {
     "mean": WeightAveraging,
@@ -111,7 +50,11 @@ MODULES = [Submodule, Forward, Bare]
 REFUSED = {("deepspeed 3", name): "changes parameters" for name in CALLBACKS} | {
     ("balanced", name): "each rank of a pipeline" for name in CALLBACKS if name != "swa"
 }
-PAIRS = [(engine, callback) for engine in ENGINES for callback in CALLBACKS]
+PAIRS = [
+    pytest.param(engine, callback, marks=[pytest.mark.extension("deepspeed")] if "deepspeed" in engine else [])
+    for engine in ENGINES
+    for callback in CALLBACKS
+]
 EVERY_DAY = {
     ("fsdp", "ema"): [Submodule, Bare],
     ("model parallel 2 x 1", "function"): [Forward],
@@ -180,3 +123,13 @@ def test_each_average_under_each_engine(ranks: RankPool, engine: str, callback: 
     if engine.startswith("deepspeed") and find_spec("deepspeed") is None:
         pytest.skip("needs the package deepspeed")
     check(ranks, engine, callback, MODULES)
+
+
+def averaged_on_a_pipeline() -> None:
+    trained({"split": "equal"}, [EMAWeightAveraging(decay=0.9)])
+
+
+def test_an_average_of_weights_on_the_ranks_of_a_pipeline_is_refused(ranks: RankPool) -> None:
+    """Without validation it left NaN in the module and in each checkpoint, and said nothing."""
+    with pytest.raises(RankFailure, match=r"EMAWeightAveraging: each rank of a pipeline has .*one_process=True"):
+        ranks(2).run(averaged_on_a_pipeline, timeout=40)

@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
-from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from tests.checkpoint.test_sharded import Adam, fsdp, whole_of
+from tests.engines import test_norms
+from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 SAMPLES = torch.randn(16, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -102,3 +106,37 @@ def test_a_run_that_is_resumed_within_an_epoch_end_updates_once(tmp_path: Path) 
     fit(whole, tmp_path, 3, EMAWeightAveraging(**settings))
     fit(again, tmp_path / "again", 3, EMAWeightAveraging(**settings), ckpt_path=str(tmp_path / "epoch=1.ckpt"))
     assert torch.equal(whole.net.weight, again.net.weight)
+
+
+def averages(folder: str) -> bool:
+    def fit(epochs: int, resume: str | None = None) -> Any:
+        torch.manual_seed(5)
+        trainer = quiet(
+            strategy=fsdp(), devices=2, max_epochs=epochs, precision="64-true", callbacks=[WeightAveraging()]
+        )
+        trainer.fit(Adam(), rows(24)(4), ckpt_path=resume)
+        return trainer
+
+    fit(1).save_checkpoint(f"{folder}/averaged.ckpt")
+    resumed, whole = whole_of(fit(2, f"{folder}/averaged.ckpt")), whole_of(fit(2))
+    return all(torch.equal(resumed["weights"][name], value) for name, value in whole["weights"].items())
+
+
+@pytest.mark.slow
+def test_weight_averaging_resumes_from_a_folder(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2).run(averages, str(tmp_path), timeout=60) == [True, True]
+
+
+def averaged_with_synchronized_norms(length: int, **flags: Any) -> dict[str, Tensor]:
+    callback = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    module = test_norms.fit(
+        test_norms.seeded(), length, max_epochs=3, callbacks=[callback], sync_batchnorm=True, **flags
+    )[1]
+    return module.state_dict()  # type: ignore[no-any-return]
+
+
+def test_weights_averaged_over_epochs_get_the_statistics_of_one_process(ranks: RankPool) -> None:
+    """The callback averages those of the ranks, where each has its own; here all have seen every batch."""
+    expected = averaged_with_synchronized_norms(14, strategy="auto", devices=1, batch_size=12)
+    for found in ranks(3).run(averaged_with_synchronized_norms, 14, timeout=40):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -13,10 +13,13 @@ from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.callbacks import StochasticWeightAveraging
 from lockstep.extensions.extras.pruning import ModelPruning
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
-from tests.loop.pieces import on_ranks, quiet
+from tests.engines.sharded.test_fsdp import Deep
+from tests.equivalence.models import rows
+from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 EPOCHS = 4
 
@@ -436,3 +439,33 @@ def test_several_that_keep_other_states_are_refused() -> None:
                 for rewinds in (True, False)
             ]
         )
+
+
+def pruned_in_shards() -> str:
+    with pytest.raises(MisconfigurationException) as raised:
+        quiet(strategy="fsdp", devices=2, max_epochs=1, callbacks=[ModelPruning("l1_unstructured", amount=0.5)]).fit(
+            Deep(), rows(12)(2)
+        )
+    return str(raised.value)
+
+
+def test_pruning_of_shards_is_refused(ranks: RankPool) -> None:
+    for said in ranks(2).run(pruned_in_shards, timeout=60):
+        assert "ModelPruning" in said
+        assert '"ddp"' in said
+
+
+def test_an_average_whose_parameters_others_exchange() -> None:
+    """It was a KeyError."""
+
+    class Layered(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1, dtype=torch.float64)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch[:, None]).mean()
+
+    callbacks = [ModelPruning("l1_unstructured", amount=0.5), StochasticWeightAveraging(0.1, swa_epoch_start=1)]
+    with pytest.raises(MisconfigurationException, match=r"weight_orig.*ModelPruning"):
+        quiet(max_epochs=3, callbacks=callbacks).fit(Layered(), numbers(2))

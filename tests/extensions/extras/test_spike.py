@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import SpikeDetection, TrainingSpikeException
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.callbacks.side_by_side import OURS, theirs, trainer
 from tests.loop.pieces import on_ranks, quiet
+from tests.tools.pool import RankPool
 
 NAN, INF = math.nan, math.inf
 
@@ -159,3 +159,9 @@ def test_wrong_arguments() -> None:
         SpikeDetection(mode="least")  # type: ignore[arg-type]
     with pytest.raises(MisconfigurationException, match="window=0"):
         SpikeDetection(window=0)
+
+
+def test_a_checkpoints_path_is_not_where_spikes_are_written(tmp_path: Path) -> None:
+    detection = SpikeDetection(exclude_batches_path=tmp_path / "own.json")
+    detection.load_state_dict({**SpikeDetection().state_dict(), "bad_batches_path": "/elsewhere.json"})
+    assert detection.exclude_batches_path == str(tmp_path / "own.json")

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import BaseFinetuning, StochasticWeightAveraging
-from lockstep.testing.pool import RankPool
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.callbacks.side_by_side import OURS, loader, model, theirs, trainer
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 def assert_close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -326,3 +326,14 @@ def test_runs_that_cannot_be() -> None:
     for module, swa, flags, said in cases:
         with pytest.raises(MisconfigurationException, match=said):
             quiet(callbacks=swa, **flags).fit(module, numbers(4))
+
+
+def test_a_swapped_scheduler_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Scheduled(Slope):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    with caplog.at_level("INFO", "lockstep"):
+        quiet(max_epochs=2, callbacks=StochasticWeightAveraging(0.1, 0.5)).fit(Scheduled(), numbers(2))
+    assert "SWALR sets the learning rate in the place of StepLR" in caplog.text

@@ -9,9 +9,9 @@ import pytest
 
 import lockstep.extensions.extras.throughput_monitor as monitor_file
 from lockstep.callbacks import ThroughputMonitor
-from lockstep.testing.pool import RankPool
 from tests.callbacks.side_by_side import OURS, loader, model, recorder, theirs, trainer
 from tests.loop.pieces import Recorder, Slope, Validated, numbers, on_ranks, quiet
+from tests.tools.pool import RankPool
 
 
 def size(batch: Any) -> int:
@@ -124,3 +124,8 @@ def test_rank_0_writes_for_all(ranks: RankPool) -> None:
     assert second == []
     assert [metrics["train/samples"] for metrics in first] == [1, 2, 3, 4]
     assert first[-1]["train/samples_per_sec"] == pytest.approx(2 * first[-1]["train/device/samples_per_sec"])
+
+
+def test_a_monitor_without_a_logger_warns() -> None:
+    with pytest.warns(UserWarning, match=r"ThroughputMonitor has nowhere to write"):
+        quiet(max_epochs=2, callbacks=[ThroughputMonitor(batch_size_fn=len)]).fit(Slope(), numbers(2))

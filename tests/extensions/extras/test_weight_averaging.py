@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.callbacks import StochasticWeightAveraging
 from lockstep.callbacks.base import Callback
 from lockstep.extensions.extras.weight_averaging import EMAWeightAveraging, WeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.types import TrainerFn, TrainerState
 from tests.callbacks.fake_trainer import FakeTrainer
 from tests.callbacks.side_by_side import OURS, loader, model, theirs, trainer
+from tests.loop.pieces import Slope, numbers, quiet
 
 
 def network() -> nn.Module:
@@ -324,3 +326,21 @@ def test_the_average_and_what_validation_sees_are_lightnings(
         for key, value in other_file[part].items():
             torch.testing.assert_close(our_file[part][key], value, rtol=1e-11, atol=1e-12)
     assert our_file["averaging_state"] == other_file["averaging_state"]
+
+
+class OtherAverage(EMAWeightAveraging):
+    state_key = "other"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "averages",
+    [
+        lambda: [EMAWeightAveraging(), OtherAverage()],
+        lambda: [EMAWeightAveraging(), WeightAveraging()],
+        lambda: [StochasticWeightAveraging(0.1), EMAWeightAveraging()],
+    ],
+)
+def test_two_averages_of_the_weights_are_refused(averages: Any) -> None:
+    """At each validation one took the other's average for the weights, and training went on from there."""
+    with pytest.raises(MisconfigurationException, match=r"callbacks=\[\w+ and \w+\].*keep one"):
+        quiet(max_epochs=2, callbacks=averages()).fit(Slope(), numbers(2))

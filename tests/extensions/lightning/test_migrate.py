@@ -21,8 +21,8 @@ from lockstep.loop.checks import EPOCH_ENDS
 from lockstep.names.former_methods import former_methods
 from lockstep.names.old_flags import OLD_FLAGS
 from lockstep.names.table import Refused, table
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
+from tests.tools.pool import RankPool
 
 
 def moved(text: str) -> str:

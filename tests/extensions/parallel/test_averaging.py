@@ -19,7 +19,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from lockstep.extensions.parallel.averaging import ParameterAverager, average
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 SHAPES = [(3, 2), (5,), (), (0, 2)]
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.extensions.parallel.backward_watcher import BackwardWatcher, find_tensors
 from lockstep.extensions.parallel.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 # -- when a backward begins and ends -------------------------------------------------------------------------
 

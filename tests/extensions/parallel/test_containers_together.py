@@ -18,7 +18,7 @@ from lockstep.extensions.parallel import absent_ranks
 from lockstep.extensions.parallel.absent_ranks import named_failure
 from lockstep.extensions.parallel.container import DistributedDataParallel
 from lockstep.extensions.parallel.wrapping import find_unusable
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 # -- ranks that are not where the others are -----------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from lockstep.engines.ddp.bucket import distinct, infos_of, plan_buckets
 from lockstep.extensions.parallel.container import DistributedDataParallel
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 TORCHS = nn.parallel.DistributedDataParallel
 

@@ -18,8 +18,8 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils.data import DataLoader
 
 from lockstep.extensions.parallel.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
 from tests.extensions.parallel.nets import batch_of, make_net
+from tests.tools.pool import RankPool
 
 
 def _expected(step: int, world: int = 2) -> list[Tensor]:

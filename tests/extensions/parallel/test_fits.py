@@ -12,12 +12,11 @@ from lockstep.extensions.parallel.hooks import PostLocalSGDState, PowerSGDState,
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.memory.meter import MemoryUse
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import RankPool
-from lockstep.testing.pool import RankFailure
 from tests.engines.test_late_parameters import Grow, Grows, fit
 from tests.loop import test_balance, test_elastic, test_memory
 from tests.loop.pieces import Slope, numbers, quiet
 from tests.precision import test_complex
+from tests.tools.pool import RankFailure, RankPool
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -13,7 +13,7 @@ from lockstep.extensions.parallel import hooks
 from lockstep.extensions.parallel.container import DistributedDataParallel
 from lockstep.extensions.parallel.dp.replicas import DataParallel, in_threads
 from lockstep.extensions.parallel.hooks.hook_transport import attach_hook
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.gpu
 SMALL = 10_000 / 2**20  # MiB: several buckets

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.extensions.parallel import absent_ranks, hooks
 from lockstep.extensions.parallel.container import DistributedDataParallel
 from lockstep.extensions.parallel.hooks.grad_bucket import GradBucket
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 SMALL = 100 / 2**20  # MiB: a bucket a parameter
 

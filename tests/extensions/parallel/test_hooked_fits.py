@@ -23,8 +23,8 @@ from lockstep.extensions.parallel.hooks.local_sgd import PostLocalSGDState, post
 from lockstep.extensions.parallel.hooks.powersgd import PowerSGDState, power_sgd
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lockstep.extensions.parallel.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
 from tests.extensions.parallel.nets import batch_of, make_net
+from tests.tools.pool import RankPool
 
 COUNTS = [2, 4, 3]
 """Batches by rank."""

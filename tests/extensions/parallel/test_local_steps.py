@@ -13,8 +13,8 @@ from lockstep import LightningModule
 from lockstep.extensions.parallel.hooks.local_sgd import PostLocalSGDState, group_of, post_local_sgd
 from lockstep.ground import comm
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 X = torch.randn(15, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 PERIOD, LR, MOMENTUM = 3, 0.1, 0.9

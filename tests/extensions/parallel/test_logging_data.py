@@ -13,7 +13,7 @@ from torch.autograd.profiler import profile
 
 from lockstep.extensions.parallel.container import DistributedDataParallel
 from lockstep.extensions.parallel.wrapping import buffers_in_forwards
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 RANGE = "DistributedDataParallel.forward"
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.testing.pool import RankPool
 from tests.engines.messages import ByStep, counted
-from tests.tools.fresh import python
+from tests.tools.fresh import PYTHONPATH, python
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -256,6 +256,6 @@ def test_the_block_is_a_script(name: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         f"from tests.extensions.parallel.test_options_page import MyModel\n{ours(name)}"
     )
-    done = python("script.py", folder=tmp_path, PYTHONPATH=str(Path(__file__).parents[3]))
+    done = python("script.py", folder=tmp_path, PYTHONPATH=PYTHONPATH)
     assert done.returncode == 0, done.stderr
     assert "trainer.fit ended" in done.stderr

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.extensions.parallel.averaging import OuterOptimizer, ParameterAverager
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 SHAPES = [(6, 4), (5,), ()]
 

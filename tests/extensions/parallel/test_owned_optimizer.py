@@ -16,7 +16,7 @@ from lockstep.engines.ddp.owned_optimizer import shard_optimizers
 from lockstep.extensions.parallel.container import DistributedDataParallel
 from lockstep.ground import comm
 from lockstep.precision.base import LossScaler
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.engines.ddp.shared_memory import SharedReduction
 from lockstep.extensions.parallel.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 # -- ``skip_all_reduce_unused_params`` -----------------------------------------------------------------------
 

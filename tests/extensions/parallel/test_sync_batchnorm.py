@@ -12,7 +12,7 @@ from lockstep.engines.ddp.sync_batchnorm import (
     convert_sync_batchnorm,
 )
 from lockstep.extensions.parallel.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 # -- on ranks, other things than numbers
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lockstep.extensions.parallel.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 
 def _net() -> nn.Sequential:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.extensions.parallel.container import DistributedDataParallel
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 SIZES = [[5, 2, 3], [4, 4, 4], [3, 0, 1], [0, 0, 7], [1, 6, 0]]
 """Samples by step and rank."""

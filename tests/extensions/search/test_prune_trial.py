@@ -17,8 +17,8 @@ from lockstep.extensions.search.journal import StudyJournal  # noqa: E402
 from lockstep.extensions.search.parser import HyperOptArgumentParser, Hyperparameters, running_trial  # noqa: E402
 from lockstep.extensions.search.trials import JOURNAL  # noqa: E402
 from lockstep.ground.errors import MisconfigurationException  # noqa: E402
-from lockstep.testing.pool import RankPool  # noqa: E402
 from tests.loop.pieces import on_ranks, quiet  # noqa: E402
+from tests.tools.pool import RankPool  # noqa: E402
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 

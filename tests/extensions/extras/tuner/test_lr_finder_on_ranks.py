@@ -13,9 +13,9 @@ from lockstep import LightningModule
 from lockstep.callbacks import LearningRateFinder
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankPool
 from lockstep.tuner import Tuner
 from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
 
 SAMPLES = 61  # of which the last micro-batch leaves a rank out
 

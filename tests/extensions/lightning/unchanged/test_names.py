@@ -24,9 +24,9 @@ from lockstep.launch.elastic_run import _variables
 from lockstep.launch.environment import SITE, STANDS_FOR, STANDS_IN, names_variables
 from lockstep.names.finder import FINDER, resolve
 from lockstep.names.table import Refused, table
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 HERE = Path(__file__).parent
 COMMAND = Path(names.__file__)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lockstep import lightning as names
-from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
+from tests.tools.pool import RankPool
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden.json"

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from lockstep.extensions.parallel import hooks
 from lockstep.extensions.parallel.hooks import check_hook
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 TORCHS_POWER = powerSGD_hook.PowerSGDState(None, 1, 2)
 TORCHS_LOCAL = post_localSGD_hook.PostLocalSGDState(None, None, 2)

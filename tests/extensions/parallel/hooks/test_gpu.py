@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lockstep.extensions.parallel import hooks
 from lockstep.extensions.parallel.hooks.grad_bucket import GradBucket
-from lockstep.testing.pool import RankPool
 from tests.extensions.parallel.hooks.pieces import Model, play, same_on_all
+from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.gpu
 CUT = [[(40, 30), (7,)], [(16, 3, 5)]]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 CUDA = torch.device("cuda", 0)
 

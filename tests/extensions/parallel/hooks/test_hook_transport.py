@@ -19,9 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from lockstep.extensions.parallel.hooks import allreduce, fp16_wrapper, power_sgd
 from lockstep.extensions.parallel.hooks.hook_transport import completed, future_of, in_order, keeps_order, tensor_of
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.pool import RankFailure, RankPool
 from tests.extensions.parallel.hooks.pieces import Model, play, same_on_all
 from tests.loop.pieces import Slope, numbers, quiet
+from tests.tools.pool import RankFailure, RankPool
 
 # -- errors in the callbacks of a communication hook's futures are the first cause, told with the line that ra
 

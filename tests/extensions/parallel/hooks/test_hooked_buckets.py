@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.engines.ddp.reducer import Reducer
 from lockstep.extensions.parallel.hooks.grad_bucket import GradBucket
 from lockstep.extensions.parallel.hooks.hook_transport import attach_hook
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 # -- the bucket layout ---------------------------------------------------------------------------------------
 

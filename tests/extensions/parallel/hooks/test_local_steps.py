@@ -20,8 +20,8 @@ from lockstep.extensions.parallel.hooks import (
 )
 from lockstep.extensions.parallel.hooks.local_sgd import group_of, node_group
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.extensions.parallel.hooks.pieces import Model, as_checkpoint, counted, play
+from tests.tools.pool import RankPool
 
 CUT = [[(3, 2)], [(4,)]]
 

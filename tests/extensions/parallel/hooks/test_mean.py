@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.extensions.parallel.hooks import allreduce, bf16, fp16
-from lockstep.testing.pool import RankPool
 from tests.extensions.parallel.hooks.pieces import SHAPES, Model, Shape, counted, play, same_on_all
+from tests.tools.pool import RankPool
 
 HALVES = {fp16: torch.float16, bf16: torch.bfloat16}
 some_buckets = st.lists(st.lists(st.sampled_from(SHAPES), min_size=0, max_size=4), min_size=1, max_size=3)

@@ -16,8 +16,8 @@ from lockstep.extensions.parallel import hooks
 from lockstep.extensions.parallel.averaging import OuterOptimizer, ParameterAverager
 from lockstep.extensions.parallel.container import DistributedDataParallel
 from lockstep.extensions.parallel.hooks.hook_transport import attach_hook
-from lockstep.testing.pool import RankPool
 from tests.extensions.parallel.hooks.pieces import as_checkpoint, same_on_all
+from tests.tools.pool import RankPool
 
 SMALL = 2000 / 2**20  # MiB: several buckets
 

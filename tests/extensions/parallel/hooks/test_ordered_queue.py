@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.extensions.parallel.hooks import hook_transport as queue_file
 from lockstep.extensions.parallel.hooks.hook_transport import THREAD, ThreadQueue, end_threads, open_queue, submit
 from lockstep.ground import comm
-from lockstep.testing.pool import RankPool
+from tests.tools.pool import RankPool
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ from lockstep.extensions.parallel.hooks import PowerSGDState, fp16_wrapper, powe
 from lockstep.extensions.parallel.hooks.grad_bucket import GradBucket
 from lockstep.extensions.parallel.hooks.hook_transport import attach_hook
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.testing.pool import RankPool
 from tests.extensions.parallel.hooks.pieces import SHAPES, Model, Shape, as_checkpoint, counted, play, same_on_all
+from tests.tools.pool import RankPool
 
 some_shapes = st.lists(st.sampled_from([*SHAPES, (20, 30), (1, 8), (8, 1), (30, 20)]), min_size=0, max_size=5)
 

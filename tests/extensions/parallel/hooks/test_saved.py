@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from lockstep.extensions.parallel.hooks import PowerSGDState, load_state, power_sgd, save_state
 from lockstep.extensions.parallel.hooks.error_feedback import share_states
 from lockstep.extensions.parallel.hooks.hook_transport import in_order
-from lockstep.testing.pool import RankPool
 from tests.extensions.parallel.hooks.pieces import Model, as_checkpoint, play, same_on_all
+from tests.tools.pool import RankPool
 
 CUT = [[(30, 20), (4,)], [(16, 3, 5)]]
 

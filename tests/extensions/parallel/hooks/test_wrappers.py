@@ -12,8 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lockstep.extensions.parallel.hooks import PowerSGDState, allreduce, bf16, bf16_wrapper, fp16_wrapper, power_sgd
 from lockstep.extensions.parallel.hooks.hook_transport import innermost
-from lockstep.testing.pool import RankPool
 from tests.extensions.parallel.hooks.pieces import Model, counted, play, same_on_all
+from tests.tools.pool import RankPool
 
 CUT = [[(20, 30), (5,)], [(4, 3)]]
 WRAPPERS = {

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from lockstep.testing.pool import RankPool
 from tests.extensions.parallel.peers.runner import Verdict, run
 from tests.extensions.parallel.peers.suite import CANDIDATES
+from tests.tools.pool import RankPool
 
 FOLDER = Path(__file__).parent
 VERDICTS = FOLDER / "verdicts.json"

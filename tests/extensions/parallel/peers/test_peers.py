@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lockstep.testing.pool import RankPool
 from tests.extensions.parallel.peers import record, suite, table
 from tests.extensions.parallel.peers.runner import run
+from tests.tools.pool import RankPool
 
 pytest.importorskip("expecttest", reason="torch's test files need it")
 RECORD = record.recorded()

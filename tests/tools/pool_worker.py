@@ -46,8 +46,8 @@ import torch.distributed as dist
 from lockstep.ground.fork_and_exit import protect_forks, wait_for_torch_threads
 from lockstep.ground.rank import forget_warnings
 from lockstep.ground.seed import hand_down_seed
-from lockstep.testing import leaks
-from lockstep.testing.devices import chosen_backend
+from lockstep.testing.devices import VARIABLE
+from tests.tools import leaks
 
 # A signal that neither clusters nor training programs use, so that no handler of theirs hides the stacks.
 STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGXCPU)
@@ -225,6 +225,21 @@ def failure(error: BaseException) -> PoolOutcome:
     except Exception:
         body = None
     return PoolOutcome(ended, None, summary, stack, body)
+
+
+def chosen_backend() -> str:
+    """What carries the messages of a test's ranks: gloo; on an accelerator that brings a backend that one, too.
+
+    On one card for all ranks not NCCL, which wants a card for each, but copies on the host.
+    """
+    name = os.environ.get(VARIABLE, "cpu")
+    if name == "cuda":
+        from lockstep.testing import host_group
+
+        host_group.register()
+        return host_group.BACKENDS
+    own = dist.Backend.default_device_backend_map.get(name, "gloo")
+    return "gloo" if own == "gloo" else f"cpu:gloo,{name}:{own}"
 
 
 def seed(rank: int) -> None:

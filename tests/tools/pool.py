@@ -44,7 +44,7 @@ from torch.distributed import distributed_c10d
 from lockstep.launch.environment import HeldPort
 from lockstep.launch.processes import stat_of
 from lockstep.launch.spawn import pack
-from lockstep.testing.worker import LEAVE, STACKS_SIGNAL, PoolCall, PoolOutcome
+from tests.tools.pool_worker import LEAVE, STACKS_SIGNAL, PoolCall, PoolOutcome
 
 # -- the pool ------------------------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ GRACE = 2.0
 PATIENCE = 10.0
 """Seconds for what the pool does itself: forking a rank, clearing up after a call."""
 
-_OWN_FRAMES = ("testing/worker.py", '"<string>"')
+_OWN_FRAMES = ("tools/pool_worker.py", '"<string>"')
 
 
 @dataclass(eq=False)
@@ -155,7 +155,7 @@ class RankPool:
             *args: its arguments.
             world: how many ranks take part; default: all of the pool.
             timeout: seconds until ranks that have not come back are ended.
-            group: make a process group for the call (`lockstep.testing.devices.chosen_backend`). Without it there is
+            group: make a process group for the call (`pool_worker.chosen_backend`). Without it there is
                 only the environment of a launcher, as there is with it; a group that the call makes itself is
                 destroyed after it.
 
@@ -390,9 +390,9 @@ def _start_nursery(folder: str, preload: Sequence[str]) -> tuple[socket.socket |
     if loopback:
         environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     begin = (
-        "import gc; gc.disable(); "  # a quarter of the time that torch's import takes; `worker.warm_up` ends it
+        "import gc; gc.disable(); "  # a quarter of the time that torch's import takes; `warm_up` ends it
         f"import sys; sys.path[:] = {[each for each in sys.path if isinstance(each, str)]!r}; "
-        f"from lockstep.testing import worker; worker.main({its.fileno()}, {folder!r}, {tuple(preload)!r})"
+        f"from tests.tools import pool_worker; pool_worker.main({its.fileno()}, {folder!r}, {tuple(preload)!r})"
     )
     nursery = subprocess.Popen(
         [sys.executable, "-c", begin],
@@ -498,14 +498,13 @@ def _pickle(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 def _own_modules(fn: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[ModuleType]:
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    package = __name__.partition(".")[0]
     seen = {"__main__"}  # by value in any case
     for thing in (fn, *args):
         while isinstance(thing, partial):
             thing = thing.func
         name = getattr(thing, "__module__", None) or type(thing).__module__
         module = sys.modules.get(name)
-        if module is None or name in seen or name.partition(".")[0] == package:
+        if module is None or name in seen or name.startswith(("lockstep.", f"{__package__}.")):
             continue
         seen.add(name)
         file = getattr(module, "__file__", None)
