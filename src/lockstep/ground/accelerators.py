@@ -1,14 +1,12 @@
 """Accelerators: the kinds of devices that a run can use, and the one that ``Trainer(accelerator=...)`` names.
 
-Also the values of ``Trainer(devices=...)`` (how many devices one names, and which), and the version of CUDA that the
-driver of this machine knows.
+Also the values of ``Trainer(devices=...)``: how many devices one names, and which.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, MutableSequence
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -190,7 +188,7 @@ def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
         found = _by_name(asked)
     if not found.is_available():
         raise MisconfigurationException(
-            f"accelerator={asked!r}, but torch {torch.__version__} finds no such device here{_old_driver()}: "
+            f"accelerator={asked!r}, but torch {torch.__version__} finds no such device here: "
             "use accelerator='auto' or 'cpu', or install a build of torch for your GPU"
         )
     return found
@@ -272,16 +270,6 @@ def _by_name(asked: object) -> Accelerator:
     )
 
 
-def _old_driver() -> str:
-    """What to add where the driver is older than the CUDA that torch was built for."""
-    built = torch.version.cuda
-    driver = cuda_driver_version()  # 0: there is none
-    if built is None or not 0 < driver < 1000 * int(built.partition(".")[0]):
-        return ""
-    known = f"{driver // 1000}.{driver % 1000 // 10}"
-    return f" (it was built for CUDA {built}, and the driver of this machine knows CUDA {known}: update the driver)"
-
-
 def _make(name: str) -> Accelerator:
     return ACCELERATORS[name]()
 
@@ -330,19 +318,3 @@ def indices_of(devices: Devices, present: int, kind: str) -> list[int]:
             f"use devices={present} or less, or -1 for all"
         )
     return indices
-
-
-@cache
-def cuda_driver_version() -> int:
-    """Asked of the driver itself, without using a GPU: torch has no name for it.
-
-    Returns:
-        as CUDA writes it: 12040 is 12.4. 0: there is no driver, or it does not say.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        version = ctypes.c_int(0)
-        failed = driver.cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return 0
-    return 0 if failed else version.value
