@@ -150,16 +150,14 @@ def test_out_of_their_place_they_say_so(kind: type[ClusterEnvironment]) -> None:
         kind().world_size()
 
 
-def test_settings_of_a_slurm_job_are_no_wish_for_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_of_a_slurm_job_are_no_wish_for_one() -> None:
     """A script that turns requeueing off was refused at the desk, by a flag that nobody had set."""
-    with caplog.at_level("INFO", logger="lockstep"):
-        trainer = quiet(plugins=[SLURMEnvironment(auto_requeue=False)], devices=1)
+    trainer = quiet(plugins=[SLURMEnvironment(auto_requeue=False)], devices=1)
     assert (trainer.world_size, trainer.num_nodes) == (1, 1)
-    assert "this is no SLURM job" in caplog.text
 
 
 def test_a_strategy_takes_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MisconfigurationException, match=r"cluster_environment='slrum'.*Did you mean 'slurm'\?"):
+    with pytest.raises(MisconfigurationException, match=r"cluster_environment='slrum'.*choose 'TorchElastic', 'SLURM'"):
         quiet(strategy=DDPStrategy(cluster_environment="slrum"))
     with pytest.raises(MisconfigurationException, match="'slurm': srun did not start this process"):
         quiet(strategy=DDPStrategy(cluster_environment="SLURM"))

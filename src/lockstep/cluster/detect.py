@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -69,10 +68,8 @@ def cluster_named(name: str) -> str:
     plain = name.strip().lower().removesuffix("environment") if isinstance(name, str) else ""
     if plain in NAMES:
         return NAMES[plain]
-    near = difflib.get_close_matches(plain, NAMES, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
     raise MisconfigurationException(
-        f"cluster_environment={name!r}: choose {SPELLED}, or give a ClusterEnvironment object.{hint}"
+        f"cluster_environment={name!r}: choose {SPELLED}, or give a ClusterEnvironment object."
     )
 
 

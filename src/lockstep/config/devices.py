@@ -148,24 +148,3 @@ def announce_device(device_type: str, several: bool = False) -> None:
     told = untried(device_type, several)
     if told is not None:
         rank_zero_info(told)
-
-
-def announce(config: RunConfig, precision: str, device_type: str, several: bool = False) -> None:
-    """Say what is new about a run and what makes it slow, in the process that the user has started.
-
-    Args:
-        config: of the run.
-        precision: its name.
-        device_type: of the run.
-        several: whether it uses several devices.
-    """
-    announce_device(device_type, several)
-    if precision == "16-mixed" and device_type == "cpu":
-        rank_zero_info(
-            'Trainer(precision="16-mixed") on a CPU is for trying a script that is meant for GPUs: "bf16-mixed" is '
-            "faster there, and needs no loss scale."
-        )
-    if config.detect_anomaly:
-        rank_zero_info(
-            "Trainer(detect_anomaly=True): every backward is searched for NaN, which is slow; for debugging only."
-        )
