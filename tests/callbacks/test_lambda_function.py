@@ -26,14 +26,6 @@ def test_functions_are_called_with_the_arguments_of_their_hooks() -> None:
     assert seen == [(trainer, module, "fit"), (0,), (1,)]
 
 
-def test_every_hook_may_be_given() -> None:
-    calls: list[str] = []
-    callback = LambdaCallback(**{name: lambda *args, name=name: calls.append(name) for name in HOOKS})
-    for name in sorted(HOOKS):
-        getattr(callback, name)()
-    assert calls == sorted(HOOKS)
-
-
 def test_a_hook_that_does_not_exist_or_cannot_be_called() -> None:
     with pytest.raises(MisconfigurationException, match="did you mean `on_train_batch_end`") as raised:
         LambdaCallback(on_train_batch_ends=print)

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 import lockstep
-from lockstep.callbacks.prediction_writer import BasePredictionWriter, WriteInterval
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.callbacks.prediction_writer import BasePredictionWriter
 from lockstep.testing.pool import RankPool
-from tests.loop.pieces import Stream, on_ranks, quiet
+from tests.loop.pieces import on_ranks, quiet
 
 
 class Squares(Dataset[Tensor]):
@@ -169,32 +168,3 @@ def test_the_random_numbers_of_fetching_stay_the_same() -> None:
 
     with_writer = predicted([writer_of(BasePredictionWriter, "batch")])
     assert all(torch.equal(a, b) for a, b in zip(with_writer, predicted([]), strict=True))
-
-
-def test_an_iterable_data_set_tells_no_indices() -> None:
-    writer = writer_of(BasePredictionWriter, "batch_and_epoch")
-    with pytest.warns(UserWarning, match="does not tell which samples"):
-        quiet(callbacks=writer).predict(module_of(lockstep), DataLoader(Stream(3), batch_size=2))
-    assert writer.batches == [(0, 0, [], [1, 2]), (0, 1, [], [3])]
-    assert writer.epochs == [([[1, 2], [3]], [[]])]
-
-
-@pytest.mark.parametrize(("interval", "calls"), [("batch", (3, 0)), ("epoch", (0, 1)), ("batch_and_epoch", (3, 1))])
-def test_when_it_is_called(interval: str, calls: tuple[int, int]) -> None:
-    writer = writer_of(BasePredictionWriter, interval)
-    loader = DataLoader(Squares(5), batch_size=2, sampler=SequentialSampler(range(5)))
-    assert quiet(callbacks=writer).predict(module_of(lockstep), loader, return_predictions=False) is None
-    assert (len(writer.batches), len(writer.epochs)) == calls
-    assert (writer.interval.on_batch, writer.interval.on_epoch) == (calls[0] > 0, calls[1] > 0)
-    if writer.epochs:
-        assert writer.epochs == [([[0, 1], [2, 3], [4]], [[[0, 1], [2, 3], [4]]])]
-
-
-def test_what_is_not_said_is_asked_for() -> None:
-    with pytest.raises(MisconfigurationException, match=r"write_interval='step'\): it must be one of \['batch'"):
-        BasePredictionWriter("step")  # type: ignore[arg-type]
-    with pytest.raises(NotImplementedError, match="define write_on_batch_end"):
-        quiet(callbacks=BasePredictionWriter()).predict(module_of(lockstep), DataLoader(Squares(2)))
-    with pytest.raises(NotImplementedError, match="define write_on_epoch_end"):
-        quiet(callbacks=BasePredictionWriter("epoch")).predict(module_of(lockstep), DataLoader(Squares(2)))
-    assert WriteInterval("epoch") == "epoch"
