@@ -52,16 +52,6 @@ def test_torchruns_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         environment.validate_settings(num_devices=3, num_nodes=1)
 
 
-def test_without_torchrun_it_says_so() -> None:
-    assert not TorchElasticEnvironment.detect()
-    with pytest.raises(MisconfigurationException, match="torchrun did not start this process"):
-        TorchElasticEnvironment().world_size()
-
-
-def test_one_process_of_ones_own() -> None:
-    assert facts(LightningEnvironment()) == (1, 0, 0, 0, "127.0.0.1", 0, False)
-
-
 def test_a_class_derived_from_it_describes_ranks_that_somebody_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """So Ray's does: it was refused, as lockstep starts ranks by its own means."""
 
@@ -101,15 +91,6 @@ def test_the_trainer_takes_it(environment: ClusterEnvironment) -> None:
     module = Slope()
     quiet(max_epochs=1, plugins=environment).fit(module, numbers(2))
     assert module.gradients == [1.0, 2.0]
-
-
-def test_a_part_that_is_missing_is_told_by_python() -> None:
-    class Half(ClusterEnvironment):
-        def world_size(self) -> int:
-            return 1
-
-    with pytest.raises(TypeError, match="abstract"):
-        Half()  # type: ignore[abstract]
 
 
 # -- those that lockstep knows --------------------------------------------------------------------------------

@@ -152,19 +152,8 @@ def test_flags_and_their_callbacks_must_not_contradict() -> None:
     assert trainer.checkpoint_callback is trainer.callbacks[-1]
 
 
-def test_an_attribute_that_a_trainer_does_not_have() -> None:
-    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'max_epoch'"):
-        _ = quiet().max_epoch
-
-
 def test_a_flag_set_between_two_calls_holds_from_then_on() -> None:
     trainer = Trainer(max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.limit_val_batches = 0
     assert trainer.limit_val_batches == trainer.config.limit_val_batches == 0
     assert trainer.max_epochs == 3
-
-
-def test_patience_is_seconds_or_a_timedelta_or_none() -> None:
-    config = quiet(hang_timeout=timedelta(minutes=2), hang_kill=None).config
-    assert (config.hang_timeout, config.hang_kill) == (120.0, None)
-    assert (quiet().config.hang_timeout, quiet().config.hang_kill) == (60.0, 1800.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import queue
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -180,16 +179,3 @@ def test_node_0_says_once_that_it_may_open_no_more_files(
     said = capfd.readouterr().err
     assert said.count("files, and more nodes call than that") == 1
     assert "`ulimit -n`" in said
-
-
-def test_a_node_that_may_start_no_thread_says_so(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    nodes = Nodes(2, 3, lambda event, what: None, lambda first: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        nodes.join("127.0.0.1", 1, "word")
-    assert "may start no more threads (`ulimit -u`)" in capfd.readouterr().err

@@ -34,14 +34,6 @@ def test_what_a_script_defines_goes_by_value() -> None:
     assert same["fn"](1) == 2
 
 
-def test_several_objects_in_one_file() -> None:
-    file = io.BytesIO()
-    spawn.pack(1, file)
-    spawn.pack([2], file)
-    file.seek(0)
-    assert (spawn.unpack(file), spawn.unpack(file)) == (1, [2])
-
-
 def test_tensors_come_back_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: every tensor is taken for one of another device, and counted where it is brought over."""
     brought: list[torch.Tensor] = []

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
-from lockstep.precision.formats import PRECISIONS, DefaultDtype, make_precision, precision_name
+from lockstep.precision.formats import PRECISIONS, make_precision, precision_name
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.loop.pieces import quiet
 
@@ -54,12 +54,6 @@ def test_contract(name: str) -> None:
     assert (precision.name, precision.scaler, precision.state_dict()) == (name, None, {})
 
 
-def test_full_precision_has_nothing_to_do_in_a_step() -> None:
-    precision = make_precision("32-true")
-    assert precision.convert_input is None
-    assert precision.context is None
-
-
 @pytest.mark.parametrize(
     ("flag", "name"),
     [
@@ -76,12 +70,6 @@ def test_full_precision_has_nothing_to_do_in_a_step() -> None:
 )
 def test_names_and_aliases(flag: Any, name: str) -> None:
     assert precision_name(flag) == name
-
-
-@pytest.mark.parametrize("flag", ["8-true", 8, "double", True, 32.0])
-def test_unknown_precision(flag: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"precision=.* is not known: use one of '64-true'"):
-        make_precision(flag)
 
 
 @pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
@@ -132,18 +120,6 @@ def test_a_weight_used_under_no_grad_first_still_gets_its_gradient() -> None:
     loss.backward()
     assert layer.weight.grad is not None
     assert layer.weight.grad.dtype == torch.float32
-
-
-def test_default_dtype_comes_back_after_an_exception_and_nests() -> None:
-    def fail() -> None:
-        with DefaultDtype(torch.float16):
-            assert torch.zeros(1).dtype == torch.float16
-        assert torch.zeros(1).dtype == torch.float64
-        raise KeyError
-
-    with pytest.raises(KeyError), DefaultDtype(torch.float64):
-        fail()
-    assert torch.get_default_dtype() == torch.float32
 
 
 def test_64_true_trains_in_double_throughout() -> None:
