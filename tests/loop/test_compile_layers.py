@@ -231,7 +231,6 @@ def test_what_is_compiled_is_logged() -> None:
     ("given", "says"),
     [
         (3, r"compile=3\): give True, False, or a dict"),
-        ({"modes": "default"}, r"there is no such option: the keys are blocks, .*mode"),
         ({"blocks": 3}, r"give True \(the repeated blocks\)"),
     ],
 )

@@ -23,8 +23,6 @@ from lockstep.precision.base import LossScaler, Precision
 FLOAT8 = (8, 9)
 """The first compute capability that multiplies in float8."""
 
-SCALINGS = ("tensorwise", "rowwise")
-"""Of float8: a scale for each tensor, or for each row of it."""
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -138,7 +136,7 @@ class Float8Precision(MixedPrecision):
         compiles: whether the layers are compiled on a GPU.
 
     Raises:
-        MisconfigurationException: torchao is not installed, or the GPU does not compute in float8; another scaling.
+        MisconfigurationException: torchao is not installed, or the GPU does not compute in float8.
     """
 
     def __init__(
@@ -151,10 +149,6 @@ class Float8Precision(MixedPrecision):
     ) -> None:
         if device_type is None:
             device_type = "cuda" if is_there("cuda") else "cpu"
-        if scaling not in SCALINGS:
-            raise MisconfigurationException(
-                f"Float8Precision(scaling={scaling!r}): choose one of {', '.join(map(repr, SCALINGS))}"
-            )
         super().__init__("bf16-mixed", device_type)
         self.name, self.scaling, self.compiles = name, scaling, compiles
         if device_type not in ("cuda", "cpu"):

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.callbacks.progress.base import DrawnProgressBar, Meter, in_notebook, is_terminal, number
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import STREAMS
 
 if TYPE_CHECKING:
@@ -34,9 +33,6 @@ class TQDMProgressBar(DrawnProgressBar):
         process_position: leave so many pairs of lines above the bars free, for bars of other processes.
         leave: keep the finished bar of each epoch on the screen.
 
-    Raises:
-        MisconfigurationException: ``refresh_rate`` or ``process_position`` is negative.
-
     Example::
 
         class Bar(TQDMProgressBar):
@@ -52,8 +48,6 @@ class TQDMProgressBar(DrawnProgressBar):
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         super().__init__(refresh_rate, leave, every=refresh_rate)
-        if process_position < 0:
-            raise MisconfigurationException(f"TQDMProgressBar(process_position={process_position}): at least 0.")
         self._process_position = process_position
         self.train_progress_bar: Any = None
         """tqdm's bar of training, closed once the fit is over; None before one. It may be replaced by another one."""
