@@ -304,8 +304,8 @@ def quantized(folder: Path) -> None:
 
 
 BAD: dict[Callable[[Path], None], str] = {
-    no_index: "and no model.safetensors.index.json, which says what belongs together",
-    part_gone: "which is not there (1 of ",
+    no_index: "there is neither model.safetensors.index.json nor model.safetensors",
+    part_gone: "is damaged (No such file or directory",
     part_cut: "is damaged (Error while deserializing header",
     index_cut: "is no index of weights",
     only_pickled: "its weights are pickled (pytorch_model.bin)",
