@@ -95,18 +95,6 @@ def test_without_a_last_file_the_step_in_the_files_decides_and_not_their_times(t
     assert fit(tmp_path, 5, "last", save_top_k=-1).ckpt_path == str(tmp_path / "epoch=1-step=4.ckpt")
 
 
-@pytest.mark.timeout(60)
-def test_a_pipe_or_a_device_is_no_checkpoint(tmp_path: Path) -> None:
-    """A pipe was waited for, without end."""
-    pipe = tmp_path / "pipe.ckpt"
-    os.mkfifo(pipe)
-    for path in (pipe, "/dev/zero"):
-        with pytest.raises(OSError, match="is a pipe, a socket or a device: give the path of a file"):
-            fit(tmp_path, 1, path)
-        with pytest.raises(OSError, match="is a pipe, a socket or a device"):
-            Slope.load_from_checkpoint(path)
-
-
 @pytest.mark.parametrize("link", [True, "link"])
 def test_a_run_that_was_resumed_keeps_the_name_of_its_last_checkpoint(tmp_path: Path, link: Any) -> None:
     """last.ckpt stayed a link to the first checkpoint, as this one was written before it and knew no last one."""
