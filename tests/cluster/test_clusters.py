@@ -313,19 +313,14 @@ def test_variables_that_are_missing_or_contradict(environ: Environ, says: str) -
 @pytest.mark.parametrize(
     ("environ", "devices", "nodes", "says"),
     [
-        (TASK, 4, 2, r"make 8 rank\(s\), but srun started 4 .*devices=2, num_nodes=2.*\n#SBATCH --nodes=2\n"
-                     "#SBATCH --ntasks-per-node=4$"),
+        (TASK, 4, 2, r"make 8 rank\(s\), but srun started 4 .*devices=2, num_nodes=2"),
         (TASK, 4, 1, r"srun put the 4 ranks on 2 node\(s\): use devices=2, num_nodes=2"),
-        (TASK, None, 3, r"num_nodes=3, but srun started 2.*\n#SBATCH --nodes=3$"),
-        ({**TASK, "SLURM_GPUS_ON_NODE": "2"}, 8, 12, r"#SBATCH --nodes=12\n#SBATCH --ntasks-per-node=8\n"
-                                                    "#SBATCH --gres=gpu:8$"),
-        (BATCH, 4, 2, r"SLURM job 7 has 2 node\(s\) with 2 task\(s\) on each: use devices=2, num_nodes=2; .*"
-                      r"\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4$"),
-        (BATCH, 1, 1, "start the script by `srun --ntasks=1`"),
+        (TASK, None, 3, "num_nodes=3, but srun started 2"),
+        (BATCH, 4, 2, r"SLURM job 7 has 2 node\(s\) with 2 task\(s\) on each: use devices=2, num_nodes=2; "),
         ({**BATCH, "SLURM_TASKS_PER_NODE": "3,1"}, 2, 2, "with 3, 1 tasks: use devices='auto'"),
         (without(BATCH, "SLURM_NTASKS"), 2, 2, r"2 node\(s\) with 1 task\(s\) on each"),
         (JSRUN, 1, 2, "jsrun started 4"),
-        (POD, 4, 4, "Kubeflow started 4 .*by torchrun in each pod"),
+        (POD, 4, 4, "Kubeflow started 4"),
         (MPIRUN, 4, 1, "mpirun put the 4 ranks on 2"),
     ],
 )  # fmt: skip

@@ -111,37 +111,34 @@ def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int,
         environ: the environment.
 
     Raises:
-        MisconfigurationException: with the flags that fit, and for SLURM the batch script's lines that fit the flags.
+        MisconfigurationException: with the flags that fit.
     """
     who = _who(cluster, environ)
     fits = f"devices={given.local_size}, num_nodes={given.num_nodes}, or devices='auto'"
     if devices is None:
         if num_nodes not in (1, given.num_nodes):
             raise MisconfigurationException(
-                f"num_nodes={num_nodes}, but {who} started {given.num_nodes}: use "
-                f"num_nodes={given.num_nodes}" + _lines(cluster, None, num_nodes, environ)
+                f"num_nodes={num_nodes}, but {who} started {given.num_nodes}: use num_nodes={given.num_nodes}"
             )
         return
     if devices * num_nodes != given.size:
         count = "WORLD_SIZE=" if cluster.name in ("torchelastic", "kubeflow") else "world size "
         raise MisconfigurationException(
             f"devices={devices}, num_nodes={num_nodes} make {devices * num_nodes} rank(s), but {who} "
-            f"started {given.size} ({count}{given.size}): use {fits}, or start the script "
-            + _otherwise(cluster, devices, num_nodes, environ)
-            + _lines(cluster, devices, num_nodes, environ)
+            f"started {given.size} ({count}{given.size}): use {fits}"
         )
     if cluster.name != "torchelastic" and num_nodes != given.num_nodes:
         raise MisconfigurationException(
             f"devices={devices}, num_nodes={num_nodes}, but {cluster.started} put the {given.size} ranks on "
-            f"{given.num_nodes} node(s): use {fits}" + _lines(cluster, devices, num_nodes, environ)
+            f"{given.num_nodes} node(s): use {fits}"
         )
 
 
-def compare_allocation(job: Allocation, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> None:
+def compare_allocation(job: Allocation, devices: int | None, num_nodes: int) -> None:
     """Refuse flags that ask for other ranks than the tasks of the SLURM job in whose batch script this process is.
 
     Raises:
-        MisconfigurationException: with the lines of a batch script that fit the flags.
+        MisconfigurationException: with the flags that fit.
     """
     even = len(set(job.counts)) == 1
     if devices is None and num_nodes in (1, job.nodes):
@@ -153,35 +150,13 @@ def compare_allocation(job: Allocation, devices: int | None, num_nodes: int, env
     flags = f"devices={job.counts[0]}, num_nodes={job.nodes}" if even else "devices='auto'"
     raise MisconfigurationException(
         f"{wanted}, but the SLURM job {job.job} has {job.nodes} node(s) with {tasks}: use {flags}; for one process "
-        "that is no rank of the job, start the script by `srun --ntasks=1`" + lines_for(devices, num_nodes, environ)
+        "that is no rank of the job, start the script by `srun --ntasks=1`"
     )
-
-
-def lines_for(devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> str:
-    """The lines of a batch script for these flags, as the end of a sentence."""
-    lines = [f"#SBATCH --nodes={num_nodes}"]
-    if devices is not None:
-        lines.append(f"#SBATCH --ntasks-per-node={devices}")
-        if any(environ.get(name) for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")):
-            lines.append(f"#SBATCH --gres=gpu:{devices}")
-    return "; or submit the job with\n" + "\n".join(lines)
-
-
-def _lines(cluster: Cluster, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> str:
-    return lines_for(devices, num_nodes, environ) if cluster.name == "slurm" else ""
 
 
 def _who(cluster: Cluster, environ: Mapping[str, str]) -> str:
     words = environ.get(STARTED) if cluster.name == "torchelastic" else None
     return cluster.started if words is None else f"`lockstep run {words}`"
-
-
-def _otherwise(cluster: Cluster, devices: int, num_nodes: int, environ: Mapping[str, str]) -> str:
-    if cluster.name == "torchelastic" and STARTED in environ:
-        return f"by `lockstep run --devices {devices}{f' --nodes {num_nodes}' if num_nodes > 1 else ''}`"
-    if cluster.name == "kubeflow":
-        return "by torchrun in each pod (PyTorchJob's nprocPerNode)"
-    return f"without {cluster.started}" if cluster.name != "slurm" else "in another job"
 
 
 # -- detection -----------------------------------------------------------------------------------------------
@@ -226,7 +201,7 @@ def detect(
     if named in (None, "slurm") and not started:
         job = slurm.allocation(environ)
         if job is not None:
-            compare_allocation(job, devices, num_nodes, environ)
+            compare_allocation(job, devices, num_nodes)
             world = World(0, job.tasks, 0, job.counts[0], 0, job.nodes, "127.0.0.1", 0)
             return Placement(world, launched=False, cluster="slurm", by_srun=True)
     if devices is None:
@@ -291,17 +266,15 @@ def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
         >>> explained({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).cluster
         'torchelastic'
     """
-    for number, cluster in enumerate(CLUSTERS):
+    for cluster in CLUSTERS:
         asked = _Asked(environ)
         try:
             world = cluster.given_world(asked)
         except MisconfigurationException as error:
             return EnvironmentFinding(cluster.name, f"its variables are there, and cannot be used: {error}")
         if world is not None:
-            why = f"{cluster.started} started this process, by {_said(asked.read)}"
-            others = [other.name for other in CLUSTERS[number + 1 :] if _gives_a_world(other, environ)]
             return EnvironmentFinding(
-                cluster.name, why + (f"; it comes before {', '.join(others)}" if others else ""), world
+                cluster.name, f"{cluster.started} started this process, by {_said(asked.read)}", world
             )
     asked = _Asked(environ)
     try:
@@ -321,10 +294,3 @@ def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
 
 def _said(variables: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={value:.60}" for name, value in sorted(variables.items()))
-
-
-def _gives_a_world(cluster: Cluster, environ: Mapping[str, str]) -> bool:
-    try:
-        return cluster.given_world(environ) is not None
-    except MisconfigurationException:
-        return True
