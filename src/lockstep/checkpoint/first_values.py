@@ -145,12 +145,9 @@ def stand_in(module: nn.Module) -> dict[int, pretrained.Source]:
 
 def _planned_once(module: nn.Module) -> Iterator[tuple[Tensor, pretrained.Source]]:
     """What a folder is to fill, tied tensors once."""
-    found = {id(tensor): (tensor, source) for tensor, source in reversed(_all_planned(module))}
+    planned = [(_found(layer, name), source) for layer, name, source in pretrained.planned(module)]
+    found = {id(tensor): (tensor, source) for tensor, source in reversed(planned)}
     return reversed(found.values())
-
-
-def _all_planned(module: nn.Module) -> list[tuple[Tensor, pretrained.Source]]:
-    return [(_found(layer, name), source) for layer, name, source in pretrained.planned(module)]
 
 
 def _give_memory(
