@@ -83,22 +83,6 @@ def test_names_with_the_prefix_and_values_of_each_kind() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"min_nchannels": 2}, r"'min_nchannels': \.\.\.}\): give a name in capitals"),
-        ({"TORCH_NCCL_BLOCKING_WAIT": 1}, "give a name in capitals, with or without NCCL_"),
-        ({"MIN_NCHANNELS": 1.5}, r"'MIN_NCHANNELS': 1.5.*whole number"),
-        ({"MIN_NCHANNELS": 1, "NCCL_MIN_NCHANNELS": 2}, "a variable is there twice"),
-        (["MIN_NCHANNELS"], "give a dict"),
-    ],
-)
-def test_what_is_refused(asked: Any, said: str) -> None:
-    with pytest.raises(MisconfigurationException, match=said):
-        NcclVariables(asked)
-    assert in_force() == {}
-
-
 def test_it_is_said_by_the_trainer_before_anything_starts() -> None:
     with pytest.raises(MisconfigurationException, match=r"process_group_backend='nccl': NCCL works between GPUs"):
         Trainer(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="nccl"))
