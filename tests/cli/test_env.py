@@ -54,7 +54,7 @@ def test_versions_devices_and_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     text = capsys.readouterr().out
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", text, re.MULTILINE)
     assert re.search(r"^  cpu +\d+ core\(s\)", text, re.MULTILINE)
-    assert "cluster: torchelastic\n  torchrun started this process, by GROUP_RANK=1, LOCAL_RANK=1," in text
+    assert "cluster: torchelastic\n  torchrun started this process" in text
     assert "rank: 3 of 4; 1 of 2 on its node; node 1 of 2\n  the ranks meet at node1, port 29400\n" in text
     assert "\n  OMP_NUM_THREADS=3\n" in text
     assert main(["env", "--json"]) == 0
@@ -84,13 +84,12 @@ def test_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- why -----------------------------------------------------------------------------------------------------
 
 
-def test_the_variables_that_decided_are_named() -> None:
+def test_a_task_of_srun() -> None:
     found = explained(SRUN)
     assert found.cluster == "slurm"
     assert found.world is not None
     assert (found.world.rank, found.world.size) == (1, 2)
-    assert "srun started this process, by SLURM_JOB_ID=77" in found.why
-    assert "SLURM_PROCID=1" in found.why
+    assert found.why == "srun started this process"
 
 
 def test_a_batch_script_and_a_rank_of_lockstep() -> None:
@@ -99,7 +98,7 @@ def test_a_batch_script_and_a_rank_of_lockstep() -> None:
     assert "the batch script of the SLURM job 7, and no rank: a Trainer starts its 4 tasks by srun" in batch.why
     rank = explained({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", **MEETING})
     assert (rank.cluster, rank.world is not None and rank.world.rank) == ("local", 1)
-    assert "lockstep started this process, by LOCAL_RANK=1" in rank.why
+    assert rank.why == "lockstep started this process"
 
 
 # -- variables -----------------------------------------------------------------------------------------------

@@ -15,11 +15,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.config.devices import announce_device
-from lockstep.ground.accelerators import (
-    PACKAGES,
-    carries,
-    resolve_accelerator,
-)
+from lockstep.ground.accelerators import carries, resolve_accelerator
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.memory_use import is_oom_error
 from lockstep.ground.torch_support import untried
@@ -134,13 +130,6 @@ def test_impossible_gpus_are_refused_by_flag_value_and_way_out(two_gpus: None, d
 
 def test_auto_without_a_gpu_is_the_cpu(no_gpu: None) -> None:
     assert resolve_accelerator() == ("cpu", [torch.device("cpu")])
-
-
-@pytest.mark.parametrize("accelerator", sorted(PACKAGES))
-def test_a_refused_accelerator_says_why(accelerator: str) -> None:
-    why = rf"accelerator='{accelerator}': torch .* has no such device here: .*accelerator='auto'"
-    with pytest.raises(MisconfigurationException, match=why):
-        resolve_accelerator(accelerator)
 
 
 @pytest.mark.parametrize("accelerator", ["mps", "gpu", "auto"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lockstep.cluster import kubeflow, local, lsf, mpi, slurm, torchelastic
@@ -234,63 +234,36 @@ def early_rank(environ: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True)
 class EnvironmentFinding:
-    """What the environment says about this process, and by which variables."""
+    """What the environment says about this process."""
 
     cluster: str | None  #: a name of `CLUSTERS`, "local" for a rank that lockstep started; None: nobody started it
     why: str  #: one sentence
     world: World | None = None  #: None where no Trainer could begin, or srun would have to start the ranks
 
 
-class _Asked(Mapping[str, str]):
-    """An environment that remembers which of its variables were read."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self.read: dict[str, str] = {}
-
-    def __getitem__(self, name: str) -> str:
-        self.read[name] = self._environ[name]
-        return self.read[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._environ)
-
-    def __len__(self) -> int:
-        return len(self._environ)
-
-
 def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
-    """What `detect` would find for a Trainer that names no devices, and by which variables it is known.
+    """What `detect` would find for a Trainer that names no devices.
 
     Example:
         >>> explained({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).cluster
         'torchelastic'
     """
     for cluster in CLUSTERS:
-        asked = _Asked(environ)
         try:
-            world = cluster.given_world(asked)
+            world = cluster.given_world(environ)
         except MisconfigurationException as error:
             return EnvironmentFinding(cluster.name, f"its variables are there, and cannot be used: {error}")
         if world is not None:
-            return EnvironmentFinding(
-                cluster.name, f"{cluster.started} started this process, by {_said(asked.read)}", world
-            )
-    asked = _Asked(environ)
+            return EnvironmentFinding(cluster.name, f"{cluster.started} started this process", world)
     try:
         if local.is_started(environ):
-            placement = detect(asked)
-            return EnvironmentFinding(LOCAL, f"lockstep started this process, by {_said(asked.read)}", placement.world)
-        job = slurm.allocation(asked)
+            return EnvironmentFinding(LOCAL, "lockstep started this process", detect(environ).world)
+        job = slurm.allocation(environ)
         if job is not None:
             why = f"this is the batch script of the SLURM job {job.job}, and no rank: a Trainer starts its {job.tasks} "
-            return EnvironmentFinding("slurm", why + f"tasks by srun ({_said(asked.read)})")
+            return EnvironmentFinding("slurm", why + "tasks by srun")
         return EnvironmentFinding(
             None, "no launcher has started this process; a Trainer starts the ranks", detect(environ).world
         )
     except MisconfigurationException as error:
         return EnvironmentFinding(None, f"no launcher has started this process, and a Trainer cannot begin: {error}")
-
-
-def _said(variables: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value:.60}" for name, value in sorted(variables.items()))

@@ -155,15 +155,6 @@ ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
 """Name to what makes one. ``"auto"`` is the backend that is not in torch itself, else the last of these that is
 available, ``"gpu"`` the last of ``GPUS`` that is."""
 GPUS = ("xpu", "mps", "cuda")
-PACKAGES = {
-    "tpu": "the package torch_tpu brings it, for the version of torch that it names: install both, and leave "
-    "TORCH_DEVICE_BACKEND_AUTOLOAD on, by which torch finds it",
-    "xla": "tensors of torch_xla are not torch's own, and its steps run when they are asked for: on TPUs, install "
-    "torch_tpu and give accelerator='tpu'",
-    "hpu": "Intel's package brings it: import it before the Trainer is made",
-    "ipu": "the maker's package for torch has ended",
-}
-"""Kinds of devices of which users know, and where they come from."""
 
 
 def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
@@ -259,14 +250,9 @@ def _by_name(asked: object) -> Accelerator:
         there = False
     if there:
         return made
-    if isinstance(asked, str) and asked in PACKAGES:
-        raise MisconfigurationException(
-            f"accelerator={asked!r}: torch {torch.__version__} has no such device here: {PACKAGES[asked]}; or use "
-            "accelerator='auto' or 'cpu'"
-        )
     raise MisconfigurationException(
-        f"accelerator={asked!r} is not known: use 'auto', {', '.join(map(repr, ACCELERATORS))}, 'gpu', 'tpu', or the "
-        "name of a device that a package has added to torch (import it before the Trainer is made)"
+        f"accelerator={asked!r} is not known: use 'auto', {', '.join(map(repr, ACCELERATORS))}, 'gpu', or the name of "
+        "a device that a package has added to torch ('tpu' by torch_tpu; import it before the Trainer is made)"
     )
 
 
