@@ -52,8 +52,7 @@ def test_what_the_flags_set(flags: dict[str, Any], found: tuple[bool, bool, bool
 
 
 def test_both_contradict_and_the_user_decides() -> None:
-    with pytest.warns(UserWarning, match="deterministic=True, benchmark=True.*leave out `benchmark`"):
-        quiet(deterministic=True, benchmark=True)
+    quiet(deterministic=True, benchmark=True)
     assert settings() == (True, True, False)
 
 

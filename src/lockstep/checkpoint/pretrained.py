@@ -18,7 +18,7 @@ from torch.nn.parameter import Parameter
 
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 from lockstep.ground.parameters import box_of, keep_dtype, local_part
-from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.rank import rank_zero_warn
 
 PLAN = "_lockstep_pretrained"
 """The attribute of a layer that has, by its parameters' and buffers' own names, the sources of their values."""
@@ -79,7 +79,6 @@ class WeightFiles:
 
     Attributes:
         shapes: of all tensors.
-        dtypes: as safetensors names them.
 
     Raises:
         MisconfigurationException: for a folder of another kind.
@@ -91,7 +90,6 @@ class WeightFiles:
         self._open = _safe_open()
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
         if not self.folder.is_dir():
             raise MisconfigurationException(NO_FOLDER.format(folder=str(folder)))
         for path, keys in self._parts().items():
@@ -127,9 +125,8 @@ class WeightFiles:
         try:
             with self._open(path, framework="pt") as file:
                 for key in file.keys() if keys is None else keys:
-                    part = file.get_slice(key)
                     self._file_of[key] = path
-                    self.shapes[key], self.dtypes[key] = tuple(part.get_shape()), part.get_dtype()
+                    self.shapes[key] = tuple(file.get_slice(key).get_shape())
         except Exception as error:  # safetensors has its own class in each version
             told = DAMAGED.format(folder=str(self.folder), name=path.name, error=error)
             raise CorruptCheckpoint(told) from None
@@ -277,7 +274,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
     missing, unexpected = _ignored(model, missing, unexpected)
     if is_of_transformers(model):
         _keep_dtypes(model, places)
-    _say(loading, found, places, [name for name in missing if name not in passed_over], unexpected)
+    _say(loading, [name for name in missing if name not in passed_over], unexpected)
     vars(model)[FOLDER] = str(files.folder)
     for name, source in found.items():
         layer, own = places[name]
@@ -496,13 +493,7 @@ def _ignored(model: Any, missing: list[str], unexpected: list[str]) -> tuple[lis
     return [n for n in missing if n in info.missing_keys], [n for n in unexpected if n in info.unexpected_keys]
 
 
-def _say(
-    loading: Loading,
-    found: Mapping[str, Source],
-    places: Mapping[str, Place],
-    missing: list[str],
-    unexpected: list[str],
-) -> None:
+def _say(loading: Loading, missing: list[str], unexpected: list[str]) -> None:
     folder = str(loading.files.folder)
     if missing:
         rank_zero_warn(
@@ -514,28 +505,6 @@ def _say(
             f"load_pretrained({folder!r}): {len(unexpected)} tensors of the folder have no place in {loading.model}, "
             f"and are left out: {shown(unexpected)}."
         )
-    of_files = {loading.files.dtypes[key] for source in found.values() for key in source.keys}
-    own = {str(tensor_at(*places[name]).dtype).removeprefix("torch.") for name in found}
-    if {_NAMES.get(each, each) for each in of_files} != own:
-        rank_zero_info(
-            f"load_pretrained({folder!r}): the folder has {', '.join(sorted(of_files))}, and {loading.model} "
-            f"{', '.join(sorted(own))}, to which values are cast."
-        )
-
-
-_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""What torch calls safetensors' dtypes."""
 
 
 def shown(names: Sequence[str], show: Callable[[str], str] = repr) -> str:

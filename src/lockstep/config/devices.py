@@ -15,7 +15,7 @@ from lockstep.cluster.torchelastic import sees_all_devices
 from lockstep.config.run import RunConfig, check_writable, whole
 from lockstep.ground.accelerators import Accelerator
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.torch_support import untried
 from lockstep.launch.environment import fix_cublas_workspaces
 
@@ -127,11 +127,6 @@ def apply_to_process(config: RunConfig, device_type: str) -> None:
         device_type: of the run; only CUDA needs more than torch's own switch.
     """
     deterministic, benchmark = config.deterministic, config.benchmark
-    if deterministic and benchmark:
-        rank_zero_warn(
-            f"Trainer(deterministic={deterministic!r}, benchmark=True): cuDNN's choice among its algorithms depends on "
-            "timings, so runs may differ; leave out `benchmark`."
-        )
     if deterministic and benchmark is None:
         benchmark = False
     if benchmark is not None:

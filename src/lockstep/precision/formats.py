@@ -16,7 +16,6 @@ from lockstep.ground.device import has_autocast, has_float64, is_there
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import has_compiled
 from lockstep.ground.parameters import keeping_dtypes
-from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.tree import tree_map
 from lockstep.precision.base import LossScaler, Precision
 
@@ -180,21 +179,10 @@ class Float8Precision(MixedPrecision):
             Float8LinearConfig.from_recipe_name(self.scaling), emulate=self.device_type == "cpu", pad_inner_dim=True
         )
         convert_to_float8_training(module, config=config, module_filter_fn=takes_part)
-        if self.device_type != "cpu" and not is_compiled:
-            self._compile([layer for layer in module.modules() if type(layer).__name__ == "Float8Linear"])
-        return module
-
-    def _compile(self, layers: list[torch.nn.Module]) -> None:
-        """Compile layers in place, where that is wanted and can be; else say what it costs."""
-        if self.compiles and has_triton():
-            for layer in layers:
+        if self.device_type != "cpu" and not is_compiled and self.compiles and has_triton():
+            for layer in [layer for layer in module.modules() if type(layer).__name__ == "Float8Linear"]:
                 layer.compile()
-        else:
-            why = "no Triton is here" if self.compiles else "compiles=False"
-            rank_zero_info(
-                f"precision={self.name!r} without torch.compile ({why}) is slower than 'bf16-mixed', as the casts to "
-                "float8 take longer than it wins: compile the model, or use 'bf16-mixed'."
-            )
+        return module
 
 
 # -- the table -----------------------------------------------------------------------------------------------
