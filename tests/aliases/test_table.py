@@ -187,10 +187,8 @@ def test_fabric_is_refused_with_what_to_take() -> None:
         ("from lockstep import data_loader", r"define `def train_dataloader\(self\)` alone"),
         ("from lockstep.core.decorators import auto_move_data", r"trainer\.predict\(\) moves batches"),
         ("from lockstep import TrainResult", "return the loss from the step"),
-        ("from lockstep.logging import TestTubeLogger", "use TensorBoardLogger"),
         ("from lockstep.loggers.test_tube import TestTubeLogger", "use TensorBoardLogger"),
         ("from lockstep.lite import LightningLite", "LightningLite became Fabric: lockstep has no Fabric"),
-        ("from lockstep.metrics.functional import accuracy", "import them from torchmetrics"),
         ("from lockstep.plugins import DDPPlugin", r"give Trainer\(strategy=\.\.\.\)"),
     ],
 )

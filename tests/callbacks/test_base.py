@@ -73,13 +73,9 @@ def test_face_exports_every_name_that_it_lists() -> None:
     "make",
     [
         lambda c: c.EarlyStopping("loss"),
-        lambda c: c.LearningRateMonitor(),
         lambda c: c.LambdaCallback(),
-        lambda c: c.ModelSummary(),
         lambda c: c.WeightAveraging(),
-        lambda c: c.TQDMProgressBar(),
         lambda c: c.RichProgressBar(),
-        lambda c: c.PlainProgressBar(),
     ],
 )
 def test_callbacks_travel_to_other_processes(make: object) -> None:

@@ -72,13 +72,11 @@ def writer_of(base: Any, interval: str) -> Any:
 
 LOADERS: dict[str, Any] = {
     "in order": lambda n: DataLoader(Squares(n), batch_size=3),
-    "drop_last": lambda n: DataLoader(Squares(n), batch_size=3, drop_last=True),
     "shuffled": lambda n: DataLoader(Squares(n), batch_size=3, shuffle=True),
     "workers": lambda n: DataLoader(Squares(n), batch_size=3, num_workers=2),
     "sampler": lambda n: DataLoader(Squares(n), batch_size=3, sampler=Backwards(n)),
     "batch sampler": lambda n: DataLoader(Squares(n), batch_sampler=BatchSampler(Backwards(n), 2, False)),
     "one by one": lambda n: DataLoader(Squares(n), batch_size=None),
-    "tensors": lambda n: DataLoader(torch.arange(float(n)), batch_size=3),  # type: ignore[arg-type]
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import enum
-import functools
 import io
 import os
 import pickle
@@ -317,21 +316,11 @@ class TestRefused:
         [
             (Path("a"), r"a pathlib\.\w+"),
             (np.ones(2), r"a numpy\.ndarray"),
-            (np.datetime64("2020-01-01"), r"a numpy\.datetime64"),
-            (np.random.get_state(), r"a numpy\.ndarray"),
             (Colour.RED, r"a .*Colour"),
             (Point(), r"a .*Point"),
-            (Point, r"the class .*Point"),
             (function, "a function"),
-            (lambda: 1, "a function"),
-            (functools.partial(function), r"a functools\.partial"),
             (Pair(1, 2), r"a .*Pair"),
-            (frozenset({1}), "a frozenset"),
-            (collections.defaultdict(list), r"a collections\.defaultdict"),
-            (range(3), "a range"),
             (nn.Linear(1, 1), r"a torch\.nn\.\S+Linear"),
-            (torch.ones(1).as_subclass(TensorWithAName), r"a .*TensorWithAName"),
-            (b"", "a bytes"),
         ],
         ids=lambda value: type(value).__name__,
     )

@@ -14,11 +14,8 @@ BARE: dict[str, Any] = {"barebones": True, "accelerator": "cpu"}
 CONTRADICT: list[dict[str, Any]] = [
     {"enable_checkpointing": True},
     {"logger": True},
-    {"enable_progress_bar": True},
     {"log_every_n_steps": 1},
-    {"enable_model_summary": True},
     {"num_sanity_val_steps": 1},
-    {"fast_dev_run": 1},
     {"detect_anomaly": True},
     {"profiler": "simple"},
 ]

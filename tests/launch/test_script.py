@@ -179,7 +179,6 @@ def main_module(file: str | None = None, spec: str | None = None) -> ModuleType:
             ["python", "app.zip", "x"],
             ["app.zip", "x"],
         ),
-        (main_module(), ["-c", "x"], ["python", "-c", "print()", "x"], ["-c", "print()", "x"]),
         (main_module(), ["-c", "x"], ["python", "-Bc", "print()", "x"], ["-c", "print()", "x"]),
     ],
 )
