@@ -91,15 +91,6 @@ def test_a_refused_module_says_why(path: str) -> None:
     assert str(error.value).endswith(str(MODULES[parent] if parent in REFUSED_MODULES else MODULES[path]))
 
 
-def test_reasons_are_sentences_of_one_kind() -> None:
-    for section in (table()["pytorch"], table()["fabric"], table()["third_parties"], table()["test_tube"]):
-        for path, rows in section.items():
-            for name, row in {"": rows}.items() if isinstance(rows, Refused) else rows.items():
-                if isinstance(row, Refused):
-                    assert row.endswith("."), (path, name)
-                    assert not row.startswith(("Lockstep", " ")), (path, name)
-
-
 def test_a_row_is_there_for_what_the_file_has_not() -> None:
     """The table says nothing twice: a file of lockstep that has the name needs no row for it."""
     for path, name in ROWS:
@@ -234,10 +225,3 @@ def test_an_alias_hides_nothing_of_a_files_own() -> None:
             body = ast.parse(file.read_text()).body
             defined = {getattr(node, "name", "") for node in body}
             assert last not in defined, path
-
-
-def test_what_is_asked_for_once_is_kept() -> None:
-    import lockstep.core.module as module
-
-    assert module.LightningModule is lockstep.LightningModule
-    assert vars(module)["LightningModule"] is lockstep.LightningModule

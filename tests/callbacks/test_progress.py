@@ -161,21 +161,6 @@ def test_an_exception_closes_the_bars(kind: str, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "after wards\n"
 
 
-@pytest.mark.parametrize("kind", ["rich", "tqdm"])
-def test_print_goes_above_the_bars(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    bar, screen = rich_bar() if kind == "rich" else (TQDMProgressBar(), None)
-    trainer = FakeTrainer([bar], num_training_batches=5)
-    module = nn.Linear(1, 1)
-    bar.setup(trainer, module, "fit")  # type: ignore[arg-type]
-    trainer.call("on_train_start", module)
-    trainer.call("on_train_epoch_start", module)
-    bar.print("[bold]", 3, sep=" = ")
-    trainer.call("teardown", module, "fit")
-    text = screen.getvalue() if screen else capsys.readouterr().out
-    assert "[bold] = 3" in text
-    assert text.rindex("Epoch 0/2") > text.index("[bold] = 3")
-
-
 # -- beside what others print ------------------------------------------------------------------------------
 
 

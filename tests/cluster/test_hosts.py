@@ -25,10 +25,6 @@ def test_slurms_short_form(text: str, hosts: list[str]) -> None:
         assert first_host(text) == hosts[0]
 
 
-def test_the_first_host_of_a_great_list_is_found_at_once() -> None:
-    assert first_host("node[1-999999999999]") == "node1"
-
-
 @pytest.mark.parametrize("text", ["node[1-3", "node[3-1]", "node[a-b]", "node[]", "node1]", "node[1[2]]"])
 def test_what_is_no_list(text: str) -> None:
     with pytest.raises(MisconfigurationException, match=r"is not as SLURM writes it.*set MASTER_ADDR"):

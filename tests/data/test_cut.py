@@ -10,7 +10,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.cut import Cut, WindowPlan, apportion, even_span
+from lockstep.data.cut import Cut, WindowPlan, even_span
 from lockstep.data.stream import DrawHistory, Sizes
 
 CUTS = st.builds(Cut, st.integers(0, 200), st.integers(1, 9), st.integers(1, 6), st.booleans())
@@ -60,12 +60,6 @@ def test_sizes_are_those_of_the_parts_and_differ_by_at_most_one(cut: Cut) -> Non
         assert max(sizes) - min(sizes) <= (1 if number == cut.full else 0)
 
 
-@given(cut=CUTS)
-def test_one_rank_cuts_as_a_plain_loader_does(cut: Cut) -> None:
-    alone = Cut(cut.n, cut.batch, 1, cut.drop_last)
-    assert alone.length == (cut.n // cut.batch if cut.drop_last else -(-cut.n // cut.batch))
-
-
 @given(full=st.integers(1, 5), batch=st.integers(1, 5), size=st.integers(1, 5))
 def test_ranks_and_accumulation_see_the_same_micro_batches(full: int, batch: int, size: int) -> None:
     alone, shared = Cut(full * batch * size, batch, 1), Cut(full * batch * size, batch, size)
@@ -109,19 +103,6 @@ def test_by_weight_a_ranks_part_of_a_window_is_its_quota_rounded(cut: Cut) -> No
             quota = sum(map(sum, window)) * exact[rank] / sum(exact)
             assert math.floor(quota) <= sum(of_rank) <= math.ceil(quota)
             assert max(of_rank) - min(of_rank) <= 1
-
-
-@given(count=st.integers(0, 10**15), weights=st.lists(numbers, min_size=1, max_size=9), factor=st.integers(1, 9))
-def test_largest_remainders_are_rounded_up_and_only_proportions_count(
-    count: int, weights: list[float], factor: int
-) -> None:
-    parts = apportion(count, len(weights), tuple(weights))
-    assert sum(parts) == count
-    exact = [Fraction(weight) for weight in weights]
-    over = [part - count * each / sum(exact) for part, each in zip(parts, exact, strict=True)]
-    assert max(over) - min(over) <= 1  # nobody with a smaller remainder was rounded up
-    if all(isinstance(weight, int) for weight in weights):
-        assert parts == apportion(count, len(weights), tuple(factor * weight for weight in weights))
 
 
 # -- windows on another number of ranks

@@ -124,6 +124,15 @@ def test_auto_without_a_gpu_is_the_cpu(no_gpu: None) -> None:
     assert resolve_accelerator() == ("cpu", [torch.device("cpu")])
 
 
+@pytest.mark.parametrize("accelerator", ["hpu", "ipu", "tpu", "xla"])
+def test_a_refused_accelerator_says_why(accelerator: str) -> None:
+    why = (
+        rf"accelerator='{accelerator}' is not known: .*a device that a package has added.*import it before the Trainer"
+    )
+    with pytest.raises(MisconfigurationException, match=why):
+        resolve_accelerator(accelerator)
+
+
 @pytest.mark.parametrize("accelerator", ["mps", "gpu", "auto"])
 def test_apples_gpu(accelerator: str, no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was refused on every machine."""

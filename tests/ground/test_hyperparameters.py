@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import inspect
 import pickle
 import warnings
 from argparse import Namespace
@@ -52,6 +53,22 @@ class TestCollecting:
 
     def test_a_subclass_adds_its_arguments_and_its_values_win(self) -> None:
         assert WiderNet(3).hparams == {"width": 3, "extra": "e", "lr": 0.5, "mode": "a"}
+
+    def test_a_frame_of_ones_own(self) -> None:
+        class Late(Module):
+            def __init__(self, a: int, b: int = 2) -> None:
+                super().__init__()
+                keep(self, inspect.currentframe())
+
+        def keep(net: Module, frame: Any) -> None:
+            net.save_hyperparameters(frame=frame)
+
+        assert Late(1).hparams == {"a": 1, "b": 2}
+
+    def test_ignored_ones_can_be_dropped_later(self) -> None:
+        net = Net(1)
+        net.remove_ignored_hparams(["lr", "unknown"])
+        assert net.hparams == {"width": 1, "mode": "a"}
 
     def test_named_subset(self) -> None:
         class Some(Module):

@@ -62,14 +62,6 @@ def test_warn_once_comes_once_for_a_key() -> None:
     assert seen[0].filename == __file__
 
 
-def test_info_is_logged_with_the_place_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lockstep"):
-        rank_zero_info("%d samples", 5)
-        rank_zero_only.rank = 1
-        rank_zero_info("not on rank 1")
-    assert [(r.getMessage(), r.filename) for r in caplog.records] == [("5 samples", "test_rank.py")]
-
-
 def test_messages_reach_the_screen_until_logging_is_configured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.supervise.causes import OTHERS, Cause, also_failed, cause_of, is_told, judgement
-from lockstep.supervise.screen_text import MOST, REASON, one_line, printable, reason_of, shortened
+from lockstep.supervise.causes import Cause, also_failed, cause_of, is_told, judgement
+from lockstep.supervise.screen_text import MOST, REASON, one_line, printable, reason_of
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
@@ -52,23 +52,6 @@ def test_a_long_reason_keeps_its_advice() -> None:
     """The last line of a full disk lost what to do about it."""
     error = OSError(28, f"could not write '/{'folder/' * 60}last.ckpt': there is no room: make room, or choose another")
     assert reason_of(error).endswith("there is no room: make room, or choose another")
-
-
-def _chain(length: int) -> Exception:
-    error: Exception = ValueError("0")
-    for index in range(1, length):
-        try:
-            raise KeyError(index) from error
-        except KeyError as raised:
-            error = raised
-    return error
-
-
-def test_a_chain_of_60_exceptions_is_shortened() -> None:
-    lines = shortened(_chain(60)).splitlines()
-    assert len(lines) == MOST
-    assert lines[0].startswith("ValueError: 0")
-    assert lines[-1] == "KeyError: 59"
 
 
 SCRIPT = """
@@ -138,16 +121,6 @@ def test_ranks_that_failed_alike_are_told_in_one_line() -> None:
     assert is_told(notes[0], [5], notes)
     assert not is_told(notes[0], [5])
     assert also_failed(notes[0], [_note(1, lost=True)]) == []
-
-
-def test_what_ranks_say_in_different_ways_stays_below_40_lines() -> None:
-    notes = [_note(rank, f"KeyError: {rank}") for rank in range(64)] + [_note(64, "KeyError: 3")]
-    also = also_failed(notes[3], notes)
-    assert also[0] == "rank 64 failed alike"
-    assert also[1] == "rank 0 failed, too, at train.py:7: KeyError: 0"
-    assert also[-1] == "ranks 2, 4-63 failed in other ways"
-    assert len(also) == OTHERS + 2
-    assert MOST + 1 + judgement(notes[3], False, False, [1], also=also).text.count("\n") + 1 <= 40
 
 
 FAILS_ALIKE = """

@@ -25,8 +25,10 @@ from lockstep.loggers.base import (
     DummyExperiment,
     DummyLogger,
     FolderLogger,
+    Logger,
     as_yaml,
     claim_version,
+    rank_zero_experiment,
 )
 from lockstep.loggers.csv import CSVLogger
 from lockstep.loggers.tensorboard import TensorBoardLogger
@@ -245,3 +247,22 @@ class TestDummies:
         assert (logger.name, logger.version, logger.log_dir) == ("", "", None)
         assert isinstance(copy.deepcopy(logger), DummyLogger)
         assert isinstance(pickle.loads(pickle.dumps(DummyExperiment())), DummyExperiment)
+
+    def test_a_logger_of_ones_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Mine(Logger):
+            name = "mine"
+            version = 1
+
+            @property
+            @rank_zero_experiment
+            def experiment(self) -> list[int]:
+                return [1]
+
+            def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+
+            def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+        assert Mine().experiment == [1]
+        assert (Mine().save_dir, Mine().root_dir, Mine().group_separator) == (None, None, "/")
+        monkeypatch.setattr(rank_zero_only, "rank", 1)
+        assert isinstance(Mine().experiment, DummyExperiment)
