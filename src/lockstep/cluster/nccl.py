@@ -78,8 +78,6 @@ class NcclVariables:
                 os.environ[variable] = value
                 self._set += [variable] if variable not in self._set else []
                 told.append(f"{variable}={value}")
-        others = sorted({name for name in os.environ if name.startswith(PREFIX)} - {*self.wanted, PREFIX + "CONF_FILE"})
-        told += [f"{name}={os.environ[name]} (from the environment)" for name in others]
         return f"NCCL's variables in force: {', '.join(told)}."
 
     def restore(self) -> None:
