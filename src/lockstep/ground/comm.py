@@ -152,6 +152,8 @@ def all_reduce(tensor: Tensor, op: Operation = "sum", group: Group = None) -> Te
     Returns:
         A new tensor on ``tensor``'s device, the same on every rank.
     """
+    if op not in ("sum", "mean", "min", "max"):
+        raise ValueError(f'all_reduce(op={op!r}): choose "sum", "mean", "min" or "max"')
     world = world_size(group)
     if world == 1:
         whole = op == "mean" and not (tensor.is_floating_point() or tensor.is_complex())
