@@ -17,7 +17,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.checkpoint import export
 from lockstep.cluster.detect import Placement
 from lockstep.config.devices import (
-    announce,
+    announce_device,
     apply_to_process,
     check_devices,
     check_root,
@@ -273,7 +273,7 @@ class Trainer(Attributes):
         if placement.world.is_zero:
             check_root(config, flags["logger"], own_callbacks)
         apply_to_process(config, kind)
-        announce(config, self._precision.name, kind, len({*self._node_devices}) > 1 or placement.world.num_nodes > 1)
+        announce_device(kind, len({*self._node_devices}) > 1 or placement.world.num_nodes > 1)
         self.session = Session(
             trainer=self,
             connect=self._begin_call,

@@ -111,7 +111,6 @@ ON_CARD = {
     "tests/loop/test_metrics.py::test_nan_disappeared_from_extremes[2-*": "tells the sign of the least of 0.0 and -0.0",
     "tests/loop/test_interrupted.py::test_a_slurm_job_that_requeues_itself*": FORKED,
     "tests/launch/test_last_line.py::test_a_failure_is_told_in_40_lines*": FORKED,
-    "tests/launch/test_last_line.py::test_what_fails_in_a_search_or_a_command_line_is_folded*": FORKED,
     "tests/launch/test_fork.py::*": FORKED,
     "tests/engines/test_late_parameters.py::*": THEIRS,
     "tests/engines/test_engines.py::test_torchs_own_shards_train_as_one_process*": THEIRS,

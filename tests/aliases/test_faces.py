@@ -29,13 +29,6 @@ def face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[name]
 
 
-def test_a_name_is_looked_for_once_and_kept(face: str) -> None:
-    files = {"Own": "own", "Other": ".beside"}
-    assert "house.face.own" not in sys.modules
-    assert (late(face, files, "Own"), late(face, files, "Other")) == (3, 4)
-    assert (sys.modules[face].Own, sys.modules[face].Other) == (3, 4)
-
-
 def test_what_is_no_name_of_it_is_refused_as_by_any_module(face: str) -> None:
     with pytest.raises(AttributeError, match=r"module 'house\.face' has no attribute 'nope'"):
         late(face, {"Own": "own"}, "nope")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import pickle
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -74,33 +73,14 @@ def test_face_exports_every_name_that_it_lists() -> None:
     "make",
     [
         lambda c: c.EarlyStopping("loss"),
-        lambda c: c.LearningRateMonitor(),
         lambda c: c.LambdaCallback(),
-        lambda c: c.ModelSummary(),
         pytest.param(lambda c: c.WeightAveraging(), marks=pytest.mark.extension("extras")),
-        lambda c: c.TQDMProgressBar(),
         lambda c: c.RichProgressBar(),
-        lambda c: c.PlainProgressBar(),
     ],
 )
 def test_callbacks_travel_to_other_processes(make: object) -> None:
     callback = make(lockstep.callbacks)  # type: ignore[operator]
     assert type(pickle.loads(pickle.dumps(callback))) is type(callback)
-
-
-def test_a_stand_in_keeps_its_place_among_callbacks() -> None:
-    """`Mock(spec=Callback)` has a true value for every name of the class, such as those that order callbacks."""
-    first, second = Mock(spec=Callback), Mock(spec=Callback)
-    trainer = Trainer(callbacks=[first, lockstep.callbacks.ModelSummary(), second], accelerator="cpu", logger=False)
-    assert [trainer.callbacks.index(first), trainer.callbacks.index(second)] == [0, 2]
-
-    class Configured(BoringModel):
-        def configure_callbacks(self) -> Any:
-            return [second]
-
-    trainer = Trainer(callbacks=first, accelerator="cpu", logger=False, fast_dev_run=True, enable_progress_bar=False)
-    trainer.fit(Configured())
-    assert trainer.callbacks[-1] is second
 
 
 class OwnStopping(EarlyStopping):
@@ -135,11 +115,6 @@ def test_a_callback_of_the_module_takes_the_place_of_the_classes_above_its_own()
     assert plain not in trainer.callbacks
     trainer = configured([EarlyStopping("loss", strict=False)], own)
     assert own in trainer.callbacks  # not the other way round
-
-
-def test_a_module_may_configure_no_callbacks() -> None:
-    other = Callback()
-    assert other in configured(None, other).callbacks
 
 
 def test_callbacks_of_the_module_are_checked_as_the_trainers() -> None:

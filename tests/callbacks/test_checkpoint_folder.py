@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.callbacks import Callback, ModelCheckpoint
-from lockstep.checkpoint import claims
+from lockstep.callbacks import ModelCheckpoint
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop import state
 from tests.loop.pieces import Slope, numbers, quiet
@@ -85,54 +84,6 @@ class Validated(Slope):
         self.log("value", self.w)
 
 
-class Looks(Callback):
-    """Notes whether another process sees that the fit saves in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.seen = folder, [False]
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.seen = [True]
-        os.close(descriptor)
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_folder_is_marked_while_a_fit_saves_there(tmp_path: Path, is_there: bool) -> None:
-    folder = tmp_path / "checkpoints"
-    if is_there:
-        folder.mkdir()
-    looks, second = Looks(folder), ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
-    fit(folder, also=[second, looks])
-    assert looks.seen == [True]
-    assert str(folder) not in claims._claims
-
-    class Fails(Callback):
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            raise ValueError("at its end")
-
-    with pytest.raises(ValueError, match="at its end"):
-        fit(folder, also=[second, Fails()], save_on_exception=True)
-    assert str(folder) not in claims._claims
-
-
-def test_a_run_that_saves_next_to_another_says_so_once(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    def others() -> int:
-        found = [str(each.message) for each in recwarn.list if "of another run" in str(each.message)]
-        recwarn.clear()
-        return len(found)
-
-    trainer = fit(tmp_path, save_last=True)
-    trainer.fit(Slope(lr=0.1), numbers(2))
-    fit(tmp_path, 3, "last", save_last=True)
-    assert others() == 0
-    fit(tmp_path, save_last=True)
-    assert others() == 1
-
-
 def test_without_a_last_file_the_step_in_the_files_decides_and_not_their_times(tmp_path: Path) -> None:
     """A copy of a folder may have given its files any times."""
     fit(tmp_path, 3, save_top_k=-1)
@@ -142,18 +93,6 @@ def test_without_a_last_file_the_step_in_the_files_decides_and_not_their_times(t
     (tmp_path / "damaged.ckpt").write_bytes(b"no checkpoint")  # whose step nobody knows
     os.utime(tmp_path / "epoch=1-step=4.ckpt", (2**31, 2**31))
     assert fit(tmp_path, 5, "last", save_top_k=-1).ckpt_path == str(tmp_path / "epoch=1-step=4.ckpt")
-
-
-@pytest.mark.timeout(60)
-def test_a_pipe_or_a_device_is_no_checkpoint(tmp_path: Path) -> None:
-    """A pipe was waited for, without end."""
-    pipe = tmp_path / "pipe.ckpt"
-    os.mkfifo(pipe)
-    for path in (pipe, "/dev/zero"):
-        with pytest.raises(OSError, match="is a pipe, a socket or a device: give the path of a file"):
-            fit(tmp_path, 1, path)
-        with pytest.raises(OSError, match="is a pipe, a socket or a device"):
-            Slope.load_from_checkpoint(path)
 
 
 @pytest.mark.parametrize("link", [True, "link"])

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lockstep.callbacks import ModelCheckpoint
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
@@ -96,16 +95,6 @@ def test_a_value_of_earlier_weights_is_told_and_deletes_no_better_ones(
     assert keep.best_model_score == 2.0
 
 
-def test_the_file_says_of_which_step_its_value_is(tmp_path: Path) -> None:
-    keep = ModelCheckpoint(tmp_path, "{step}", "v", mode="max", save_top_k=-1, every_n_train_steps=6)
-    trainer = quiet(max_epochs=2, enable_checkpointing=True, callbacks=[keep], val_check_interval=4)
-    trainer.fit(Measured(), numbers(8), numbers(1))
-    assert keep.values_of_earlier_steps == {str(tmp_path / "step=6.ckpt"): 4}
-    saved = torch.load(tmp_path / "step=12.ckpt")["callbacks"][keep.state_key]
-    assert saved["values_of_earlier_steps"] == keep.values_of_earlier_steps
-    assert saved["best_model_path"] == str(tmp_path / "step=12.ckpt")
-
-
 def test_so_it_is_after_a_resume(tmp_path: Path) -> None:
     def trainer(keep: ModelCheckpoint, steps: int) -> Any:
         return quiet(
@@ -163,12 +152,3 @@ def test_a_save_at_an_epoch_s_end_waits_for_the_mean_of_its_training(how: Any, f
     assert pairs(tmp_path) == {8: 3, 12: 5}
     assert keep.values_of_earlier_steps == {}
     assert keep.best_model_path.endswith("8-3.ckpt")
-
-
-def test_a_save_within_an_epoch_that_is_ranked_by_the_mean_of_the_one_before_says_so(tmp_path: Path) -> None:
-    keep = ModelCheckpoint(tmp_path, "{step}", "train", save_top_k=-1, every_n_train_steps=3)
-    trainer = quiet(max_epochs=2, enable_checkpointing=True, limit_val_batches=0, callbacks=[keep])
-    with pytest.warns(UserWarning, match=r"weights of step 6 are ranked by 'train' of step 4"):
-        trainer.fit(TrainingMean({0: 9.0, 1: 3.0}), numbers(4))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=4.ckpt", "step=6.ckpt"]
-    assert keep.values_of_earlier_steps == {str(tmp_path / "step=6.ckpt"): 4}

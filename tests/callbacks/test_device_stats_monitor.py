@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from lockstep.callbacks import DeviceStatsMonitor
-from lockstep.ground.errors import MisconfigurationException
 from tests.callbacks.fake_trainer import FakeTrainer
 from tests.callbacks.side_by_side import OURS, loader, model, recorder, theirs, trainer
-from tests.loop.pieces import Recorder, Slope, numbers, quiet
 
 pytest.importorskip("psutil")
 
@@ -40,18 +36,6 @@ def test_names_and_steps_are_lightnings(cpu_stats: bool | None, monkeypatch: pyt
     assert bool(found[0]) is (cpu_stats is not False)
 
 
-def test_what_is_written_on_the_cpu() -> None:
-    logger = Recorder()
-    quiet(callbacks=DeviceStatsMonitor(), logger=logger, max_epochs=1, log_every_n_steps=1).fit(Slope(), numbers(1))
-    start = logger.sent[0][1]
-    assert sorted(start) == [
-        "DeviceStatsMonitor.on_train_batch_start/cpu_percent",
-        "DeviceStatsMonitor.on_train_batch_start/cpu_swap_percent",
-        "DeviceStatsMonitor.on_train_batch_start/cpu_vm_percent",
-    ]
-    assert 0 < start["DeviceStatsMonitor.on_train_batch_start/cpu_vm_percent"] <= 100
-
-
 @pytest.mark.parametrize("cpu_stats", [None, True])
 def test_what_is_written_on_a_gpu(cpu_stats: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocated_bytes.all.peak": 7})
@@ -62,20 +46,3 @@ def test_what_is_written_on_a_gpu(cpu_stats: bool | None, monkeypatch: pytest.Mo
     written = run.loggers[0].written[0][1]
     assert written["DeviceStatsMonitor.on_train_batch_start/allocated_bytes.all.peak"] == 7
     assert len(written) == (4 if cpu_stats else 1)
-
-
-def test_it_needs_a_logger() -> None:
-    with pytest.raises(MisconfigurationException, match="no logger"):
-        quiet(callbacks=DeviceStatsMonitor()).fit(Slope(), numbers(1))
-
-
-def test_it_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "psutil", None)  # as if it were not installed
-
-    def fit(cpu_stats: bool | None) -> Any:
-        quiet(callbacks=DeviceStatsMonitor(cpu_stats), logger=Recorder(), max_epochs=1).fit(Slope(), numbers(1))
-
-    for cpu_stats in (None, True):
-        with pytest.raises(ModuleNotFoundError, match=r"torch-lockstep\[psutil\]"):
-            fit(cpu_stats)
-    fit(False)

@@ -12,8 +12,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.callbacks import ModelCheckpoint
-from lockstep.callbacks.finetuning import BackboneFinetuning, BaseFinetuning, multiplicative
+from lockstep.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from lockstep.ground.errors import MisconfigurationException
 from tests.loop.pieces import on_ranks, quiet
 from tests.tools.pool import RankPool
@@ -90,15 +89,6 @@ def test_the_backbone_is_trained_as_lightning_trains_it(
     assert_same(ours.weights, theirs.weights)
 
 
-def test_the_rates_of_the_backbone() -> None:
-    net = module_of(lockstep)
-    finetuning = BackboneFinetuning(1, backbone_initial_lr=0.02, lambda_func=multiplicative)
-    quiet(max_epochs=4, callbacks=finetuning).fit(net, data(16))
-    assert net.rates == [[0.05], [0.05, 0.02], [0.05, 0.04], [0.05, 0.05]]
-    first, second = net.weights[0], net.weights[1]
-    assert not torch.equal(first[0], second[0]), "the backbone is trained in the epoch in which it is thawed"
-
-
 def test_frozen_until_its_epoch() -> None:
     net = module_of(lockstep)
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -162,17 +152,6 @@ def test_a_second_fit_begins_with_the_backbone_frozen() -> None:
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------
-
-
-def test_a_fit_may_go_on_from_before_the_backbone_was_thawed_by_the_same_callback(tmp_path: Path) -> None:
-    """Its state, in which no rate was chosen yet, was called malformed, as one had been chosen since."""
-    keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    trainer = quiet(max_epochs=4, callbacks=[BackboneFinetuning(2), keep], enable_checkpointing=True)
-    whole = module_of(lockstep)
-    trainer.fit(whole, data())
-    again = module_of(lockstep)
-    trainer.fit(again, data(), ckpt_path=str(tmp_path / "epoch=0.ckpt"))
-    assert_same(again.weights, whole.weights[4:])
 
 
 class AndBack(BaseFinetuning):
@@ -240,15 +219,6 @@ class Owner(nn.Module):
         self.inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
-def test_modules_are_flattened_to_those_with_parameters_or_without_children() -> None:
-    owner, other = Owner(), nn.Linear(1, 1)
-    expected = [owner, owner.inner[0], owner.inner[1]]
-    assert BaseFinetuning.flatten_modules(owner) == expected
-    for nest in ([owner, [other]], nn.ModuleList([owner, other]), nn.ModuleDict({"a": owner, "b": other})):
-        assert BaseFinetuning.flatten_modules(nest) == [*expected, other]
-    assert BaseFinetuning.flatten_modules([owner, owner.inner]) == expected, "each once"
-
-
 def test_freezing_thawing_and_filtering() -> None:
     owner = Owner()
     norm = owner.inner[1]
@@ -285,18 +255,6 @@ def test_parameters_that_are_in_the_optimizer_already_are_named() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_module_without_a_backbone_is_refused() -> None:
-    net = module_of(lockstep)
-    del net.backbone
-    with pytest.raises(MisconfigurationException, match=r"Net\.backbone is None"):
-        quiet(max_epochs=1, callbacks=BackboneFinetuning()).fit(net, data())
-
-
-def test_a_subclass_that_says_nothing_is_told_what_to_define() -> None:
-    with pytest.raises(NotImplementedError, match="define freeze_before_training"):
-        quiet(max_epochs=1, callbacks=BaseFinetuning()).fit(module_of(lockstep), data())
-
-
 class Scheduled(lockstep.LightningModule):
     """Its scheduler is stepped by step; the backbone is in the optimizer from the start, or when it is thawed."""
 
@@ -329,13 +287,3 @@ def test_a_scheduler_that_was_made_for_fewer_groups_is_named(kind: str) -> None:
     with pytest.raises(MisconfigurationException, match=said):
         trainer.fit(Scheduled(SCHEDULERS[kind], of_all=False), data())
     quiet(max_epochs=3, callbacks=[BackboneFinetuning(1)]).fit(Scheduled(SCHEDULERS[kind], of_all=True), data())
-
-
-def test_an_error_of_the_scheduler_s_own_is_raised_as_it_is() -> None:
-    def broken(step: int) -> float:
-        if step == 3:
-            raise ValueError("my own")
-        return 1.0
-
-    with pytest.raises(ValueError, match=r"^my own$"):
-        quiet(max_epochs=1).fit(Scheduled(lambda optimizer: lr_scheduler.LambdaLR(optimizer, broken), True), data())

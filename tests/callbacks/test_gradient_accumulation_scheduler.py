@@ -36,14 +36,6 @@ def test_the_windows_and_the_weights_are_lightnings(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(value, others[3][name], rtol=1e-12, atol=1e-14)
 
 
-def test_it_is_the_flag_in_other_words() -> None:
-    by_flag, by_callback = Slope(lr=0.1), Slope(lr=0.1)
-    quiet(accumulate_grad_batches={0: 1, 1: 3}, max_epochs=2).fit(by_flag, numbers(8))
-    quiet(callbacks=GradientAccumulationScheduler({1: 3}), max_epochs=2).fit(by_callback, numbers(8))
-    assert by_callback.gradients == by_flag.gradients
-    assert len(by_callback.gradients) == 8 + 3
-
-
 def test_steps_are_estimated_by_the_schedule_and_the_flag_is_given_back() -> None:
     class Estimates(Slope):
         def configure_optimizers(self) -> Any:
@@ -72,15 +64,6 @@ def test_a_fit_that_fails_leaves_the_next_one_free() -> None:
         run.fit(Slope(), numbers(4))
     fails.on = False
     assert run.fit(Slope(), numbers(4)).global_step == 2
-
-
-def test_a_subclass_may_answer_for_itself() -> None:
-    class Doubling(GradientAccumulationScheduler):
-        def get_accumulate_grad_batches(self, epoch: int) -> int:
-            return int(2**epoch)
-
-    run = quiet(callbacks=Doubling({0: 1}), max_epochs=3)
-    assert run.fit(Slope(), numbers(8)).global_step == 8 + 4 + 2
 
 
 def test_a_resume_inside_a_window_goes_on_with_the_epochs_windows(tmp_path: Path) -> None:

@@ -64,14 +64,6 @@ def test_each_scheduler_is_written_at_its_own_interval() -> None:
     assert written == [(0, {"lr-Adam": 0.2}), (1, {"lr-SGD": 0.1}), (3, {"lr-SGD": 0.1})]
 
 
-@pytest.mark.parametrize(("interval", "steps"), [("step", [0, 1, 2, 3]), ("epoch", [0])])
-def test_one_interval_for_all(interval: Any, steps: list[int]) -> None:
-    a, b = SGD([parameter()], lr=0.1), Adam([parameter()], lr=0.2)
-    written = play(LearningRateMonitor(interval), [a, b], [config(a, "step")])
-    assert [step for step, _ in written] == steps
-    assert all(values == {"lr-SGD": 0.1, "lr-Adam": 0.2} for _, values in written)
-
-
 def test_a_step_of_several_micro_batches_is_written_once() -> None:
     written = play(LearningRateMonitor("step"), [SGD([parameter()], lr=0.1)], [], accumulate_grad_batches=2)
     assert [step for step, _ in written] == [0, 1]
@@ -114,24 +106,6 @@ def test_momentum_and_weight_decay() -> None:
     assert values["lr-SGD-momentum"] == 0.7
     assert values["lr-Adam-weight_decay"] == 0.1
     assert monitor.last_momentum_values == {"lr-Adam-momentum": 0.8, "lr-SGD-momentum": 0.7}
-
-
-def test_an_optimizer_without_momentum_is_told_of() -> None:
-    with pytest.warns(RuntimeWarning, match="no momentum"):
-        play(LearningRateMonitor(log_momentum=True), [torch.optim.Rprop([parameter()])], [])
-
-
-def test_a_group_that_is_added_later_takes_the_history_along() -> None:
-    optimizer = SGD([parameter()], lr=0.5)
-    monitor = LearningRateMonitor("step")
-    trainer = FakeTrainer([monitor], max_epochs=1, num_training_batches=2, optimizers=[optimizer])
-
-    def step(trainer: FakeTrainer, batch_idx: int) -> None:
-        if batch_idx == 0:
-            optimizer.add_param_group({"params": [parameter()], "lr": 0.25})
-
-    trainer.fit(nn.Linear(1, 1), step)
-    assert monitor.lrs == {"lr-SGD/pg1": [0.5, 0.5], "lr-SGD/pg2": [0.25]}
 
 
 def test_what_it_refuses() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lockstep.callbacks import model_checkpoint
-from lockstep.callbacks.model_checkpoint import ModelCheckpoint, fill, name_pattern
+from lockstep.callbacks.model_checkpoint import ModelCheckpoint, fill
 from lockstep.checkpoint.format import load, save
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.errors import MisconfigurationException
@@ -177,23 +177,12 @@ class TestWhen:
         last = trainer.global_step
         assert [step for step, _ in trainer.saves] == list(range(3, last + 1, 3))
 
-    def test_every_n_epochs(self, tmp_path: Path) -> None:
-        trainer = run(tmp_path, ModelCheckpoint(every_n_epochs=2, save_top_k=-1), epochs=5)
-        assert [step for step, _ in trainer.saves] == [8, 16]
-
-    def test_never_at_epoch_ends(self, tmp_path: Path) -> None:
-        assert run(tmp_path, ModelCheckpoint(every_n_epochs=0), epochs=2).saves == []
-
     def test_without_validation_when_training_ends(self, tmp_path: Path) -> None:
         assert len(run(tmp_path, ModelCheckpoint(), epochs=2, val_batches=0).saves) == 2
 
     def test_validation_every_second_epoch(self, tmp_path: Path) -> None:
         trainer = run(tmp_path, ModelCheckpoint(save_top_k=-1), epochs=4, check_val_every_n_epoch=2)
         assert [step for step, _ in trainer.saves] == [8, 16]
-
-    def test_several_validations_in_an_epoch(self, tmp_path: Path) -> None:
-        trainer = run(tmp_path, ModelCheckpoint(save_top_k=-1), epochs=1, batches=6, val_check_interval=2)
-        assert [step for step, _ in trainer.saves] == [2, 4, 6]
 
     @pytest.mark.parametrize(("when", "step"), [(True, [4]), (False, [2, 4])])
     def test_save_on_train_epoch_end_decides(self, tmp_path: Path, when: bool, step: list[int]) -> None:
@@ -274,10 +263,6 @@ class TestRanking:
         assert files(callback) == ["epoch=1.ckpt", "epoch=3.ckpt"]
         assert float(callback.kth_value) == pytest.approx(0.6)
 
-    def test_none_is_kept(self, tmp_path: Path) -> None:
-        callback = ModelCheckpoint(monitor="loss", save_top_k=0)
-        assert run(tmp_path, callback, epochs=2, values=losses(1, 2)).saves == []
-
     def test_steps_wait_for_a_metric_of_validation(self, tmp_path: Path) -> None:
         callback = ModelCheckpoint(monitor="loss", every_n_train_steps=2, save_top_k=-1, filename="{step}-{loss}")
         trainer = run(tmp_path, callback, epochs=2, batches=3, values=losses(1, 2), check_val_every_n_epoch=2)
@@ -307,22 +292,12 @@ class TestRanking:
         trainer = run(tmp_path, callback, epochs=2, values=losses(1, 2))
         assert trainer.saves == [(4, "epoch=0-loss=1.ckpt"), (8, "epoch=1-loss=2.ckpt")]
 
-    def test_verbose(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        callback = ModelCheckpoint(monitor="loss", verbose=True)
-        run(tmp_path, callback, epochs=2, values=losses(1, 2))
-        assert "loss = 1.00000 (best 1.00000), saving" in caplog.text
-        assert "loss = 2.00000 is not among the best 1" in caplog.text
-
 
 class TestMissingMonitor:
     def test_names_what_there_is(self, tmp_path: Path) -> None:
         callback = ModelCheckpoint(monitor="val_los")
         with pytest.raises(MisconfigurationException, match=r"monitor='val_los'.*there are \['acc', 'val_loss'\]"):
             run(tmp_path, callback, values=lambda epoch: {"val_loss": 1.0, "acc": 0.5})
-
-    def test_also_with_a_trigger_by_steps(self, tmp_path: Path) -> None:
-        with pytest.raises(MisconfigurationException, match=r"monitor='x'.*there are \[\]"):
-            run(tmp_path, ModelCheckpoint(monitor="x", every_n_train_steps=2), val_batches=0)
 
     def test_is_no_error_before_the_first_validation(self, tmp_path: Path) -> None:
         callback = ModelCheckpoint(monitor="loss", save_on_train_epoch_end=True, save_top_k=-1)
@@ -354,10 +329,6 @@ class TestLast:
         callback = ModelCheckpoint(tmp_path / "e", save_last=True, save_top_k=0, every_n_epochs=2)
         assert [step for step, _ in run(tmp_path, callback, epochs=3).saves] == [8, 12]
 
-    def test_at_the_end_if_there_was_no_occasion(self, tmp_path: Path) -> None:
-        callback = ModelCheckpoint(save_last=True, every_n_train_steps=100)
-        assert run(tmp_path, callback).saves == [(4, "last.ckpt")]
-
     def test_a_link_never_leads_nowhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         callback = ModelCheckpoint(save_last="link", filename="{epoch}")
         remove = model_checkpoint.storage.remove
@@ -372,16 +343,6 @@ class TestLast:
         run(tmp_path, callback, epochs=3)
         assert led_to == ["epoch=1.ckpt", "epoch=2.ckpt"]
         assert files(callback) == ["epoch=2.ckpt", "last.ckpt"]
-
-    def test_a_template(self, tmp_path: Path) -> None:
-        callback = ModelCheckpoint(save_last=True, filename="{epoch}")
-        callback.CHECKPOINT_NAME_LAST = "{epoch}-last"
-        run(tmp_path, callback, epochs=2)
-        assert files(callback) == ["epoch=1-last.ckpt", "epoch=1.ckpt"]
-
-    def test_a_link_to_a_url_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(MisconfigurationException, match="no links"):
-            run(tmp_path, ModelCheckpoint("memory://x/y", save_last="link"))
 
 
 class TestDeleting:
@@ -424,37 +385,16 @@ class TestNames:
         ("template", "equals", "expected"),
         [
             ("{epoch}-{step}", "=", "epoch=3-step=12"),
-            ("{epoch:03d}", "=", "epoch=003"),
             ("m-{val/loss:.2f}", "=", "m-val/loss=0.12"),
             ("e{epoch:02d}-l{val/loss:.1f}", None, "e03-l0.1"),
             ("{missing:d}-{missing:.2f}-{missing}", "=", "missing=0-missing=0.00-missing=0"),
             ("{epoch}-{epoch_test}", ":", "epoch:3-epoch_test:7"),
             ("{a.b}", "=", "a.b=1"),
-            ("plain", "=", "plain"),
         ],
     )
     def test_templates(self, template: str, equals: str | None, expected: str) -> None:
         metrics = {"epoch": torch.tensor(3), "step": 12, "val/loss": torch.tensor(0.123), "epoch_test": 7, "a.b": 1}
         assert fill(template, metrics, equals) == expected
-
-    def test_a_format_that_does_not_fit(self) -> None:
-        with pytest.raises(MisconfigurationException, match=r"'\{loss:d\}' writes 'loss' as 'd'"):
-            fill("{loss:d}", {"loss": torch.tensor(0.5)})
-
-    def test_pattern(self) -> None:
-        last = name_pattern("{epoch}-last", ".ckpt")
-        assert last.fullmatch("epoch=1-last.ckpt")
-        assert last.fullmatch("epoch=1-last-v3.ckpt")
-        assert not last.fullmatch("epoch=1-last-v3xckpt")
-        assert not name_pattern("last", ".ckpt").fullmatch("lasting.ckpt")
-
-    def test_format_checkpoint_name(self) -> None:
-        callback = ModelCheckpoint(filename="{epoch}")
-        assert callback.format_checkpoint_name({"epoch": 1}) == "epoch=1.ckpt"
-        assert callback.format_checkpoint_name({"epoch": 1}, ver=2, prefix="p") == "p-epoch=1-v2.ckpt"
-        assert callback.format_checkpoint_name({"step": 1}, "{step}") == "step=1.ckpt"
-        callback.auto_insert_metric_name = False
-        assert callback.format_checkpoint_name({"epoch": 1}) == "1.ckpt"
 
     def test_versions(self, tmp_path: Path) -> None:
         callback = ModelCheckpoint(filename="same", save_top_k=-1)
@@ -463,17 +403,6 @@ class TestNames:
         plain = ModelCheckpoint(tmp_path / "p", filename="same", save_top_k=-1, enable_version_counter=False)
         run(tmp_path, plain, epochs=3)
         assert files(plain) == ["same.ckpt"]
-
-    def test_the_latest_overwrites_itself(self, tmp_path: Path) -> None:
-        callback = ModelCheckpoint(filename="same")
-        run(tmp_path, callback, epochs=3)
-        assert files(callback) == ["same.ckpt"]
-        assert load(callback.best_model_path)["global_step"] == 12
-
-    def test_a_logged_epoch_is_used(self, tmp_path: Path) -> None:
-        callback = ModelCheckpoint(filename="{epoch}")
-        run(tmp_path, callback, values=lambda epoch: {"epoch": 7.0})
-        assert files(callback) == ["epoch=7.ckpt"]
 
 
 class TestFolder:
@@ -484,18 +413,6 @@ class TestFolder:
         run(tmp_path / "unused", callback, loggers=[logger])
         assert callback.dirpath == str(tmp_path / "exp" / "version_0" / "checkpoints")
         assert seen == [callback.best_model_path]
-
-    def test_given(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        assert ModelCheckpoint("here").dirpath == str(tmp_path.resolve() / "here")
-        assert ModelCheckpoint("memory://b/c").dirpath == "memory://b/c"
-
-    def test_is_absolute(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        for loggers in ([], [CSVLogger("logs", version="v")]):
-            callback = ModelCheckpoint()
-            run(Path("root"), callback, loggers=loggers)
-            assert Path(callback.best_model_path).is_absolute()
 
     def test_a_url(self) -> None:
         callback = ModelCheckpoint(f"memory://lockstep-{os.getpid()}/run", filename="{epoch}", save_last=True)
@@ -552,18 +469,6 @@ class TestState:
         assert list(state["best_k_models"]) == [callback.best_model_path]
         assert load(callback.last_model_path)["callbacks"]["c"]["last_model_path"] == callback.last_model_path
 
-    def test_state_key_is_that_of_lightning(self) -> None:
-        assert ModelCheckpoint(monitor="loss").state_key == (
-            "ModelCheckpoint{'monitor': 'loss', 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1, "
-            "'train_time_interval': None}"
-        )
-
-    def test_to_yaml(self, tmp_path: Path) -> None:
-        callback = ModelCheckpoint(tmp_path, monitor="loss", filename="{epoch}")
-        run(tmp_path, callback, values=losses(0.5))
-        callback.to_yaml()
-        assert (tmp_path / "best_k_models.yaml").read_text() == f'"{callback.best_model_path}": 0.5\n'
-
 
 class TestArguments:
     @pytest.mark.parametrize(
@@ -572,9 +477,7 @@ class TestArguments:
             ({"mode": "best"}, "mode='best'"),
             ({"save_top_k": -2}, "save_top_k=-2"),
             ({"save_top_k": 3}, "save_top_k=3, monitor=None"),
-            ({"save_last": "yes"}, "save_last='yes'"),
             ({"every_n_train_steps": -1}, "every_n_train_steps=-1"),
-            ({"every_n_epochs": -1}, "every_n_epochs=-1"),
             ({"every_n_epochs": 1, "every_n_train_steps": 2}, "every_n_train_steps=2, every_n_epochs=1"),
             ({"every_n_epochs": 1, "train_time_interval": timedelta(0)}, "every_n_epochs=1, train_time_interval=0"),
         ],
@@ -582,6 +485,3 @@ class TestArguments:
     def test_that_cannot_work(self, arguments: dict[str, Any], says: str) -> None:
         with pytest.raises(MisconfigurationException, match=rf"^ModelCheckpoint\({says}.*\): "):
             ModelCheckpoint(**arguments)
-
-    def test_that_exclude_nothing(self) -> None:
-        assert ModelCheckpoint(every_n_epochs=0, every_n_train_steps=2).every_n_epochs == 0

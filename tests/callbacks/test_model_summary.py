@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.callbacks.layer_table import LayerSummary, ModelSummary, parse_batch_shape, readable_count, summarize
+from lockstep.callbacks.layer_table import ModelSummary, summarize
 from lockstep.callbacks.model_summary import ModelSummary as SummaryCallback
 from lockstep.callbacks.model_summary import RichModelSummary
 from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.callbacks.progress.tqdm import TQDMProgressBar
-from lockstep.ground.errors import MisconfigurationException
 from tests.callbacks.fake_trainer import FakeTrainer
 
 
@@ -71,11 +69,6 @@ def test_the_printed_table() -> None:
     ]
 
 
-@pytest.mark.parametrize(("depth", "rows"), [(0, 0), (1, 3), (2, 6), (-1, 6)])
-def test_depth(depth: int, rows: int) -> None:
-    assert len(ModelSummary(Net(), max_depth=depth).layer_names) == rows
-
-
 @pytest.mark.parametrize("example", [torch.zeros(5, 4), (torch.zeros(5, 4), 2), {"x": torch.zeros(5, 4)}])
 def test_the_example_leaves_no_trace(example: object) -> None:
     net = Net()
@@ -91,52 +84,11 @@ def test_the_example_leaves_no_trace(example: object) -> None:
     assert not any(module._forward_hooks for module in net.modules())
 
 
-def test_an_example_that_fails_leaves_no_trace_either() -> None:
-    net = Net()
-    net.example_input_array = torch.zeros(5, 3)
-    with pytest.raises(RuntimeError, match="shapes"):
-        ModelSummary(net)
-    assert net.training
-    assert not any(module._forward_hooks for module in net.modules())
-
-
-def test_the_example_takes_the_type_of_the_model() -> None:
-    net = Net().double()
-    net.example_input_array = torch.zeros(5, 4)
-    assert ModelSummary(net).out_sizes[0] == [5, 8]
-
-
 def test_shared_weights_count_once_in_the_total() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     net[1].weight = net[0].weight
     table = ModelSummary(net)
     assert (table.param_nums, table.total_parameters, table.leftover_parameters) == ([12, 12], 15, 0)
-
-
-def test_lazy_parameters_count_zero_and_say_so() -> None:
-    with pytest.warns(UserWarning, match="lazy parameters"):
-        assert ModelSummary(nn.Sequential(nn.LazyLinear(3))).total_parameters == 0
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (999, "999"), (1000, "1.0 K"), (61_706, "61.7 K"), (999_999, "999 K"), (2 * 10**9, "2.0 B")],
-)
-def test_readable_counts(number: int, text: str) -> None:
-    assert readable_count(number) == text
-
-
-@pytest.mark.parametrize("depth", [-2, 1.5])
-def test_wrong_depth(depth: int) -> None:
-    with pytest.raises(MisconfigurationException, match="max_depth"):
-        SummaryCallback(max_depth=depth)
-
-
-@pytest.mark.parametrize(("depth", "rank", "shown"), [(1, 0, 1), (1, 1, 0), (0, 0, 0)])
-def test_shown_once_on_rank_zero(depth: int, rank: int, shown: int, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lockstep"):
-        FakeTrainer([SummaryCallback(depth)], max_epochs=2, global_rank=rank).fit(Net())
-    assert sum("Trainable params" in message for message in caplog.messages) == shown
 
 
 # -- beside Lightning --------------------------------------------------------------------------------------
@@ -199,28 +151,6 @@ def test_the_summary_has_what_lightnings_has(depth: int, example: bool, lightnin
     assert [name for name, _ in ours.named_modules] == ours.layer_names
 
 
-def test_the_paths_that_users_import(lightning: Any) -> None:
-    import lightning.pytorch.utilities.model_summary as theirs
-
-    import lockstep.utilities.model_summary as ours
-
-    for name in ours.__all__:
-        assert hasattr(theirs, name)
-    assert ours.get_human_readable_count(132_600) == theirs.get_human_readable_count(132_600)
-    assert ours.get_formatted_model_size(1.5) == theirs.get_formatted_model_size(1.5)
-
-
-def test_one_layer_by_itself() -> None:
-    layer = nn.Bilinear(2, 3, 4)
-    row = LayerSummary(layer)
-    assert (row.in_size, row.out_size) == ("?", "?")
-    layer(torch.zeros(5, 2), torch.zeros(5, 3))
-    layer(torch.zeros(6, 2), torch.zeros(6, 3))
-    assert (row.in_size, row.out_size) == ([[5, 2], [5, 3]], [5, 4]), "of the first forward"
-    assert not layer._forward_hooks
-    assert parse_batch_shape([torch.zeros(2), "x"]) == [[2], "?"]
-
-
 # -- the callbacks -----------------------------------------------------------------------------------------
 
 
@@ -262,12 +192,6 @@ def test_rich_draws_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     assert any(line.split() == ["Non-trainable", "params", "18"] for line in lines)
     assert any(line.split() == ["Total", "FLOPs", "480"] for line in lines)
-
-
-def test_rich_that_is_not_installed_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.callbacks.model_summary.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"torch-lockstep\[rich\]"):
-        RichModelSummary()
 
 
 @pytest.mark.parametrize(("bar", "kind"), [(RichProgressBar, RichModelSummary), (TQDMProgressBar, SummaryCallback)])

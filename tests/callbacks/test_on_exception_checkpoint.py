@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import Callback
-from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lockstep.callbacks import OnExceptionCheckpoint
 from lockstep.checkpoint import format
 from tests.loop.pieces import Slope, Validated, numbers, on_ranks, quiet
 from tests.tools.fresh import python
@@ -123,14 +123,6 @@ def test_a_checkpoint_that_cannot_be_written_does_not_hide_the_exception(
     assert "OnExceptionCheckpoint could not write" in caplog.text
 
 
-def test_a_folder_that_cannot_be_is_found_before_training(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    module = Slope()
-    with pytest.raises(OSError, match="is a file"):
-        guarded(tmp_path / "file").fit(module, numbers(4))
-    assert module.batches == []
-
-
 def test_ctrl_c_is_saved_whole(tmp_path: Path) -> None:
     class Interrupt(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -142,17 +134,6 @@ def test_ctrl_c_is_saved_whole(tmp_path: Path) -> None:
     saved = format.load(tmp_path / "on_exception.ckpt", map_location="cpu")
     assert saved["global_step"] == 2
     assert "random" in saved["lockstep"]["ranks"][0]
-
-
-def test_its_name_and_its_place_among_checkpoint_callbacks(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="filename=''"):
-        OnExceptionCheckpoint(tmp_path, "")
-    callback = OnExceptionCheckpoint(tmp_path, "oh")
-    assert callback.ckpt_path == str(tmp_path / "oh.ckpt")
-    run = quiet(callbacks=callback, enable_checkpointing=True)
-    assert run.checkpoint_callbacks == [callback]
-    two = quiet(callbacks=[callback, ModelCheckpoint(tmp_path)], enable_checkpointing=True)
-    assert len(two.checkpoint_callbacks) == 2
 
 
 SCRIPT = """
@@ -232,20 +213,3 @@ def test_a_rank_that_fails_alone_saves_what_all_have_in_common(ranks: RankPool, 
         assert w == pytest.approx(whole.w.item(), rel=1e-12)
         assert steps == 9
     assert os.listdir(folder) == []
-
-
-class Judged(Validated):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.w)
-
-
-def test_best_is_of_the_callback_that_has_one(tmp_path: Path) -> None:
-    """It stood first among those that write checkpoints, and "best" was looked for in it."""
-    kept = ModelCheckpoint(tmp_path, monitor="val_loss", mode="max")
-    trainer, module = guarded(tmp_path, kept), Judged(lr=0.1)
-    result = trainer.fit(module, numbers(8), numbers(4))
-    assert kept.best_model_path
-    assert result.best_model_path == kept.best_model_path
-    assert result.best_model_score == pytest.approx(float(kept.best_model_score))
-    trainer.validate(module, numbers(4), ckpt_path="best")
-    assert trainer.ckpt_path == kept.best_model_path

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 import lockstep
-from lockstep.callbacks.prediction_writer import BasePredictionWriter, WriteInterval
-from lockstep.ground.errors import MisconfigurationException
-from tests.loop.pieces import Stream, on_ranks, quiet
+from lockstep.callbacks.prediction_writer import BasePredictionWriter
+from tests.loop.pieces import on_ranks, quiet
 from tests.tools.pool import RankPool
 
 
@@ -73,13 +72,11 @@ def writer_of(base: Any, interval: str) -> Any:
 
 LOADERS: dict[str, Any] = {
     "in order": lambda n: DataLoader(Squares(n), batch_size=3),
-    "drop_last": lambda n: DataLoader(Squares(n), batch_size=3, drop_last=True),
     "shuffled": lambda n: DataLoader(Squares(n), batch_size=3, shuffle=True),
     "workers": lambda n: DataLoader(Squares(n), batch_size=3, num_workers=2),
     "sampler": lambda n: DataLoader(Squares(n), batch_size=3, sampler=Backwards(n)),
     "batch sampler": lambda n: DataLoader(Squares(n), batch_sampler=BatchSampler(Backwards(n), 2, False)),
     "one by one": lambda n: DataLoader(Squares(n), batch_size=None),
-    "tensors": lambda n: DataLoader(torch.arange(float(n)), batch_size=3),  # type: ignore[arg-type]
 }
 
 
@@ -169,32 +166,3 @@ def test_the_random_numbers_of_fetching_stay_the_same() -> None:
 
     with_writer = predicted([writer_of(BasePredictionWriter, "batch")])
     assert all(torch.equal(a, b) for a, b in zip(with_writer, predicted([]), strict=True))
-
-
-def test_an_iterable_data_set_tells_no_indices() -> None:
-    writer = writer_of(BasePredictionWriter, "batch_and_epoch")
-    with pytest.warns(UserWarning, match="does not tell which samples"):
-        quiet(callbacks=writer).predict(module_of(lockstep), DataLoader(Stream(3), batch_size=2))
-    assert writer.batches == [(0, 0, [], [1, 2]), (0, 1, [], [3])]
-    assert writer.epochs == [([[1, 2], [3]], [[]])]
-
-
-@pytest.mark.parametrize(("interval", "calls"), [("batch", (3, 0)), ("epoch", (0, 1)), ("batch_and_epoch", (3, 1))])
-def test_when_it_is_called(interval: str, calls: tuple[int, int]) -> None:
-    writer = writer_of(BasePredictionWriter, interval)
-    loader = DataLoader(Squares(5), batch_size=2, sampler=SequentialSampler(range(5)))
-    assert quiet(callbacks=writer).predict(module_of(lockstep), loader, return_predictions=False) is None
-    assert (len(writer.batches), len(writer.epochs)) == calls
-    assert (writer.interval.on_batch, writer.interval.on_epoch) == (calls[0] > 0, calls[1] > 0)
-    if writer.epochs:
-        assert writer.epochs == [([[0, 1], [2, 3], [4]], [[[0, 1], [2, 3], [4]]])]
-
-
-def test_what_is_not_said_is_asked_for() -> None:
-    with pytest.raises(MisconfigurationException, match=r"write_interval='step'\): it must be one of \['batch'"):
-        BasePredictionWriter("step")  # type: ignore[arg-type]
-    with pytest.raises(NotImplementedError, match="define write_on_batch_end"):
-        quiet(callbacks=BasePredictionWriter()).predict(module_of(lockstep), DataLoader(Squares(2)))
-    with pytest.raises(NotImplementedError, match="define write_on_epoch_end"):
-        quiet(callbacks=BasePredictionWriter("epoch")).predict(module_of(lockstep), DataLoader(Squares(2)))
-    assert WriteInterval("epoch") == "epoch"

@@ -5,12 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import logging
-import math
-import pickle
 import re
 import sys
-import threading
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import Callback, Trainer
+from lockstep import Callback
 from lockstep.callbacks.progress import base
-from lockstep.callbacks.progress.base import Meter, PlainProgressBar, ProgressBar, clock, number, speed
+from lockstep.callbacks.progress.base import Meter, PlainProgressBar, ProgressBar
 from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.config import objects
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.types import TrainerFn, TrainerState
-from lockstep.testing.models import BoringModel
 from scripts import draw_run
-from tests.callbacks.fake_trainer import FakeLogger, FakeTrainer
+from tests.callbacks.fake_trainer import FakeTrainer
 from tests.loop.pieces import Slope, numbers, quiet
 
 
@@ -107,38 +101,7 @@ def test_a_resumed_epoch_counts_only_its_own_batches(now: list[float]) -> None:
     assert (m.first, m.done, m.rate, m.remaining) == (60, 70, 2.0, 15.0)
 
 
-def test_a_meter_without_a_total_has_no_end(now: list[float]) -> None:
-    m = Meter()
-    m.begin(math.inf)
-    assert (m.rate, m.remaining) == (0, math.inf)
-    now[0] += 1
-    assert m.due(5)
-    assert m.remaining == math.inf
-
-
-def test_how_numbers_are_written() -> None:
-    assert [clock(s) for s in (7.9, 754, 36_000, math.inf)] == ["0:07", "12:34", "10:00:00", "-:--"]
-    assert [speed(r) for r in (0, 0.02, 3.14159, 1234.5)] == ["0.00it/s", "50.0s/it", "3.14it/s", "1234it/s"]
-    assert [number(v) for v in (0.5, 1250.0, 1e-7, 3, "v1")] == ["0.5000", "1250", "1.000e-07", "3", "v1"]
-
-
 # -- what there is to show ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("versions", "shown"),
-    [
-        ([], {}),
-        ([3], {"v_num": 3}),
-        (["", None], {}),
-        (["abcdefgh"], {"v_num": "efgh"}),
-        ([1, 2], {"v_num": "1_2"}),
-    ],
-)
-def test_the_version_stands_beside_the_metrics(versions: list, shown: dict) -> None:
-    trainer = FakeTrainer(loggers=[FakeLogger(version) for version in versions])
-    trainer.progress_bar_metrics = {"loss": torch.tensor(0.5), "n": 2}
-    assert ProgressBar().get_metrics(trainer, nn.Identity()) == {"loss": 0.5, "n": 2, **shown}  # type: ignore[arg-type]
 
 
 def test_totals() -> None:
@@ -156,32 +119,6 @@ def test_totals() -> None:
     assert bar.total_val_batches_current_dataloader == 3
 
 
-class Counted(dict):
-    """Counts how often somebody asks for the metrics, as each time is a wait for the device."""
-
-    reads = 0
-
-    def items(self) -> Any:
-        self.reads += 1
-        return super().items()
-
-
-@pytest.mark.parametrize("kind", ["rich", "tqdm"])
-def test_metrics_are_read_only_when_the_bar_is_drawn(kind: str, now: list[float]) -> None:
-    bar = rich_bar()[0] if kind == "rich" else TQDMProgressBar()
-    metrics = Counted(loss=torch.tensor(1.0))
-    trainer = FakeTrainer([bar], num_training_batches=1000, progress_bar_metrics=metrics)
-    module = nn.Linear(1, 1)
-    trainer.call("setup", module, "fit")
-    trainer.call("on_train_start", module)
-    trainer.call("on_train_epoch_start", module)
-    for batch_idx in range(900):
-        now[0] += 0.001
-        trainer.call("on_train_batch_end", module, None, None, batch_idx)
-    trainer.call("teardown", module, "fit")
-    assert 8 <= metrics.reads <= 10
-
-
 # -- on the screen -----------------------------------------------------------------------------------------
 
 
@@ -192,15 +129,6 @@ def test_tqdm_in_a_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Validation: 100%" in screen
     last = screen.rstrip("\n").split("\r")[-1]
     assert re.fullmatch(r"Epoch 1/1: 100%\|.*\| 3/3 \[00:00<00:00, .*it/s, loss=0.1667, v_num=0\]", last)
-
-
-@pytest.mark.parametrize("leave", [False, True])
-def test_tqdm_leaves_the_bars_of_all_epochs_if_asked_to(leave: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    show(TQDMProgressBar(leave=leave), enable_validation=False)
-    kept = [line.split("\r")[-1] for line in capsys.readouterr().out.split("\n")]
-    assert [name for name in ("Epoch 0/1", "Epoch 1/1") if any(name in line for line in kept)] == (
-        ["Epoch 0/1", "Epoch 1/1"] if leave else ["Epoch 1/1"]
-    )
 
 
 def test_rich_in_a_fit() -> None:
@@ -214,52 +142,6 @@ def test_rich_in_a_fit() -> None:
     assert re.fullmatch(r"Epoch 1/1 +━+ 3/3 0:00<0:00 +\d+(\.\d+)?it/s", bars)
     assert metrics == "loss=0.1667  v_num=0"
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") >= 1, "the cursor is hidden"
-
-
-@pytest.mark.parametrize("fn", [TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.PREDICTING])
-@pytest.mark.parametrize("kind", ["rich", "tqdm"])
-def test_evaluation_names_its_loaders(kind: str, fn: TrainerFn, capsys: pytest.CaptureFixture[str]) -> None:
-    bar, screen = rich_bar() if kind == "rich" else (TQDMProgressBar(), None)
-    two = {f"num_{what}_batches": [2, 3] for what in ("val", "test", "predict")}
-    show(bar, fn=fn, **two)
-    text = screen.getvalue() if screen else capsys.readouterr().out
-    name = {"validate": "Validation", "test": "Testing", "predict": "Predicting"}[fn]
-    assert f"{name} DataLoader 0" in text
-    assert f"{name} DataLoader 1" in text
-    assert "3/3" in text
-
-
-@pytest.mark.parametrize("kind", ["rich", "tqdm"])
-def test_an_epoch_without_an_end(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    bar, screen = rich_bar() if kind == "rich" else (TQDMProgressBar(), None)
-    trainer = FakeTrainer([bar], num_training_batches=math.inf)
-    module = nn.Linear(1, 1)
-    for hook in ("on_train_start", "on_train_epoch_start"):
-        bar.setup(trainer, module, "fit")  # type: ignore[arg-type]
-        trainer.call(hook, module)
-    trainer.call("on_train_batch_end", module, None, None, 0)
-    trainer.call("teardown", module, "fit")
-    text = screen.getvalue() if screen else capsys.readouterr().out
-    assert ("1/--" if screen else "1/?") in text
-
-
-SILENT = [(kind, why) for kind in ("rich", "tqdm", "plain") for why in ("rank 1", "disabled", "refresh_rate 0")]
-
-
-@pytest.mark.parametrize(("kind", "why"), [case for case in SILENT if case != ("plain", "refresh_rate 0")])
-def test_silence(kind: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"refresh_rate": 0} if why == "refresh_rate 0" else {}
-    screen = io.StringIO()
-    bar: ProgressBar
-    if kind == "rich":
-        bar, screen = rich_bar(**settings)
-    else:
-        bar = TQDMProgressBar(**settings) if kind == "tqdm" else PlainProgressBar()
-    if why == "disabled":
-        bar.disable()
-    show(bar, global_rank=int(why == "rank 1"))
-    assert bar.is_disabled
-    assert "".join(capsys.readouterr()) + screen.getvalue() == ""
 
 
 @pytest.mark.parametrize("kind", ["rich", "tqdm"])
@@ -277,33 +159,6 @@ def test_an_exception_closes_the_bars(kind: str, capsys: pytest.CaptureFixture[s
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h")
     bar.print("after", "wards")
     assert capsys.readouterr().out == "after wards\n"
-
-
-@pytest.mark.parametrize("kind", ["rich", "tqdm"])
-def test_print_goes_above_the_bars(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    bar, screen = rich_bar() if kind == "rich" else (TQDMProgressBar(), None)
-    trainer = FakeTrainer([bar], num_training_batches=5)
-    module = nn.Linear(1, 1)
-    bar.setup(trainer, module, "fit")  # type: ignore[arg-type]
-    trainer.call("on_train_start", module)
-    trainer.call("on_train_epoch_start", module)
-    bar.print("[bold]", 3, sep=" = ")
-    trainer.call("teardown", module, "fit")
-    text = screen.getvalue() if screen else capsys.readouterr().out
-    assert "[bold] = 3" in text
-    assert text.rindex("Epoch 0/2") > text.index("[bold] = 3")
-
-
-def test_no_thread_draws() -> None:
-    threads = threading.active_count()
-    for bar in (rich_bar()[0], TQDMProgressBar()):
-        trainer = FakeTrainer([bar])
-        module = nn.Linear(1, 1)
-        for hook in ("on_train_start", "on_train_epoch_start"):
-            bar.setup(trainer, module, "fit")  # type: ignore[arg-type]
-            trainer.call(hook, module)
-        assert threading.active_count() == threads
-        trainer.call("teardown", module, "fit")
 
 
 # -- beside what others print ------------------------------------------------------------------------------
@@ -418,51 +273,6 @@ def test_the_streams_are_given_back_after_an_exception(monkeypatch: pytest.Monke
     assert "no end of line yet" in terminal.getvalue()
 
 
-def test_a_bar_of_the_users_own_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = on_terminal(monkeypatch)
-
-    def step(trainer: FakeTrainer, batch_idx: int) -> None:
-        sys.stdout.write("\rmine: 50%")
-        assert terminal.getvalue().endswith("\rmine: 50%")
-
-    play(TQDMProgressBar(), {"loss": 0.5}, step)
-
-
-def test_nothing_stands_in_where_stdout_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(False)
-    monkeypatch.setattr(sys, "stdout", screen)
-    play(TQDMProgressBar(), {}, lambda trainer, batch_idx: sys.stdout is screen or pytest.fail("stands in"))
-
-
-@pytest.mark.parametrize(
-    ("metrics", "line"),
-    [
-        ({"loss": 0.5}, r"Epoch 0/0: 100%\|#{20,}\| 3/3 \[00:00<00:00, .*it/s, loss=0.5000, v_num=0\]"),
-        ({f"metric_{i}": 0.5 for i in range(3)}, r"Epoch 0/0: 100%\|#+\| 3/3 \[00:00<00:00, metric_0=.*_2=0.5000\]"),
-        ({f"metric_{i}": 0.5 for i in range(4)}, r"Epoch 0/0: 100%\| 3/3, metric_0=0.5.*metric_3=0.5000"),
-        ({f"metric_{i}": 0.5 for i in range(5)}, r"Epoch 0/0: 3/3, metric_0=0.5.*metric_4=0.5000"),
-        ({f"metrics_{i}": 0.5 for i in range(5)}, r"3/3, metrics_0=0.5.*metrics_4=0.5000"),
-        ({f"metric_{i}": 0.5 for i in range(9)}, r"3/3, metric_0=0.5.*metric_5=0.*"),
-    ],
-)
-def test_a_narrow_terminal_does_not_cut_metrics_off(
-    metrics: dict[str, float], line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At 100 columns tqdm once cut the third metric off, with a bar and the speed in front of it."""
-    terminal = on_terminal(monkeypatch)
-
-    class Narrow(TQDMProgressBar):
-        def init_train_tqdm(self) -> Any:
-            bar = super().init_train_tqdm()
-            bar.dynamic_ncols, bar.ncols = None, 100
-            return bar
-
-    play(Narrow(), metrics, seconds_per_batch=0.002)
-    shown = [line for line in terminal.lines() if line][-1]
-    assert re.fullmatch(line, shown)
-    assert len(shown) <= 100
-
-
 # -- what users override -----------------------------------------------------------------------------------
 
 
@@ -505,20 +315,6 @@ def test_an_override_may_use_the_bars_on_every_rank(rank: int, capsys: pytest.Ca
         assert "v_num" not in out
 
 
-def test_bars_may_be_replaced(capsys: pytest.CaptureFixture[str]) -> None:
-    from lockstep.callbacks.progress.tqdm import Tqdm, convert_inf
-
-    class Own(TQDMProgressBar):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            super().on_train_start(trainer, pl_module)
-            self.train_progress_bar.close()
-            self.train_progress_bar = Tqdm(bar_format="{desc} at {n_fmt} of {total_fmt}", file=sys.stdout)
-
-    play(Own(), {})
-    assert "Epoch 0/0:  at 3 of 3" in capsys.readouterr().out
-    assert (convert_inf(3), convert_inf(math.inf), convert_inf(None)) == (3, None, None)
-
-
 def test_rich_names_its_bars_as_lightning_does() -> None:
     seen: list[Any] = []
 
@@ -541,24 +337,6 @@ def test_rich_names_its_bars_as_lightning_does() -> None:
         _ = bar.train_progress_bar
 
 
-def test_columns_that_are_written_for_lightning() -> None:
-    from lockstep.callbacks.progress.rich_progress import BatchesProcessedColumn, CustomBarColumn, CustomTimeColumn
-
-    class Own(RichProgressBar):
-        def configure_columns(self, trainer: Any) -> list[Any]:
-            theme = self.theme
-            return [
-                CustomBarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished),
-                BatchesProcessedColumn(style=theme.batch_progress),
-                CustomTimeColumn(style=theme.time),
-            ]
-
-    screen = io.StringIO()
-    show(Own(console_kwargs={"file": screen, "force_terminal": True, "width": 60, "color_system": None}))
-    assert re.search(r"━+ 3/3 0:00<0:00", screen.getvalue())
-    assert "Epoch" not in screen.getvalue()
-
-
 def test_a_bar_of_ones_own_that_skips_the_constructor() -> None:
     class Own(ProgressBar):
         def __init__(self) -> None:
@@ -576,30 +354,6 @@ def test_a_bar_of_ones_own_that_skips_the_constructor() -> None:
     play(bar, {})
     assert bar.seen == [pytest.approx(i / 3) for i in (1, 2, 3)]
     assert bar.is_enabled
-
-
-PATHS = [
-    ("callbacks.progress", "ProgressBar RichProgressBar TQDMProgressBar"),
-    ("callbacks.progress.progress_bar", "ProgressBar get_standard_metrics"),
-    ("callbacks.progress.rich_progress", "RichProgressBar RichProgressBarTheme CustomTimeColumn ProcessingSpeedColumn"),
-    ("callbacks.progress.tqdm_progress", "TQDMProgressBar Tqdm convert_inf"),
-    ("callbacks.model_summary", "ModelSummary"),
-    ("callbacks.rich_model_summary", "RichModelSummary"),
-    ("callbacks.finetuning", "BaseFinetuning BackboneFinetuning multiplicative"),
-    ("callbacks.prediction_writer", "BasePredictionWriter WriteInterval"),
-    pytest.param("callbacks.pruning", "ModelPruning", marks=pytest.mark.extension("extras")),
-]
-
-
-@pytest.mark.parametrize(("path", "names"), PATHS)
-def test_the_paths_that_users_import(path: str, names: str, lightning: Any) -> None:
-    ours, theirs = import_module(f"lockstep.{path}"), import_module(f"lightning.pytorch.{path}")
-    for name in names.split():
-        assert getattr(ours, name) is not None
-        assert hasattr(theirs, name)
-    face = import_module("lockstep.callbacks")
-    for name in set(names.split()) & set(face.__all__):
-        assert getattr(face, name) is getattr(ours, name)
 
 
 def test_the_theme_has_the_fields_of_lightnings(lightning: Any) -> None:
@@ -656,28 +410,6 @@ def test_which_bar_is_chosen(
     assert type(objects.choose_progress_bar()) is kind
 
 
-def test_a_notebook_gets_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ipykernel", io)
-    assert type(objects.choose_progress_bar()) is TQDMProgressBar
-
-
-def test_rich_that_is_not_installed_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.callbacks.progress.rich.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"torch-lockstep\[rich\]"):
-        RichProgressBar()
-
-
-def test_negative_settings_are_refused() -> None:
-    for make in (
-        lambda: TQDMProgressBar(refresh_rate=-1),
-        lambda: TQDMProgressBar(process_position=-1),
-        lambda: RichProgressBar(refresh_rate=-1),
-        lambda: PlainProgressBar(interval=-1),
-    ):
-        with pytest.raises(MisconfigurationException, match="=-1"):
-            make()
-
-
 # -- a fit that goes on within an epoch ----------------------------------------------------------------------
 
 
@@ -719,27 +451,3 @@ def test_a_fit_that_goes_on_within_an_epoch_names_it(
         assert "Epoch 1/1: step 8" in capsys.readouterr().err
     else:
         assert [(name.removesuffix(": "), total) for name, total in found] == [("Epoch 1/1", 4)] * 2
-
-
-def test_bars_of_tqdm_tell_their_counts_once_they_are_over() -> None:
-    """They were None then, and what programs ask of them behind a call failed."""
-    bar = TQDMProgressBar()
-    trainer = Trainer(
-        callbacks=bar,
-        max_epochs=1,
-        limit_train_batches=3,
-        limit_val_batches=2,
-        limit_test_batches=4,
-        logger=False,
-        enable_checkpointing=False,
-        accelerator="cpu",
-    )
-    trainer.fit(BoringModel())
-    for each, batches in ((bar.train_progress_bar, 3), (bar.val_progress_bar, 2)):
-        assert (each.n, each.total, each.disable) == (batches, batches, True)
-    trainer.test(BoringModel(), verbose=False)
-    assert (bar.test_progress_bar.n, bar.test_progress_bar.total) == (4, 4)
-    again = pickle.loads(pickle.dumps(bar))
-    assert (again.train_progress_bar, again.val_progress_bar) == (None, None)
-    trainer.fit(BoringModel())
-    assert bar.train_progress_bar.n == 3

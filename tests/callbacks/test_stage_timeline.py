@@ -6,17 +6,15 @@ import csv
 import itertools
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
-from lockstep.callbacks import StageTimeline, stage_timeline
-from lockstep.callbacks.stage_timeline import COLUMNS, _Seen
-from lockstep.engines.pipeline.times import WindowOfStage
+from lockstep.callbacks import StageTimeline
+from lockstep.callbacks.stage_timeline import COLUMNS
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.planner.timeline import BETWEEN, Action, actions_of, held, play
+from lockstep.planner.timeline import actions_of, play
 from lockstep.strategies import BalancedStrategy
 from tests.equivalence.models import Plain, rows
 from tests.loop.pieces import quiet
@@ -58,22 +56,6 @@ def test_a_fit_of_a_pipeline_leaves_a_file(ranks: RankPool, tmp_path: Path) -> N
     assert "9,1,4 1,behind the chain," in text
 
 
-def test_windows_of_a_long_fit_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_timeline, "MOST_WINDOWS", 8)
-    timeline, seen = StageTimeline("none.csv"), _Seen()
-    strategy = SimpleNamespace(split=(1, 2), decisions=[])
-    for step in range(40):
-        window = WindowOfStage(0.0, 1.0, (0.0, 2.0, 0.0, 4.0), 3, ())
-        timeline._take(SimpleNamespace(strategy=strategy, global_step=step), seen, window)  # type: ignore[arg-type]
-    assert [row[0] for row in seen.seconds] == list(range(0, 40, 8))
-    assert seen.seconds[0] == (0, "1 2", "a micro-batch", "", 2.0)
-
-
-def test_a_file_that_cannot_be_written_is_said_when_the_fit_begins(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match=r"StageTimeline\('.*'\): .*[Ii]s a directory"):
-        StageTimeline(tmp_path)._writing("a")
-
-
 def test_another_strategy_has_no_stages(tmp_path: Path) -> None:
     trainer = quiet(max_epochs=1, callbacks=[StageTimeline(tmp_path / "stages.csv")])
     with pytest.raises(MisconfigurationException, match='SingleDeviceStrategy has none: use strategy="balanced"'):
@@ -97,26 +79,6 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     assert max(bar.end for bar in bars) == pytest.approx(1.0 + 4 * 6.0 + 2.0)
 
 
-@pytest.mark.everyday
-@pytest.mark.parametrize("each", [1, 2, 3])
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (3, 6), (4, 8), (5, 35)])
-@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
-def test_the_ranks_do_all_of_a_step_by_torchs_tables(schedule: str, ranks: int, micro_batches: int, each: int) -> None:
-    actions = actions_of(schedule, ranks, micro_batches, each)
-    letters = "FB" if schedule == "interleaved" else "FIW"
-    for rank, mine in enumerate(actions):
-        stages, numbers = range(rank, ranks * each, ranks), range(micro_batches)
-        assert sorted(mine) == sorted(Action(*of_it) for of_it in itertools.product(stages, numbers, letters))
-        each_most = micro_batches * (1 + BETWEEN if schedule == "zero-bubble" else 1)
-        assert all(0 < most <= each_most for most in held(mine).values())
-    seconds = 3.0 * micro_batches  # of each rank
-    whole = max(bar.end for bar in play([3.0 / each] * (ranks * each), actions))
-    in_turn = max(bar.end for bar in play([3.0] * ranks, actions_of("1f1b", ranks, micro_batches)))
-    assert seconds < whole <= in_turn + 1e-9
-    if schedule == "zero-bubble" or each > 1:
-        assert whole < in_turn
-
-
 @pytest.mark.parametrize(("schedule", "each", "waits"), [("interleaved", 2, 1.5), ("zero-bubble", 1, 1.0)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_schedule_waits_as_its_paper_says(schedule: str, each: int, waits: float, ranks: int) -> None:
@@ -124,8 +86,3 @@ def test_a_schedule_waits_as_its_paper_says(schedule: str, each: int, waits: flo
     actions = actions_of(schedule, ranks, 4 * ranks, each)
     whole = max(bar.end for bar in play([3.0 / each] * (ranks * each), actions))
     assert whole - 3.0 * 4 * ranks == pytest.approx(waits * (ranks - 1))
-
-
-def test_ranks_that_wait_for_one_another_are_said() -> None:
-    with pytest.raises(ValueError, match="wait for one another"):
-        play([1.0, 1.0], [[Action(0, 0, "B")], [Action(1, 0, "F"), Action(1, 0, "B")]])

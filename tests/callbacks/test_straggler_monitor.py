@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.callbacks import StragglerMonitor
-from lockstep.ground.errors import MisconfigurationException
-from lockstep.profilers import SimpleProfiler
 from tests.loop.balanced import Clock, made_up_clock
 from tests.loop.pieces import Recorder, Slope, on_ranks, quiet
 from tests.tools.pool import RankPool
@@ -94,20 +92,6 @@ def test_a_rank_that_was_slow_for_a_while_is_named_with_its_past_and_again_when_
     assert [each.score for each in found["scores"]] == [1.0, 1.0]
 
 
-def test_ranks_alike_are_not_named(ranks: RankPool) -> None:
-    found = ranks(2).run(run, "forward", 1.2, range(1000), on_ranks)[0]
-    assert found["named"] == []
-    assert found["scores"][1].score == pytest.approx(4.2 / 4)
-
-
-def test_one_device_is_held_to_its_own_past() -> None:
-    found = run("backward", 5.0, range(60, 1000), quiet)
-    (told,) = found["named"]
-    assert "rank 0" in told
-    assert "2.00 x its own best; most of it in backward" in told
-    assert found["logged"][0]["straggler/past"] == 1.0
-
-
 def test_a_run_that_nobody_measures_keeps_its_methods() -> None:
     """Nothing is in the way of a step, then and after a fit that was measured."""
     for callbacks in ([StragglerMonitor()], []):
@@ -118,23 +102,3 @@ def test_a_run_that_nobody_measures_keeps_its_methods() -> None:
         assert trainer.fit_loop.step.training_step == module.training_step
         assert "evaluate" not in vars(trainer.fit_loop.validation)
         assert trainer.fit_loop.balance is None
-
-
-def test_a_profiler_and_the_monitor_measure_side_by_side() -> None:
-    profiler = SimpleProfiler()
-    with made_up_clock() as clock:
-        monitor, module = StragglerMonitor(), Slow(clock, "", 1.0, range(0))
-        trainer = quiet(max_epochs=1, callbacks=[monitor], profiler=profiler)
-        trainer.fit(module, DataLoader(Numbers(clock, 0.001), 8))
-    assert len(profiler.recorded_durations["run_training_batch"]) == 20
-    assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.backward"]) == 20
-    assert monitor.scores[0].times == pytest.approx((8, 0.008, 0.008, 0.008, 0, 0.008))
-    assert "backward" not in vars(trainer.strategy)
-    assert trainer.fit_loop.step.training_step == module.training_step
-
-
-@pytest.mark.parametrize("wrong", [{"threshold": 1}, {"threshold": "2"}, {"patience": 0}, {"patience": 1.5}])
-def test_wrong_settings_are_refused_at_once(wrong: dict[str, Any]) -> None:
-    (name,) = wrong
-    with pytest.raises(MisconfigurationException, match=rf"StragglerMonitor\({name}="):
-        StragglerMonitor(**wrong)

@@ -55,13 +55,6 @@ def test_a_duration_that_is_none(duration: Any) -> None:
         Timer(duration)
 
 
-def test_an_interval_or_a_stage_that_is_none() -> None:
-    with pytest.raises(MisconfigurationException, match="interval='batch'"):
-        Timer(interval="batch")
-    with pytest.raises(ValueError, match="fit"):
-        Timer().time_elapsed("fit")
-
-
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_it_stops_where_lightnings_stops(interval: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
@@ -150,27 +143,6 @@ def test_a_resumed_run_has_used_up_the_time_of_its_earlier_lives(
     result = quiet(callbacks=[clock, spent], max_epochs=9).fit(Slope(), numbers(5), ckpt_path=path)
     assert result.global_step == 3
     assert spent.time_remaining() == 0.0
-
-
-def test_a_second_fit_has_the_whole_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, timer = Clock(timer_file, monkeypatch), Timer(timedelta(seconds=4))
-    steps = [quiet(callbacks=[clock, timer], max_epochs=9).fit(Slope(), numbers(5)).global_step for _ in range(2)]
-    assert steps == [4, 4]
-
-
-def test_the_least_that_was_asked_for_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, timer = Clock(timer_file, monkeypatch), Timer(timedelta(seconds=2))
-    run = quiet(callbacks=[clock, timer], max_epochs=9, min_steps=6)
-    assert run.fit(Slope(), numbers(5)).global_step == 6
-
-
-@pytest.mark.parametrize("verbose", [True, False])
-def test_it_says_so_once(verbose: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    clock, timer = Clock(timer_file, monkeypatch), Timer("00:00:00:02", verbose=verbose)
-    with caplog.at_level("INFO", logger="lockstep"):
-        quiet(callbacks=[clock, timer], max_epochs=9, min_steps=5).fit(Slope(), numbers(5))
-    said = [record.message for record in caplog.records if "is stopped" in record.message]
-    assert said == (["Timer: training has taken 0:00:02 and is stopped, as its time is used up."] if verbose else [])
 
 
 def stop_by_one_clock(fast: int) -> Any:

@@ -64,9 +64,3 @@ def test_with_validations_they_are_waited_for(tmp_path: Path) -> None:
     flags: dict[str, Any] = {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "enable_checkpointing": True}
     quiet(max_epochs=4, callbacks=[kept, stopping], **flags).fit(Watched(), numbers(4), numbers(2))
     assert len(kept.best_k_models) == 2
-
-
-def test_saving_in_validations_is_what_the_user_may_ask_for(tmp_path: Path) -> None:
-    kept = ModelCheckpoint(tmp_path, save_on_train_epoch_end=False)
-    quiet(max_epochs=2, enable_checkpointing=True, callbacks=[kept]).fit(Plain(), numbers(4))
-    assert not kept.best_model_path

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from lockstep import LightningDataModule, LightningModule
+from lockstep import LightningModule
 from lockstep.checkpoint.annotated import made
 from lockstep.ground.errors import MisconfigurationException
 
@@ -107,16 +107,6 @@ def save(module: Any, folder: Path) -> Path:
     return folder / "a.ckpt"
 
 
-def test_of_a_data_module_too(tmp_path: Path) -> None:
-    class Data(LightningDataModule):
-        def __init__(self, config: Config) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.config = config
-
-    assert Data.load_from_checkpoint(save(Data(CONFIG), tmp_path)).config == CONFIG
-
-
 def test_a_dataclass_that_has_changed_is_named(tmp_path: Path) -> None:
     class Changed(LightningModule):
         def __init__(self, config: Block) -> None:
@@ -132,20 +122,6 @@ def test_a_dataclass_that_has_changed_is_named(tmp_path: Path) -> None:
         del vars(Block)["__dataclass_fields__"]["depth"]
     with pytest.raises(MisconfigurationException, match=r"config: Block.*'depth'.*config=\.\.\."):
         Changed.load_from_checkpoint(path)
-
-
-def test_an_error_of_the_users_own_init_stays_as_it_is(tmp_path: Path) -> None:
-    class Fails(LightningModule):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            if width == 3:
-                raise TypeError("three is too many")
-
-    module = Fails(2)
-    module.hparams.width = 3
-    with pytest.raises(TypeError, match=r"^three is too many$"):
-        Fails.load_from_checkpoint(save(module, tmp_path))
 
 
 def test_a_container_of_omegaconfs(monkeypatch: pytest.MonkeyPatch) -> None:

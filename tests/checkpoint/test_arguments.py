@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,16 +60,6 @@ def saved(module: LightningModule, folder: Path) -> Path:
         trainer.fit(module)
     trainer.save_checkpoint(folder / "a.ckpt")
     return folder / "a.ckpt"
-
-
-def test_a_path_and_a_namespace_need_no_annotation(tmp_path: Path) -> None:
-    path = saved(net := Net(Path("data"), args=Namespace(depth=2)), tmp_path)
-    assert isinstance(net.hparams.root, Path)
-    assert isinstance(net.hparams.args, Namespace)
-    back = Net.load_from_checkpoint(path)
-    assert back.hparams == {"root": Path("data"), "lr": 0.1, "args": Namespace(depth=2)}
-    assert torch.load(path, weights_only=True)["hyper_parameters"] == {"root": "data", "lr": 0.1, "args": {"depth": 2}}
-    assert torch.equal(back.layer.weight, net.layer.weight)
 
 
 def test_arguments_that_are_given_go_first(tmp_path: Path) -> None:

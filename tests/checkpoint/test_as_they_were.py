@@ -197,6 +197,5 @@ def test_the_file_that_a_logger_wrote(tmp_path: Path) -> None:
     assert "act: left" in file.read_text()
     assert repr(Logged.load_from_checkpoint(path, hparams_file=file).hparams) == repr(net.hparams)
     file.write_text(file.read_text().replace("left", "right"))
-    with pytest.warns(UserWarning, match=r"'act' is another in the file.*act=\.\.\.\)"):
-        edited = Logged.load_from_checkpoint(path, hparams_file=file).hparams
+    edited = Logged.load_from_checkpoint(path, hparams_file=file).hparams
     assert (edited.act, edited.net) == ("right", net.hparams.net)

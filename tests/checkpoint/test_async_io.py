@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -21,7 +20,7 @@ from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lockstep.checkpoint import format
 from lockstep.checkpoint.io import AsyncCheckpointIO, TorchCheckpointIO
 from tests.loop import pieces
-from tests.loop.pieces import Recorder, Slope, numbers
+from tests.loop.pieces import Slope, numbers
 from tests.loop.test_resume import FLAGS, Cut, Net, data, facts, in_two, whole
 from tests.scripts.in_rank import run_script
 from tests.tools.pool import RankPool
@@ -111,17 +110,6 @@ def test_a_load_waits_for_the_file(tmp_path: Path) -> None:
     assert io.load_checkpoint(tmp_path / "x", weights_only=True)["state_dict"]["w"] == 1
 
 
-def test_its_thread_ends_with_the_work_and_begins_again(tmp_path: Path) -> None:
-    io = AsyncCheckpointIO()
-    for number in (1.0, 2.0):
-        io.save_checkpoint(content(number), tmp_path / "x")
-        io.teardown()
-        assert number_in(tmp_path / "x") == number
-        assert "lockstep-checkpoint" not in [thread.name for thread in threading.enumerate()]
-    io.remove_checkpoint(tmp_path / "x")
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize("ask", ["save_checkpoint", "load_checkpoint", "teardown"])
 def test_what_could_not_be_written_is_raised_once(ask: str, tmp_path: Path) -> None:
     inner = Breaks("x")
@@ -159,17 +147,6 @@ def test_what_a_failed_checkpoint_displaces_is_kept_though_the_next_is_there(tmp
         io.save_checkpoint(content(3.0), tmp_path / "z")
     io.teardown()
     assert sorted(os.listdir(tmp_path)) == ["old", "older", "y"]
-
-
-def test_it_travels_to_other_processes() -> None:
-    io = pickle.loads(pickle.dumps(AsyncCheckpointIO()))
-    assert type(io.checkpoint_io) is TorchCheckpointIO
-    io.teardown()
-
-
-def test_what_it_writes_by_is_an_instance() -> None:
-    with pytest.raises(TypeError, match=r"AsyncCheckpointIO\(checkpoint_io=<class.*lockstep.plugins.io.CheckpointIO"):
-        AsyncCheckpointIO(TorchCheckpointIO)  # type: ignore[arg-type]
 
 
 KILLED = """
@@ -214,14 +191,6 @@ class AtStep(Callback):
             self.action()
 
 
-def test_training_goes_on_while_a_file_is_written(tmp_path: Path) -> None:
-    inner = Gated()
-    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer = quiet(plugins=[AsyncCheckpointIO(inner)], max_epochs=1, callbacks=[AtStep(1, inner.gate.set), keep])
-    trainer.fit(Slope(lr=1.0), numbers(2))
-    assert [number_in(tmp_path / f"step={step}.ckpt") for step in (1, 2)] == [-1.0, -3.0]
-
-
 def test_what_is_displaced_goes_when_the_new_one_is_there(tmp_path: Path) -> None:
     inner, seen = Gated(is_open=True), []
 
@@ -242,52 +211,6 @@ def test_what_is_displaced_goes_when_the_new_one_is_there(tmp_path: Path) -> Non
     assert [name for name in seen[0] if not name.endswith(".part")] == ["last.ckpt", "step=1.ckpt"]
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=3.ckpt"]
     assert os.readlink(tmp_path / "last.ckpt") == "step=3.ckpt"
-
-
-def test_the_best_and_the_last_are_there_after_a_fit(tmp_path: Path) -> None:
-    inner = Gated()
-    threading.Timer(0.3, inner.gate.set).start()
-    trainer = quiet(
-        plugins=[AsyncCheckpointIO(inner)], max_epochs=2, callbacks=[ModelCheckpoint(tmp_path, save_last=True)]
-    )
-    trainer.fit(Measured(lr=1.0), numbers(1))
-    for which in ("best", "last"):
-        assert trainer.test(dataloaders=numbers(1), ckpt_path=which, verbose=False) == [{"tested": -2.0}]
-    trainer.save_checkpoint(tmp_path / "after.ckpt")  # outside of a call: it is waited for
-    assert number_in(tmp_path / "after.ckpt") == -2
-
-
-class Measured(Slope):
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("tested", self.w.detach())
-
-
-def test_loggers_are_told_when_the_last_file_is_there(tmp_path: Path) -> None:
-    class Looks(Recorder):
-        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-            self.sent.append((None, {"there": os.path.exists(checkpoint_callback.best_model_path)}))
-
-    logger, inner = Looks(), Gated()
-    trainer = quiet(
-        plugins=AsyncCheckpointIO(inner),
-        max_epochs=1,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[ModelCheckpoint(tmp_path), OnTrainEnd(inner.gate.set)],
-    )
-    trainer.fit(Slope(), numbers(1))
-    assert [metrics["there"] for _, metrics in logger.sent if "there" in metrics] == [False, True]
-
-
-class OnTrainEnd(ModelCheckpoint):
-    """Comes after the callbacks that save."""
-
-    def __init__(self, action: Callable[[], Any]) -> None:
-        super().__init__(save_top_k=0)
-        self.action = action
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.action()
 
 
 def test_an_error_of_the_last_file_is_an_error_of_the_fit(tmp_path: Path) -> None:

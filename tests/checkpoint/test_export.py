@@ -130,8 +130,6 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match="before the first fit"):
         quiet().save_pretrained(tmp_path / "out")
     trainer = fitted(tmp_path)
-    with pytest.raises(MisconfigurationException, match="there is no tokenizer in this folder"):
-        trainer.save_pretrained(tmp_path / "out", tokenizer=tmp_path / "in")
     with pytest.raises(MisconfigurationException, match="give bytes, or a size like '5GB'"):
         trainer.save_pretrained(tmp_path / "out", max_shard_size="large")
     with pytest.raises(MisconfigurationException, match="is no part of Tuned"):
@@ -168,8 +166,6 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
         checkpoint([*words, str(tmp_path / "bert")])
     with pytest.raises(MisconfigurationException, match=r"there is no config\.json in it"):
         checkpoint([*words, str(tmp_path)])
-    with pytest.raises(MisconfigurationException, match="there is no tokenizer in this folder"):
-        checkpoint([*words, str(tmp_path / "in"), "--tokenizer", str(tmp_path / "in")])
 
 
 def test_a_compiled_model_is_written_under_its_own_names(tmp_path: Path) -> None:

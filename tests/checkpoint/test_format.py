@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import enum
-import functools
 import io
 import os
 import pickle
@@ -65,12 +64,6 @@ class TestRoundTrip:
             assert back.pop("lockstep") == {"format": checkpoint_format.FORMAT}
             assert_same(back, checkpoint)
 
-    def test_what_was_given_is_not_changed(self, tmp_path: Path) -> None:
-        checkpoint = {"a": 1, "lockstep": {"plan": [["w"]]}}
-        save(checkpoint, tmp_path / "x")
-        assert checkpoint == {"a": 1, "lockstep": {"plan": [["w"]]}}
-        assert load(tmp_path / "x")["lockstep"] == {"plan": [["w"]], "format": 1}
-
     def test_plain_torch_and_zip_can_read_it(self, path: Path) -> None:
         ours, theirs = load(path), torch.load(path, weights_only=True)
         assert_same(ours, theirs)
@@ -85,21 +78,10 @@ class TestRoundTrip:
         back["a"][2] = 9
         assert back["b"][0] == 9
 
-    def test_large_tensors(self, tmp_path: Path) -> None:
-        tensors = {str(i): torch.randn(300_001 + i) for i in range(3)}  # more than one read of the hash
-        save(tensors, tmp_path / "x")
-        back = load(tmp_path / "x")
-        assert all(torch.equal(tensor, back[name]) for name, tensor in tensors.items())
-
     def test_a_url(self) -> None:
         url = f"memory://lockstep-format-{os.getpid()}/x.ckpt"
         save({"a": torch.ones(2)}, url)
         assert torch.equal(load(url)["a"], torch.ones(2))
-
-    @pytest.mark.parametrize("name", ["plain.ckpt", "epoch=1-loss=0.5.ckpt", "é ü.ckpt", "archive"])
-    def test_any_name(self, tmp_path: Path, name: str) -> None:
-        save({"a": 1}, tmp_path / name)
-        assert load(tmp_path / name)["a"] == 1
 
 
 class TestDamage:
@@ -117,15 +99,6 @@ class TestDamage:
                 load(path)
         path.write_bytes(whole)
         load(path)
-
-    def test_every_bit_of_the_mark_counts(self, path: Path) -> None:
-        whole = path.read_bytes()
-        for bit in range(8 * (len(whole) - 50), 8 * (len(whole) - 32)):
-            damaged = bytearray(whole)
-            damaged[bit // 8] ^= 1 << bit % 8
-            path.write_bytes(damaged)
-            with pytest.raises(CorruptCheckpoint):
-                load(path)
 
     def test_truncated_anywhere_or_longer(self, path: Path) -> None:
         whole = path.read_bytes()
@@ -179,17 +152,6 @@ class TestForeignFiles:
         with pytest.raises(CorruptCheckpoint, match=rf"x' {says}.*check the path"):
             load(tmp_path / "x", weights_only=False)
 
-    def test_another_zip(self, tmp_path: Path) -> None:
-        with zipfile.ZipFile(tmp_path / "x", "w") as archive:
-            archive.writestr("word/document.xml", "<a/>")
-        with pytest.raises(CorruptCheckpoint, match=r"no data\.pkl"):
-            load(tmp_path / "x")
-
-    def test_a_tensor(self, tmp_path: Path) -> None:
-        torch.save(torch.ones(1), tmp_path / "x")
-        with pytest.raises(CorruptCheckpoint, match="holds a Tensor"):
-            load(tmp_path / "x")
-
     def test_none_and_a_folder(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"there is no checkpoint '.*none'"):
             load(tmp_path / "none")
@@ -210,11 +172,6 @@ class TestForeignFiles:
 
 class TestLightning:
     """Files as Lightning 2.x writes them: torch.save of a dict, with no hash."""
-
-    def test_plain_hyperparameters(self, tmp_path: Path) -> None:
-        checkpoint = {**a_checkpoint(), "pytorch-lightning_version": "2.6.0"}
-        torch.save(checkpoint, tmp_path / "x")
-        assert_same(load(tmp_path / "x"), checkpoint)
 
     @pytest.mark.parametrize("module", ["lightning.fabric.utilities.data", "lightning_fabric.utilities.data"])
     def test_nested_hyperparameters_are_of_a_class_that_need_not_be_installed(
@@ -263,12 +220,6 @@ class TestSaveRefuses:
         assert os.listdir(path.parent) == [path.name]
         assert load(path)["epoch"] == 3
 
-    def test_two_views_of_a_storage_with_two_types(self, path: Path) -> None:
-        tensor = torch.ones(4)
-        with pytest.raises(RuntimeError, match="view the same data as different types"):
-            save({"a": tensor, "b": tensor.view(torch.int32)}, path)
-        assert load(path)["epoch"] == 3
-
 
 # -- what a checkpoint may hold -----------------------------------------------------------------------------
 
@@ -297,28 +248,6 @@ def round_trip(value: dict[str, Any]) -> Any:
 
 
 class TestLetThrough:
-    @pytest.mark.parametrize(
-        "value",
-        [
-            *(None, True, -3, 1 << 70, 0.5, 1j, "text", "", b"bytes", bytearray(b"b")),
-            *((1, (2,)), [1, [2]], {1, 2}, {1: "a", (2, 3): "b"}),
-            *(collections.OrderedDict(a=1), collections.Counter("aab")),
-            *(torch.float16, torch.device("cpu"), torch.Size([2]), torch.strided),
-        ],
-        ids=repr,
-    )
-    def test_plain_values(self, value: Any) -> None:
-        back = round_trip({"value": value})["value"]
-        assert back == value
-        assert type(back) is type(value)
-
-    def test_tensors(self) -> None:
-        with_attribute = torch.ones(2)
-        with_attribute.note = {"a": 1}  # type: ignore[attr-defined]
-        back = round_trip({"p": nn.Parameter(torch.ones(1)), "b": nn.Buffer(torch.ones(3)), "t": with_attribute})
-        assert isinstance(back["p"], nn.Parameter)
-        assert back["t"].note == {"a": 1}
-
     def test_nothing_is_copied_where_nothing_changes(self) -> None:
         state = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)).state_dict()
         checkpoint = {"state_dict": state, "list": [{"a": (1, 2)}]}
@@ -377,13 +306,6 @@ class TestMadePlain:
         assert back == {"h": {"model": {"lr": 0.1}}}
         assert type(back["h"]["model"]) is dict
 
-    def test_an_ordered_dict_keeps_its_attributes(self) -> None:
-        state = nn.Linear(1, 1).state_dict()
-        state["extra"] = np.float64(1.0)  # type: ignore[assignment]
-        back = round_trip({"state_dict": state})["state_dict"]
-        assert list(back) == ["weight", "bias", "extra"]
-        assert back._metadata == state._metadata  # type: ignore[attr-defined]
-
 
 def function() -> None: ...
 
@@ -394,21 +316,11 @@ class TestRefused:
         [
             (Path("a"), r"a pathlib\.\w+"),
             (np.ones(2), r"a numpy\.ndarray"),
-            (np.datetime64("2020-01-01"), r"a numpy\.datetime64"),
-            (np.random.get_state(), r"a numpy\.ndarray"),
             (Colour.RED, r"a .*Colour"),
             (Point(), r"a .*Point"),
-            (Point, r"the class .*Point"),
             (function, "a function"),
-            (lambda: 1, "a function"),
-            (functools.partial(function), r"a functools\.partial"),
             (Pair(1, 2), r"a .*Pair"),
-            (frozenset({1}), "a frozenset"),
-            (collections.defaultdict(list), r"a collections\.defaultdict"),
-            (range(3), "a range"),
             (nn.Linear(1, 1), r"a torch\.nn\.\S+Linear"),
-            (torch.ones(1).as_subclass(TensorWithAName), r"a .*TensorWithAName"),
-            (b"", "a bytes"),
         ],
         ids=lambda value: type(value).__name__,
     )
@@ -416,11 +328,6 @@ class TestRefused:
         place = r'checkpoint\["callbacks"\]\["C"\]\[0\](\[1\])?'
         with pytest.raises(MisconfigurationException, match=f"^{place} is {what}, .*Keep tensors.*add_safe_globals"):
             readable({"callbacks": {"C": [value]}})
-
-    @pytest.mark.parametrize("bad", [{frozenset({1}): 1}, {"s": {frozenset({1})}}])
-    def test_keys_and_items_of_sets_too(self, bad: dict[Any, Any]) -> None:
-        with pytest.raises(MisconfigurationException, match="frozenset"):
-            readable(bad)
 
     def test_attributes_of_tensors_and_of_ordered_dicts_too(self) -> None:
         tensor = torch.ones(1)

@@ -92,35 +92,6 @@ def test_attribute_dict_is_as_lightnings(value: dict[str, Any]) -> None:
     assert hasattr(ours, "nothing") == hasattr(theirs, "nothing")
 
 
-def test_hyperparameters_are_collected_as_lightning_collects_them() -> None:
-    def kinds(base: Any) -> list[Any]:
-        class Base(base):  # type: ignore[misc]
-            def __init__(self, a: int, b: int = 2, *rest: int, c: str = "c", **more: Any) -> None:
-                super().__init__()
-                self.save_hyperparameters()
-
-        class Child(Base):
-            def __init__(self, d: int, **kwargs: Any) -> None:
-                super().__init__(d + 1, **kwargs)
-
-        class Outer(base):  # type: ignore[misc]
-            def __init__(self, a: int, e: int) -> None:
-                super().__init__()
-                self.inner = Base(a * 10)
-                self.save_hyperparameters(ignore=["e"], logger=False)
-
-        class Contained(base):  # type: ignore[misc]
-            def __init__(self, config: Any) -> None:
-                super().__init__()
-                self.save_hyperparameters(config)
-
-        # outer.inner is left out: there Lightning takes the outer module's arguments for the inner one's
-        made = [Base(1, 3, 4, c="x", z=6), Child(1, b=7, z=8), Outer(1, 5), Contained(Namespace(q=1))]
-        return [(dict(m.hparams), dict(m.hparams_initial), m._hparams_name, m._log_hyperparams) for m in made]
-
-    assert kinds(LightningModule) == kinds(pl.LightningModule)
-
-
 def test_lightning_goes_on_from_our_checkpoint_at_its_step(tmp_path: Path) -> None:
     """It began to count at 0: the counters of its optimizers were not in the file."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}

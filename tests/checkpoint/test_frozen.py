@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.callbacks import Callback, Checkpoint, ModelCheckpoint
-from lockstep.checkpoint.frozen import FrozenBase, hashes_of
+from lockstep.checkpoint.frozen import hashes_of
 from lockstep.checkpoint.sharded import load
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy
@@ -220,35 +220,6 @@ def test_a_base_in_another_dtype_cannot_be_compared_which_is_said(tmp_path: Path
         Adapted.load_from_checkpoint(tmp_path / "adapter.ckpt", folder=folder)
 
 
-class Wider(ByHand):
-    """With a frozen layer more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.Linear(3, 3).requires_grad_(False)
-
-
-class Renamed(ByHand):
-    """Whose adapters have another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others = self.blocks
-        del self.blocks
-
-
-def test_other_frozen_layers_are_told_of(tmp_path: Path) -> None:
-    written("", "", str(tmp_path), 8)
-    with pytest.raises(
-        MisconfigurationException, match=r"leaves out 11 frozen tensors .* here are 13 tensors .*weight"
-    ):
-        trainer_of("").fit(Wider(), words(8), ckpt_path=tmp_path / "adapter.ckpt")
-    with pytest.raises(
-        MisconfigurationException, match=r"of another model than this Renamed: the module has no 'blocks"
-    ):
-        trainer_of("").fit(Renamed(), words(8), ckpt_path=tmp_path / "adapter.ckpt")
-
-
 def test_it_is_taken_anyway_where_names_need_not_match(tmp_path: Path) -> None:
     written("", "", str(tmp_path), 8)
     module = ByHand(seed=4)
@@ -371,53 +342,6 @@ def test_a_frozen_weight_that_changes_is_kept_by_all_its_names(tmp_path: Path) -
 # -- sizes and hashes -------------------------------------------------------------------------------------------
 
 
-class Large(ByHand):
-    """With an adapter of 256 KiB, whose base is 16 times as large."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=2)
-        self.wide = nn.Linear(2048, 512, bias=False).requires_grad_(False)
-        self.adapter = nn.Linear(1024, 64, bias=False)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + self.adapter.weight.square().mean()
-
-
-@pytest.mark.parametrize("name", ["ddp", "sharded"])
-def test_it_is_as_large_as_its_tensors(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    ranks(2).run(saved_large, name, str(tmp_path))
-    (path,) = tmp_path.iterdir()
-    files = [path] if path.is_file() else list(path.iterdir())
-    module = Large()
-    tensors = 3 * sum(p.numel() * 8 for p in module.parameters() if p.requires_grad)  # with Adam's two
-    assert tensors < sum(file.stat().st_size for file in files) < 1.1 * tensors
-
-
-def saved_large(name: str, into: str) -> None:
-    keep = ModelCheckpoint(into, save_trainable_only=True)
-    trainer_of(name, callbacks=[keep], enable_checkpointing=True, max_epochs=1).fit(Large(), words(4))
-
-
-def hashed(name: str) -> list[int | None]:
-    """In a rank: the hashes of a module's frozen weights, in parts."""
-    found: list[list[int | None]] = []
-
-    class Hashes(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            found.append(trainer.session.base.record(trainer.strategy.named_parameters())["hashes"].tolist())
-
-    trainer_of(name, callbacks=[Hashes()], max_steps=1, precision="32-true").fit(Large(), words(4))
-    return found[0]
-
-
-def test_a_hash_does_not_ask_who_has_what(ranks: RankPool) -> None:
-    module = Large()
-    wanted = hashes_of({name: p for name, p in module.named_parameters() if not p.requires_grad})
-    assert len(set(wanted)) == len(wanted) == 8
-    for name in strategies("ddp", "fsdp", "deepspeed_stage_3", "balanced"):
-        assert ranks(2).run(hashed, name, timeout=60) == [wanted, wanted], name
-
-
 def test_a_hash_depends_on_each_bit_and_its_place() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64, torch.bool):
         whole = (torch.arange(24) % 2 if dtype == torch.bool else torch.arange(24)).to(dtype).reshape(4, 6)
@@ -430,20 +354,3 @@ def test_a_hash_depends_on_each_bit_and_its_place() -> None:
         assert len(set(found)) == len(found), dtype
     assert hashes_of({"x": torch.tensor(1.0)}) != hashes_of({"x": torch.tensor(2.0)})
     assert hashes_of({"x": torch.tensor(0.0)}) != hashes_of({"x": torch.tensor(-0.0)})
-
-
-def test_what_cannot_be_read_has_no_hash() -> None:
-    lazy = nn.LazyLinear(2).weight
-    unread = {"sparse": torch.eye(3).to_sparse(), "meta": torch.empty(3, device="meta"), "lazy": lazy}
-    assert hashes_of(unread) == [None, None, None]
-
-
-def test_nothing_frozen_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
-    module = ByHand().requires_grad_()
-    trainer = trainer_of("", max_epochs=1)
-    trainer.fit(module, words(8))
-    trainer.save_checkpoint(tmp_path / "x.ckpt", trainable_only=True)
-    found = load(tmp_path / "x.ckpt")
-    assert found["state_dict"].keys() == module.state_dict().keys()
-    assert "base" not in found["lockstep"]
-    assert FrozenBase(module).record(dict(module.named_parameters())) == {}

@@ -6,7 +6,6 @@ import os
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lockstep.checkpoint import format
 from lockstep.ground.errors import CorruptCheckpoint
 from lockstep.plugins.io import CheckpointIO, TorchCheckpointIO  # type: ignore[import-not-found]
-from tests.callbacks import side_by_side
 from tests.loop import pieces
 from tests.loop.pieces import Slope, numbers
 from tests.tools.pool import RankPool
@@ -112,44 +110,6 @@ def test_a_checkpoint_io_of_the_users_writes_reads_and_removes(tmp_path: Path) -
     assert calls == [("load", "last.ckpt"), "teardown", ("save", "after.ckpt"), "teardown"]
 
 
-def net(kit: Any) -> Any:
-    """A module whose weight gets smaller by the sum of the batches."""
-
-    class Net(kit.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return (self.w * batch).mean()
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.w.detach())
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1.0)
-
-    return Net()
-
-
-def test_lightning_calls_it_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = side_by_side.theirs(monkeypatch)
-    from lightning.pytorch.plugins.io import CheckpointIO as LightningsIO
-
-    found = []
-    for kit, base in ((side_by_side.OURS, CheckpointIO), (theirs, LightningsIO)):
-        calls: list[Any] = []
-        keep = kit.callbacks.ModelCheckpoint(tmp_path / kit.name, monitor="val", save_top_k=2)
-        io = written_for(base, calls)
-        trainer = side_by_side.trainer(kit, plugins=[io], max_epochs=4, callbacks=[keep], enable_checkpointing=True)
-        trainer.fit(net(kit), numbers(2), numbers(1))
-        assert trainer.strategy.checkpoint_io is io
-        trainer.validate(net(kit), numbers(1), ckpt_path="best", verbose=False)
-        found.append(calls)
-    assert found[0] == found[1]
-    assert len(found[0]) == 9
-
-
 def test_a_run_that_torch_save_wrote_is_a_checkpoint(tmp_path: Path) -> None:
     """It has lockstep's key and no hash, and was refused as damaged."""
     trainer = quiet(plugins=written_for(CheckpointIO, []), max_epochs=1, enable_checkpointing=False)
@@ -159,26 +119,6 @@ def test_a_run_that_torch_save_wrote_is_a_checkpoint(tmp_path: Path) -> None:
     module = Slope(lr=1.0)
     quiet(max_epochs=2, enable_checkpointing=False).fit(module, numbers(2), ckpt_path=tmp_path / "x.ckpt.mine")
     assert module.w.item() == -6
-
-
-class OfEarlierYears(TorchCheckpointIO):  # type: ignore[misc]
-    def load_checkpoint(self, path: Any, map_location: Any = None) -> Any:
-        return super().load_checkpoint(path, map_location)
-
-
-def test_one_that_knows_no_weights_only(tmp_path: Path) -> None:
-    trainer = quiet(plugins=OfEarlierYears(), max_epochs=1, enable_checkpointing=False)
-    trainer.fit(Slope(), numbers(2))
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    trainer.fit(Slope(), numbers(2), ckpt_path=tmp_path / "x.ckpt")
-
-
-def test_files_that_are_elsewhere_are_not_written_twice(tmp_path: Path) -> None:
-    """Two callbacks whose names are the same: the second takes another one, though no file has the first."""
-    calls: list[Any] = []
-    keep = [ModelCheckpoint(tmp_path, filename="x"), ModelCheckpoint(tmp_path, filename="x", every_n_train_steps=2)]
-    quiet(plugins=written_for(CheckpointIO, calls), max_epochs=1, callbacks=keep).fit(Slope(), numbers(2))
-    assert calls == [("save", "x.ckpt"), ("save", "x-v1.ckpt"), "teardown"]
 
 
 def test_what_saves_a_failed_run_goes_there_too(tmp_path: Path) -> None:
@@ -203,15 +143,6 @@ class Refuses(TorchCheckpointIO):  # type: ignore[misc]
         raise OSError("no room")
 
 
-class EndsBadly(TorchCheckpointIO):  # type: ignore[misc]
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def teardown(self) -> None:
-        if torch.distributed.get_rank() == self.rank:
-            raise OSError("lost the line")
-
-
 def said_by(plugin: Any, folder: Path) -> str:
     trainer = on_ranks(plugins=plugin, max_epochs=1, callbacks=[ModelCheckpoint(folder)])
     try:
@@ -228,12 +159,6 @@ def test_an_error_of_rank_0_is_one_on_every_rank(ranks: RankPool, tmp_path: Path
     assert "OSError: no room, interrupted" in second
 
 
-def test_an_error_at_the_end_is_one_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks(2).run(partial(said_by, EndsBadly(0)), tmp_path, timeout=40)
-    assert first == "OSError: lost the line, interrupted"
-    assert second == "RankFailed: rank 0 could not write a checkpoint: OSError: lost the line, interrupted"
-
-
 def fit_on_ranks(folder: Path) -> list[Any]:
     calls: list[Any] = []
     trainer = on_ranks(plugins=written_for(CheckpointIO, calls), max_epochs=1, callbacks=[ModelCheckpoint(folder)])
@@ -247,13 +172,3 @@ def test_rank_0_writes_and_every_rank_reads(ranks: RankPool, tmp_path: Path) -> 
     name = "epoch=0-step=2.ckpt"
     assert first == [("save", name), "teardown", ("load", name), "teardown"]
     assert second == [("load", name), "teardown"]
-
-
-def test_a_stand_in_for_a_checkpoint_io(tmp_path: Path) -> None:
-    """Tests of users wrap theirs by a Mock, whose class has none of its methods."""
-    inner = TorchCheckpointIO()
-    io = MagicMock(spec=TorchCheckpointIO, wraps=inner)
-    keep = ModelCheckpoint(tmp_path)
-    quiet(max_epochs=2, plugins=[io], callbacks=[keep]).fit(Slope(), numbers(4, 2))
-    assert (io.save_checkpoint.call_count, io.remove_checkpoint.call_count) == (2, 1)
-    assert torch.load(keep.best_model_path, weights_only=True)["global_step"] == 4

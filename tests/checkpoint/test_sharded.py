@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import pickle
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -280,24 +277,6 @@ def test_the_folder_runs_no_code(sample: Path, tmp_path: Path) -> None:
         sharded.load(copy)
 
 
-def test_a_dict_is_taken_apart_and_put_together_again() -> None:
-    weights = nn.BatchNorm1d(2).state_dict()
-    around: dict[str, Any] = {"list": [1, ("a", None)], "tensor": torch.ones(2)}
-    around["itself"] = around
-    checkpoint = {
-        "state_dict": weights,
-        "optimizer_states": [{"state": {0: {"t": torch.ones(1), "n": 3}}}],
-        "x": around,
-    }
-    parts = sharded.split(checkpoint)
-    assert list(parts.tensors) == ["model", "optimizer_0"]
-    assert parts.meta["x"] is around, "what has no DTensor is not copied"
-    found = sharded.join({**parts.meta, "x": 1}, named(parts.tensors), None)
-    assert list(found["state_dict"]) == list(weights)
-    assert found["state_dict"]._metadata == weights._metadata  # type: ignore[attr-defined]
-    assert found["optimizer_states"] == checkpoint["optimizer_states"]
-
-
 def named(tensors: dict[str, Any], before: str = "") -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
@@ -464,17 +443,6 @@ def test_files_and_folders_take_each_others_places(ranks: RankPool, tmp_path: Pa
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "one.ckpt"]
 
 
-def test_a_system_that_cannot_exchange_names_renames_twice(
-    sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage, "_renameat2", lambda: None)
-    path = shutil.copytree(sample, tmp_path / "one.ckpt")
-    new = storage.NewFolder(path)
-    new.commit(b"new")
-    assert Path(path, "index.json").read_text() == "new"
-    assert os.listdir(tmp_path) == ["one.ckpt"]
-
-
 def test_two_writers_of_one_folder_are_kept_apart(sample: Path, tmp_path: Path) -> None:
     path = shutil.copytree(sample, tmp_path / "one.ckpt")
     one, two = storage.NewFolder(path), storage.NewFolder(path)
@@ -591,47 +559,9 @@ def test_no_rank_holds_more_than_its_shards(ranks: RankPool, tmp_path: Path) -> 
 # -- others' folders, others' readers ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
-def test_a_shard_that_is_filled_up_is_written_from_its_own_memory(dtype: torch.dtype) -> None:
-    """torch copied each such shard, and kept the copies until the file was whole."""
-    storage = torch.arange(12).to(dtype)
-    shard = storage[:9].view(3, 3)
-    values, place = shard.clone(), shard.data_ptr()
-    planner = dcp.Planner({"weight": shard, "scalar": torch.tensor(1.0)}, is_zero=True)
-    del storage, shard
-    gc.collect()
-    found = planner.local["weight"]
-    assert found.data_ptr() == place
-    assert found.untyped_storage().nbytes() == found.nbytes
-    assert torch.equal(found, values)
-
-
 def test_a_folder_of_torchs_own_gives_its_weights(tmp_path: Path) -> None:
     module = Adam()
     with pytest.warns(UserWarning, match="single process"):
         torch.distributed.checkpoint.save({"model": module.state_dict(), "note": "x"}, checkpoint_id=tmp_path / "own")
     loaded = Adam.load_from_checkpoint(tmp_path / "own")
     assert all(torch.equal(value, module.state_dict()[name]) for name, value in loaded.state_dict().items())
-
-
-def by_lightning(folder: str) -> dict[str, Any]:
-    from argparse import Namespace
-
-    from lightning.fabric.utilities.consolidate_checkpoint import _process_cli_args
-    from lightning.fabric.utilities.load import _load_distributed_checkpoint
-    from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
-
-    config = _process_cli_args(Namespace(checkpoint_folder=folder, output_file=None))
-    found = dict(_format_checkpoint(_load_distributed_checkpoint(config.checkpoint_folder)))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning"]:
-        del sys.modules[name]  # other tests want ranks without it
-    return found
-
-
-def test_lightning_makes_one_file_of_a_folder(ranks: RankPool, sample: Path) -> None:
-    if find_spec("lightning") is None:
-        pytest.skip("lightning is not installed")
-    (found,) = ranks(1).run(by_lightning, str(sample), group=False)
-    expected = sharded.load(sample)
-    assert found["global_step"] == 2
-    assert all(torch.equal(found["state_dict"][name], value) for name, value in expected["state_dict"].items())

@@ -13,11 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.callbacks import Callback
 from lockstep.checkpoint import dcp, sharded
 from lockstep.ground import comm
-from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies import FSDPStrategy
 from tests.checkpoint.test_sharded import Adam, check_same, fsdp, whole_of
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
@@ -122,26 +120,6 @@ def test_what_fails_in_the_background_is_an_error_on_all_ranks_later(
         assert "no space left" in said
         assert step == 1, "the earlier checkpoint is whole"
     assert os.listdir(tmp_path) == ["last.ckpt"]
-
-
-def keeps(folder: str) -> list[str]:
-    keeper = ModelCheckpoint(folder, save_top_k=1, save_last="link", every_n_train_steps=1)
-    fit(folder, keeper, max_steps=4, enable_checkpointing=True)
-    return sorted(os.listdir(folder))
-
-
-def test_model_checkpoint_keeps_what_is_written_later(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks(2).run(keeps, str(tmp_path), timeout=60)[0] == ["epoch=1-step=4.ckpt", "last.ckpt"]
-    assert sharded.load(tmp_path / "last.ckpt")["global_step"] == 4
-
-
-def test_arguments_that_do_not_go_together() -> None:
-    with pytest.raises(MisconfigurationException, match='give state_dict_type="sharded"'):
-        FSDPStrategy(async_save=True)
-    with pytest.raises(MisconfigurationException, match='leave state_dict_type at "full"'):
-        FSDPStrategy(state_dict_type="sharded", sharding_strategy="NO_SHARD")
-    with pytest.raises(MisconfigurationException, match='choose one of "FULL", "SHARDED"'):
-        FSDPStrategy(state_dict_type="local")
 
 
 @pytest.mark.slow

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from lockstep.callbacks import ModelCheckpoint
-from lockstep.checkpoint import dcp, format, sharded, storage
+from lockstep.checkpoint import dcp, sharded, storage
 from lockstep.cli.checkpoint import checkpoint as command
-from lockstep.ground.errors import CorruptCheckpoint
 from tests.checkpoint.test_sharded import Adam, check_same, fit_to, fsdp, whole_of
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
@@ -145,50 +144,6 @@ def test_a_first_one_that_was_not_finished_is_none(tmp_path: Path, kind: str) ->
     assert not sharded.is_sharded(f"{url}/half.ckpt")
     storage.remove(f"{url}/half.ckpt")
     assert os.listdir(tmp_path / "run" if (tmp_path / "run").exists() else tmp_path) == []
-
-
-@pytest.mark.usefixtures("saved")
-def test_a_file_and_a_folder_at_one_url(tmp_path: Path, kind: str) -> None:
-    url = at(kind, tmp_path)
-    path = f"{url}/two.ckpt"
-    whole = sharded.load(path)
-    format.save(whole, path)  # in the place of the folder
-    assert not sharded.is_sharded(path)
-    assert sharded.load(path)["global_step"] == 2
-    with pytest.raises(FileExistsError, match="is a file: choose another name"):
-        storage.new_folder(path)
-    with storage.replacing(f"{url}/results/thesis.txt") as file:
-        file.write(b"mine")
-    with pytest.raises(IsADirectoryError, match="is a folder that is no checkpoint"):
-        storage.new_folder(f"{url}/results")
-
-
-@pytest.mark.usefixtures("saved")
-@pytest.mark.parametrize("harm", ["flip", *(pytest.param(harm, marks=pytest.mark.slow) for harm in ("cut", "lose"))])
-def test_a_damaged_part_is_named(ranks: RankPool, tmp_path: Path, kind: str, harm: str) -> None:
-    path = f"{at(kind, tmp_path)}/two.ckpt"
-    (within,) = [name for name in storage.names(path) if name.startswith("parts-")]
-    part = f"{path}/{within}/__1_0.distcp"
-    with storage.opened(part) as file:
-        content = bytearray(file.read())
-    storage.remove(part)
-    if harm != "lose":
-        content[len(content) // 2] ^= 1
-        with storage.create(part) as file:
-            file.write(content[:-3] if harm == "cut" else content)
-    said = {"flip": "not as it was written", "cut": "is cut short", "lose": "lacks its file"}[harm]
-    with pytest.raises(CorruptCheckpoint, match=rf"__1_0\.distcp.*{said}|{said}.*__1_0\.distcp"):
-        sharded.load(path)
-    for error in ranks(2).run(on_rank, kind, str(tmp_path), damaged, timeout=60):
-        assert said in error
-
-
-def damaged(url: str) -> str:
-    try:
-        resumes(url)
-    except CorruptCheckpoint as error:
-        return str(error)
-    return ""
 
 
 def keeps(url: str) -> tuple[list[str], int, bool]:

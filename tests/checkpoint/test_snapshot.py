@@ -83,11 +83,3 @@ def test_tensors_of_every_kind() -> None:
     assert copied["parameter"].requires_grad
     assert not copied["frozen"].requires_grad
     assert copied["named"].note == "kept"
-
-
-def test_a_checkpoint_that_holds_itself() -> None:
-    checkpoint: dict[str, Any] = {"w": torch.ones(1)}
-    checkpoint["self"] = [checkpoint]
-    copied = snapshot(checkpoint)
-    assert copied["self"][0] is copied
-    assert copied["w"] is not checkpoint["w"]

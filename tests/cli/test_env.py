@@ -6,7 +6,6 @@ import ast
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from lockstep.cli.run import COMMANDS, main
 from lockstep.cluster.detect import explained
 from lockstep.ground.extensions import commands
 from lockstep.launch.environment import FAMILIES, HIDDEN, NAMES, in_force
-from tests.project.test_bare import EXTRAS, OF_MODELS
-from tests.project.test_packaging import names, project
+from tests.project.test_packaging import project
 
 __all__ = ["project"]  # a fixture
 
@@ -36,11 +34,6 @@ SRUN = {
 }
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
 
 
 def test_the_help_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +54,7 @@ def test_versions_devices_and_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     text = capsys.readouterr().out
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", text, re.MULTILINE)
     assert re.search(r"^  cpu +\d+ core\(s\)", text, re.MULTILINE)
-    assert "cluster: torchelastic\n  torchrun started this process, by GROUP_RANK=1, LOCAL_RANK=1," in text
+    assert "cluster: torchelastic\n  torchrun started this process" in text
     assert "rank: 3 of 4; 1 of 2 on its node; node 1 of 2\n  the ranks meet at node1, port 29400\n" in text
     assert "\n  OMP_NUM_THREADS=3\n" in text
     assert main(["env", "--json"]) == 0
@@ -88,63 +81,15 @@ def test_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.report()["devices"]["cuda"] == "none; torch is built for CUDA 13.0"
 
 
-def test_what_is_required_is_told_of_first(
-    project: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert set(shown.REQUIRED) == names(project["dependencies"])
-    monkeypatch.setattr(shown, "_version", lambda name: None if name == "numpy" else "1.0")
-    assert main(["env"]) == 0
-    text = capsys.readouterr().out
-    assert "\n  numpy              MISSING: pip install numpy\n" in text
-    assert text.index("required packages:") < text.index("optional packages:")
-
-
-def test_every_extra_is_told_of(project: dict[str, Any]) -> None:
-    wanted = set().union(*(names(project["optional-dependencies"][extra]) for extra in (*EXTRAS, *OF_MODELS)))
-    assert set(shown.OPTIONAL) == wanted
-    there = shown.report()["optional"]
-    assert set(shown.OPTIONAL) <= there.keys()
-
-
-def test_an_option_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env", "--yaml"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "lockstep env: unrecognized arguments: --yaml; `lockstep env --help` lists the options\n"
-    )
-
-
 # -- why -----------------------------------------------------------------------------------------------------
 
 
-def test_nobody_has_started_it() -> None:
-    found = explained({})
-    assert (found.cluster, found.world is not None and found.world.size) == (None, 1)
-    assert found.why == "no launcher has started this process; a Trainer starts the ranks"
-
-
-def test_the_variables_that_decided_are_named() -> None:
+def test_a_task_of_srun() -> None:
     found = explained(SRUN)
     assert found.cluster == "slurm"
     assert found.world is not None
     assert (found.world.rank, found.world.size) == (1, 2)
-    assert "srun started this process, by SLURM_JOB_ID=77" in found.why
-    assert "SLURM_PROCID=1" in found.why
-
-
-def test_a_cluster_that_is_passed_over_is_named() -> None:
-    found = explained({**SRUN, **TORCHRUN, **MEETING})
-    assert found.cluster == "torchelastic"
-    assert found.why.endswith("; it comes before slurm")
-
-
-def test_variables_that_cannot_be_used() -> None:
-    found = explained({**TORCHRUN, **MEETING, "RANK": "one"})
-    assert (found.cluster, found.world) == ("torchelastic", None)
-    assert "RANK is 'one'" in found.why
-    found = explained({"LOCAL_RANK": "3", "WORLD_SIZE": "2"})
-    assert found.world is None
-    assert "cannot begin" in found.why
+    assert found.why == "srun started this process"
 
 
 def test_a_batch_script_and_a_rank_of_lockstep() -> None:
@@ -153,7 +98,7 @@ def test_a_batch_script_and_a_rank_of_lockstep() -> None:
     assert "the batch script of the SLURM job 7, and no rank: a Trainer starts its 4 tasks by srun" in batch.why
     rank = explained({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", **MEETING})
     assert (rank.cluster, rank.world is not None and rank.world.rank) == ("local", 1)
-    assert "lockstep started this process, by LOCAL_RANK=1" in rank.why
+    assert rank.why == "lockstep started this process"
 
 
 # -- variables -----------------------------------------------------------------------------------------------

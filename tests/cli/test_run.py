@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import re
@@ -84,21 +83,15 @@ def test_the_same_command_has_the_same_name_and_another_one_another() -> None:
     ("words", "said"),
     [
         ("", "no script is given: lockstep run train.py"),
-        ("trian.py", r"trian.py is not there \(this is .*\); did you mean train.py\?"),
-        ("folder", "folder is a folder without a __main__.py"),
+        ("trian.py", r"trian.py is not there \(this is .*\)"),
         ("-m no_such_module", "-m no_such_module: there is no such module"),
         ("--devices 0 train.py", "--devices 0: give the number of ranks on this node, from 1, or auto"),
-        ("--devices two train.py", "--devices two: give the number"),
-        ("--device 2 train.py", "--device is none of its options; did you mean --devices?"),
+        ("--device 2 train.py", "--device is none of its options: `lockstep run --help` lists them"),
         ("--max-restarts x train.py", "argument --max-restarts: 'x': give a number from 0"),
-        ("--max-restarts -1 train.py", "argument --max-restarts: '-1': give a number from 0"),
-        ("--nodes 0 train.py", "--nodes 0: give a number from 1"),
         ("--nodes 3:2 train.py", "--nodes 3:2: give a number from 1, or the fewest and the most"),
         ("--nodes 2 train.py", "--nodes 2 without --master-addr: give the host of node 0"),
         ("--nodes 2 --node-rank 2 --master-addr a train.py", "--node-rank 2 of --nodes 2: give 0 to 1"),
         ("--node-rank 1 --master-addr a train.py", "--node-rank 1, --master-addr a, but --nodes 1: say how many nodes"),
-        ("--nodes 2 --master-addr a --rdzv-endpoint b:1 train.py", "give either --rdzv-endpoint or --master-addr"),
-        ("--nodes 2 --rdzv-endpoint b:x train.py", "--rdzv-endpoint b:x: give HOST:PORT"),
         ("--nodes 2 --master-addr a --master-port 99999 train.py", "--master-port 99999: give a number from 1 to"),
         ("--devices 2 train.py --devices 3", "--devices stands before train.py and behind it"),
     ],
@@ -120,23 +113,6 @@ def test_the_command_prints_the_sentence_alone(script: Path, capsys: pytest.Capt
         + ", ".join(f"lockstep {name}" for name in [*COMMANDS, *commands()])
         for word in ("'rum'", "nothing")
     ]
-
-
-def test_the_command_needs_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`lockstep.cli` has LightningCLI too, which needs jsonargparse."""
-    for name in [name for name in sys.modules if name == "lockstep.cli" or name.startswith("lockstep.cli.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    assert callable(importlib.import_module("lockstep.cli.run").main)
-
-
-def test_help_shows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "--help"])
-    text = capsys.readouterr().out
-    assert ended.value.code == 0
-    for option in ("--devices", "--nodes", "--node-rank", "--master-addr", "--max-restarts", "--resume", "-m MODULE"):
-        assert option in text
 
 
 def test_the_commands_of_the_page_can_be_typed(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,15 +330,6 @@ def test_resume_goes_on_where_sigterm_has_ended_the_run(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"sleeper.py", "ready-0", "ready-1"}
 
 
-@pytest.mark.slow
-def test_sigusr1_to_the_agent_reaches_the_ranks(tmp_path: Path) -> None:
-    """It kills torchrun's agent, and its ranks never hear of it."""
-    process, _ = plain(tmp_path, "signal.sigwait([signal.SIGUSR1]); os.write(1, b'heard\\n')")
-    process.send_signal(signal.SIGUSR1)
-    text, _ = process.communicate(timeout=60)
-    assert (process.returncode, text.split()) == (0, ["heard", "heard"])
-
-
 NODES = """
 import os, signal, sys
 from pathlib import Path
@@ -430,25 +397,6 @@ def test_what_fails_before_lockstep_is_imported_is_the_last_line(tmp_path: Path,
     assert process.returncode == 1
     last = said.rstrip("\n").split("\n")[-1]
     assert re.match(rf"lockstep: rank [01] failed first, at \S*early\.py:{line}: {re.escape(reason)}", last), said
-
-
-LOOKS = """\
-import os, sys
-own = [path for path in sys.path if "lockstep/launch" in path]
-print([sys.whose, os.environ.get("PYTHONPATH"), own, sys.excepthook is sys.__excepthook__])
-import lockstep
-print(type(sys.excepthook).__name__)
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_looks_for_modules_where_it_does_without_lockstep(tmp_path: Path) -> None:
-    """The folder by which a rank tells what ends it early is not handed on, and is not in the way of the user's own."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "sitecustomize.py").write_text("import sys\nsys.whose = 'the user'\n")
-    (tmp_path / "looks.py").write_text(LOOKS)
-    found = python("-m", "lockstep", "run", "looks.py", folder=tmp_path, PYTHONPATH=str(tmp_path / "mine"))
-    assert found.stdout.splitlines() == [f"['the user', {str(tmp_path / 'mine')!r}, [], False]", "_Hook"]
 
 
 @pytest.mark.slow

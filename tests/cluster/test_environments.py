@@ -52,16 +52,6 @@ def test_torchruns_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         environment.validate_settings(num_devices=3, num_nodes=1)
 
 
-def test_without_torchrun_it_says_so() -> None:
-    assert not TorchElasticEnvironment.detect()
-    with pytest.raises(MisconfigurationException, match="torchrun did not start this process"):
-        TorchElasticEnvironment().world_size()
-
-
-def test_one_process_of_ones_own() -> None:
-    assert facts(LightningEnvironment()) == (1, 0, 0, 0, "127.0.0.1", 0, False)
-
-
 def test_a_class_derived_from_it_describes_ranks_that_somebody_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """So Ray's does: it was refused, as lockstep starts ranks by its own means."""
 
@@ -103,15 +93,6 @@ def test_the_trainer_takes_it(environment: ClusterEnvironment) -> None:
     assert module.gradients == [1.0, 2.0]
 
 
-def test_a_part_that_is_missing_is_told_by_python() -> None:
-    class Half(ClusterEnvironment):
-        def world_size(self) -> int:
-            return 1
-
-    with pytest.raises(TypeError, match="abstract"):
-        Half()  # type: ignore[abstract]
-
-
 # -- those that lockstep knows --------------------------------------------------------------------------------
 
 SLURM = {
@@ -150,16 +131,14 @@ def test_out_of_their_place_they_say_so(kind: type[ClusterEnvironment]) -> None:
         kind().world_size()
 
 
-def test_settings_of_a_slurm_job_are_no_wish_for_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_of_a_slurm_job_are_no_wish_for_one() -> None:
     """A script that turns requeueing off was refused at the desk, by a flag that nobody had set."""
-    with caplog.at_level("INFO", logger="lockstep"):
-        trainer = quiet(plugins=[SLURMEnvironment(auto_requeue=False)], devices=1)
+    trainer = quiet(plugins=[SLURMEnvironment(auto_requeue=False)], devices=1)
     assert (trainer.world_size, trainer.num_nodes) == (1, 1)
-    assert "this is no SLURM job" in caplog.text
 
 
 def test_a_strategy_takes_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MisconfigurationException, match=r"cluster_environment='slrum'.*Did you mean 'slurm'\?"):
+    with pytest.raises(MisconfigurationException, match=r"cluster_environment='slrum'.*choose 'TorchElastic', 'SLURM'"):
         quiet(strategy=DDPStrategy(cluster_environment="slrum"))
     with pytest.raises(MisconfigurationException, match="'slurm': srun did not start this process"):
         quiet(strategy=DDPStrategy(cluster_environment="SLURM"))

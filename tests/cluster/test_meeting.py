@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.cluster import meeting
 from lockstep.cluster.meeting import _agreed, meet
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
@@ -115,42 +112,6 @@ def test_on_several_nodes_the_agents_count_their_restarts_each_for_itself() -> N
     for counts in ((0, 0), (1, 0), (1, 0)):  # the last time both were restarted for a third node's sake
         assert nodes_by_agent(counts, store) == [f"of 1, {counts}".encode(), f"of 0, {counts}".encode()]
         store.set("lockstep/here/1", "a rank that was killed before it heard its number")
-
-
-class CountingStore:
-    """A client of a store that counts what is asked of it."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store, self.requests = store, 0
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        asked: Callable[..., object] = getattr(self._store, name)
-
-        def ask(*args: object) -> object:
-            self.requests += 1
-            return asked(*args)
-
-        return ask
-
-
-def test_sixty_four_ranks_agree_on_their_attempt_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They asked every 10 ms: 13,453 times at 128 ranks. Behind them lie names of ranks that are gone."""
-    monkeypatch.setattr(meeting, "LOOK", 60.0)  # so that a busy machine changes no count
-    size = 64
-    server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    for rank in range(1, size, 3):
-        server.set(f"lockstep/here/{rank}", f"left over {rank}")
-    stores = [CountingStore(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)) for _ in range(size)]
-
-    def come(rank: int) -> int:
-        place = World(rank, size, 0, 1, rank, size, "127.0.0.1", server.port)
-        time.sleep(rank % 7 / 20)
-        return _agreed(stores[rank], place, LONG)  # type: ignore[arg-type]
-
-    with ThreadPoolExecutor(size) as pool:
-        assert list(pool.map(come, range(size))) == [1] * size
-    assert max(store.requests for store in stores[1:]) <= 8
-    assert stores[0].requests <= 6 * size + 30
 
 
 def test_a_message_that_its_writer_did_not_finish_is_passed_over() -> None:

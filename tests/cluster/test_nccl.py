@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.cluster import nccl
-from lockstep.cluster.nccl import NcclVariables, built_for, check_nccl, mapped, obstacle
+from lockstep.cluster.nccl import NcclVariables, check_nccl
 from lockstep.engines.ddp.strategy import DDPStrategy
-from lockstep.ground import accelerators
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.trainer import Trainer
 
@@ -50,7 +49,6 @@ def test_the_shell_goes_before(monkeypatch: pytest.MonkeyPatch) -> None:
     told = variables.set()
     assert os.environ["NCCL_MIN_NCHANNELS"] == "16"
     assert "NCCL_MIN_NCHANNELS=16 (from the environment; asked: 8)" in told
-    assert "NCCL_DEBUG=WARN (from the environment)" in told
     variables.restore()
     assert in_force() == {"NCCL_MIN_NCHANNELS": "16", "NCCL_DEBUG": "WARN"}
 
@@ -84,98 +82,6 @@ def test_names_with_the_prefix_and_values_of_each_kind() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"min_nchannels": 2}, r"'min_nchannels': \.\.\.}\): give a name in capitals"),
-        ({"TORCH_NCCL_BLOCKING_WAIT": 1}, "give a name in capitals, with or without NCCL_"),
-        ({3: 1}, "nccl={3: ...}"),
-        ({"": 1}, "give a name"),
-        ({"MIN_NCHANNELS": 1.5}, r"'MIN_NCHANNELS': 1.5.*whole number"),
-        ({"MIN_NCHANNELS": None}, "'MIN_NCHANNELS': None"),
-        ({"SOCKET_IFNAME": ""}, "'SOCKET_IFNAME': ''"),
-        ({"MIN_NCHANNELS": 1, "NCCL_MIN_NCHANNELS": 2}, "a variable is there twice"),
-        (["MIN_NCHANNELS"], "give a dict"),
-    ],
-)
-def test_what_is_refused(asked: Any, said: str) -> None:
-    with pytest.raises(MisconfigurationException, match=said):
-        NcclVariables(asked)
-    assert in_force() == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("NSOCK_PERTHREAD", "NSOCKS_PERTHREAD"),
-        ("NCCL_SOCKET_NTHREAD", "SOCKET_NTHREADS"),
-        ("IB_DISABL", "IB_DISABLE"),
-    ],
-)
-def test_a_misspelt_name_is_told_by_the_library_that_is_loaded(
-    name: str, meant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """NCCL's names are those that its library has: so a new one is known, and one that has gone is not."""
-    library = tmp_path / "libnccl.so.2"
-    library.write_bytes(b"\0NCCL_NSOCKS_PERTHREAD\0NCCL_SOCKET_NTHREADS\0\0NCCL_IB_DISABLE\0")
-    monkeypatch.setattr(nccl, "_loaded", lambda: library)
-    with pytest.raises(MisconfigurationException, match=f"no variable of this name. Did you mean '{meant}'.*shell"):
-        NcclVariables({name: 1})
-    of_a_plugin = {"FASTRAK_CTRL_DEV": "eth0", meant: 1}
-    assert NcclVariables(of_a_plugin).wanted == {"NCCL_FASTRAK_CTRL_DEV": "eth0", f"NCCL_{meant}": "1"}
-    monkeypatch.setattr(nccl, "_loaded", lambda: None)  # where there is no NCCL, it is not known
-    assert NcclVariables({name: 1}).wanted == {f"NCCL_{name.removeprefix('NCCL_')}": "1"}
-
-
-FINE: dict[str, Any] = {"device_type": "cuda", "available": True, "built": "13.0", "nccl": (13, 1), "driver": 13000}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"device_type": "cpu"}, "works between GPUs, and this run's devices are cpu.*'gloo'"),
-        ({"available": False}, "built without NCCL: install .*'gloo'"),
-        ({"nccl": (12, 9)}, r"built for CUDA 12\.9, and torch .* for CUDA 13\.0: install nvidia-nccl-cu13 again"),
-        ({"driver": 12040}, r"built for CUDA 13\.1, and the driver .* knows CUDA 12\.4: update the driver"),
-    ],
-)
-def test_what_cannot_work_is_named_with_the_way_out(
-    wrong: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reason = obstacle(**{**FINE, **wrong})
-    monkeypatch.setattr(nccl, "obstacle", lambda *found: reason)
-    with pytest.raises(MisconfigurationException, match=f"process_group_backend='nccl': .*{says}"):
-        check_nccl("cuda")
-
-
-@pytest.mark.parametrize("fine", [{}, {"nccl": None}, {"driver": 0}, {"built": None}, {"built": "13.2"}])
-def test_what_may_work_is_let_be(fine: dict[str, Any]) -> None:
-    assert obstacle(**{**FINE, **fine}) is None
-
-
-def test_the_library_that_is_loaded_tells_its_cuda(tmp_path: Path) -> None:
-    library = tmp_path / "libnccl.so.2"
-    library.write_bytes(b"\0" * 5000 + b"NCCL version 2.27.5+cuda12.9\0" + b"\0" * 5000)
-    lines = f"7f00-7f01 r--p 00000000 08:01 42    /usr/lib/libc.so.6\n7f02-7f03 r-xp 00000000 08:01 43    {library}\n"
-    assert mapped(lines) == library
-    assert built_for(library) == (12, 9)
-    assert mapped("7f00-7f01 r--p 00000000 00:00 0\n") is None
-    library.write_bytes(b"something else")
-    assert built_for(library) is None
-    library.write_bytes(b"")
-    assert built_for(library) is None
-    assert built_for(tmp_path / "none") is None
-
-
-def test_a_library_that_goes_with_torch_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = ["nvidia-nccl-cu13"]
-    monkeypatch.setattr(nccl, "distributions", lambda name: [name] if name in there else [])
-    assert nccl._of_the_same_cuda("13.0")
-    assert not nccl._of_the_same_cuda("12.6")
-    there.append("nvidia-nccl-cu12")
-    assert not nccl._of_the_same_cuda("13.0")  # one has written over the other
-
-
 def test_it_is_said_by_the_trainer_before_anything_starts() -> None:
     with pytest.raises(MisconfigurationException, match=r"process_group_backend='nccl': NCCL works between GPUs"):
         Trainer(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="nccl"))
@@ -195,14 +101,3 @@ def test_gpus_without_nccl_are_refused_with_the_way_out(monkeypatch: pytest.Monk
 def test_the_nccl_of_this_machine_is_right() -> None:
     assert torch.version.cuda is not None
     check_nccl("cuda")
-
-
-def test_a_driver_that_is_too_old_is_named_where_no_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(accelerators, "cuda_driver_version", lambda: 12040)
-    with pytest.raises(MisconfigurationException, match=r"CUDA 13\.0, and the driver .* CUDA 12\.4: update the driver"):
-        Trainer(accelerator="gpu")
-    monkeypatch.setattr(accelerators, "cuda_driver_version", lambda: 13000)
-    with pytest.raises(MisconfigurationException, match="finds no such device here: use"):
-        Trainer(accelerator="gpu")

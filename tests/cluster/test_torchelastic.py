@@ -40,11 +40,8 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of([torch.device("cpu")], 1, 2).type == "cpu"
 
 
-@pytest.mark.parametrize(("devices", "nodes", "said"), [(4, 1, "--devices 4"), (2, 2, "--devices 2 --nodes 2")])
-def test_flags_that_do_not_fit_name_the_command_and_the_one_that_would(devices: int, nodes: int, said: str) -> None:
+def test_flags_that_do_not_fit_name_the_command() -> None:
     environ = {**launcher_environment(0, 2, 29500, "x"), "LOCKSTEP_STARTED": "--devices 2"}
-    start = (
-        rf"make 4 rank\(s\), but `lockstep run --devices 2` started 2 .*: use devices=2, .* by `lockstep run {said}`"
-    )
+    start = r"make 4 rank\(s\), but `lockstep run --devices 2` started 2 .*: use devices=2"
     with pytest.raises(MisconfigurationException, match=start):
-        detect(environ, devices, nodes)
+        detect(environ, 4, 1)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 
 from lockstep import Trainer
-from lockstep.callbacks import TQDMProgressBar
 from lockstep.ground.errors import MisconfigurationException
-from tests.loop.pieces import Recorder, Slope, numbers
+from tests.loop.pieces import Slope, numbers
 
 BARE: dict[str, Any] = {"barebones": True, "accelerator": "cpu"}
 CONTRADICT: list[dict[str, Any]] = [
     {"enable_checkpointing": True},
     {"logger": True},
-    {"enable_progress_bar": True},
     {"log_every_n_steps": 1},
-    {"enable_model_summary": True},
     {"num_sanity_val_steps": 1},
-    {"fast_dev_run": 1},
     {"detect_anomaly": True},
     {"profiler": "simple"},
 ]
@@ -48,12 +43,6 @@ def test_what_goes_with_the_mode(lightning: Any, flags: dict[str, Any]) -> None:
         assert trainer.callbacks == []
 
 
-def test_it_says_what_is_off(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lockstep"):
-        Trainer(**BARE)
-    assert "barebones=True): checkpoints, loggers, progress bar" in caplog.text
-
-
 def test_nothing_is_logged() -> None:
     class Logs(Slope):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -65,14 +54,6 @@ def test_nothing_is_logged() -> None:
     with pytest.warns(UserWarning, match=r"self.log\(...\) keeps nothing under Trainer\(barebones=True\)"):
         result = trainer.fit(module, numbers(3))
     assert (result.metrics, len(module.batches)) == ({}, 3)
-
-
-def test_a_callback_of_the_users_is_not_taken_away() -> None:
-    bar = TQDMProgressBar(refresh_rate=0)
-    with pytest.raises(MisconfigurationException, match=r"enable_progress_bar=False, callbacks=\[TQDMProgressBar"):
-        Trainer(**BARE, callbacks=bar)
-    with pytest.raises(MisconfigurationException, match=r"barebones=True, logger=.*Recorder"):
-        Trainer(**BARE, logger=Recorder())
 
 
 def test_a_zero_switches_off_as_false_does() -> None:

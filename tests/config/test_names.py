@@ -75,13 +75,10 @@ def test_what_a_trainer_does_not_have(flags: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_epochs", "x"),
         ("limit_val_batches", 1.5),
         ("val_check_interval", "soon"),
         ("min_epochs", 9),
         ("check_val_every_n_epoch", None),
-        ("deterministic", "maybe"),
-        ("fast_dev_run", -1),
     ],
 )
 def test_a_flag_set_later_is_checked_as_at_construction(name: str, value: Any) -> None:

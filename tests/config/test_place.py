@@ -43,23 +43,12 @@ def test_a_list_of_devices_is_refused_where_a_cluster_deals_them(
     assert Trainer(**flags, devices=2).device_ids == [0, 1]
 
 
-@pytest.mark.parametrize("root", [5, b"logs", ["logs"], True])
-def test_a_root_that_is_no_path(root: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"default_root_dir=.*path of a folder"):
-        quiet(default_root_dir=root)
-
-
 def test_a_root_is_a_folder_that_need_not_be_there_yet(tmp_path: Path) -> None:
     assert quiet(default_root_dir=tmp_path / "a" / "b").default_root_dir == str(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").touch()
     with pytest.raises(MisconfigurationException, match="there is a file of this name"):
         quiet(default_root_dir=tmp_path / "file")
-
-
-def test_the_home_folder_may_be_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert quiet(default_root_dir="~/runs").default_root_dir == str(tmp_path / "runs")
 
 
 def test_a_root_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

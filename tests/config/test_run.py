@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,12 @@ from tests.loop.pieces import QUIET, quiet
     ("flags", "meaning"),
     [
         ({}, {"max_epochs": 1000, "max_steps": -1, "max_time": None, "min_epochs": 0, "min_steps": 0}),
-        ({"max_epochs": -1}, {"max_epochs": -1}),
-        ({"max_steps": None}, {"max_epochs": 1000, "max_steps": -1}),
         ({"max_steps": 5}, {"max_epochs": -1, "max_steps": 5}),
         ({"max_time": "01:02:03:04"}, {"max_epochs": -1, "max_time": 93784.0}),
-        ({"max_time": timedelta(minutes=2)}, {"max_time": 120.0}),
         ({"max_time": {"hours": 1, "minutes": 30}}, {"max_time": 5400.0}),
-        ({"max_time": {"days": 1}, "max_epochs": 3}, {"max_time": 86400.0, "max_epochs": 3}),
         ({"gradient_clip_val": 0}, {"gradient_clip_val": None}),
         ({"gradient_clip_val": 1, "gradient_clip_algorithm": "VALUE"}, {"gradient_clip_algorithm": "value"}),
-        ({"num_sanity_val_steps": None}, {"num_sanity_val_steps": 2}),
-        ({"log_every_n_steps": None}, {"log_every_n_steps": 50}),
         ({"fast_dev_run": 4}, {"fast_dev_run": 4, "limit_train_batches": 4, "limit_test_batches": 4, "max_epochs": 1}),
-        ({"fast_dev_run": False}, {"fast_dev_run": 0, "max_epochs": 1000}),
     ],
 )
 def test_what_flags_mean(flags: dict[str, Any], meaning: dict[str, Any]) -> None:
@@ -40,51 +32,29 @@ def test_what_flags_mean(flags: dict[str, Any], meaning: dict[str, Any]) -> None
 
 REFUSED: list[dict[str, Any]] = [
     {"max_epochs": -2},
-    {"max_epochs": 1.5},
-    {"max_epochs": True},
-    {"max_steps": -5},
-    {"min_epochs": -1},
     {"min_steps": "three"},
     {"max_time": "12:30"},
-    {"max_time": {"fortnights": 1}},
     {"max_time": 60},
-    {"max_time": timedelta(seconds=-1)},
     {"limit_train_batches": 1.5},
-    {"limit_train_batches": -1},
     {"limit_val_batches": "all"},
-    {"limit_test_batches": True},
-    {"limit_predict_batches": -0.5},
     {"val_check_interval": 0},
-    {"val_check_interval": 1.5},
     {"check_val_every_n_epoch": 0},
     {"num_sanity_val_steps": -2},
-    {"log_every_n_steps": -1},
     {"accumulate_grad_batches": 0},
-    {"accumulate_grad_batches": 2.5},
-    {"accumulate_grad_batches": {0: 2.5}},
     {"max_steps": 2.5},
-    {"max_steps": float("inf")},
     {"num_nodes": 1.5},
-    {"devices": 1.5},
-    {"accumulate_grad_batches": {-1: 2}},
     {"accumulate_grad_batches": {0: 0}},
     {"gradient_clip_val": -1.0},
-    {"gradient_clip_val": float("nan")},
     {"gradient_clip_val": "1"},
     {"gradient_clip_algorithm": "l1"},
     {"fast_dev_run": -1},
-    {"fast_dev_run": 1.5},
     {"deterministic": "maybe"},
     {"order": "random"},
     {"hang_timeout": 0},
-    {"hang_timeout": "60"},
     {"hang_kill": -1.0},
-    {"hang_kill": float("inf")},
-    {"hang_kill": True},
     {"precision": "8-true"},
     {"strategy": "dpp"},
     {"accelerator": "abacus"},
-    {"devices": 0},
     {"devices": "many"},
     {"callbacks": [print]},
     {"logger": "tensorboard"},
@@ -152,19 +122,8 @@ def test_flags_and_their_callbacks_must_not_contradict() -> None:
     assert trainer.checkpoint_callback is trainer.callbacks[-1]
 
 
-def test_an_attribute_that_a_trainer_does_not_have() -> None:
-    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'max_epoch'"):
-        _ = quiet().max_epoch
-
-
 def test_a_flag_set_between_two_calls_holds_from_then_on() -> None:
     trainer = Trainer(max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.limit_val_batches = 0
     assert trainer.limit_val_batches == trainer.config.limit_val_batches == 0
     assert trainer.max_epochs == 3
-
-
-def test_patience_is_seconds_or_a_timedelta_or_none() -> None:
-    config = quiet(hang_timeout=timedelta(minutes=2), hang_kill=None).config
-    assert (config.hang_timeout, config.hang_kill) == (120.0, None)
-    assert (quiet().config.hang_timeout, quiet().config.hang_kill) == (60.0, 1800.0)

@@ -46,26 +46,6 @@ def test_one_after_the_other() -> None:
     assert [(index, number) for _, index, number in combined] == [(0, 0), (0, 1), (1, 1)]
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("min_size", ["0(0)", "1(1)"]),
-        ("max_size", ["0(0)", "1(1)", "2(2)", "None(3)"]),
-        ("max_size_cycle", ["0(0)", "1(1)", "2(2)", "0(3)"]),
-    ],
-)
-def test_a_nest_in_a_nest(mode: Any, expected: list[str]) -> None:
-    nest = {"x": range(3), "y": [range(4), (range(2) if mode == "min_size" else range(4),)]}
-    batches = [batch for batch, _, _ in CombinedLoader(nest, mode)]
-    assert [f"{batch['x']}({batch['y'][0]})" for batch in batches] == expected
-    assert [batch["y"][1] for batch in batches] == [(batch["y"][0],) for batch in batches]
-
-
-def test_an_empty_loader_leaves_nothing_to_cycle_through() -> None:
-    assert list(CombinedLoader([range(3), range(0)], "max_size_cycle")) == []
-    assert len(list(CombinedLoader([range(3), range(0)], "max_size"))) == 3
-
-
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
 def test_of_no_loaders_there_is_no_batch(mode: Any) -> None:
     """It ended in the error of `min()`."""
@@ -86,15 +66,6 @@ def test_the_loaders_can_be_seen_and_exchanged() -> None:
         combined.flattened = [range(1)]
     with pytest.raises(ValueError, match="3 numbers for 2 loaders"):
         combined.limits = [1, 2, 3]
-
-
-def test_misuse_is_told() -> None:
-    with pytest.raises(ValueError, match=r"mode='longest'.*max_size_cycle"):
-        CombinedLoader(LOADERS, "longest")  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"iter\(\)"):
-        next(CombinedLoader(LOADERS))
-    with pytest.raises(TypeError, match="without a length"):
-        len(CombinedLoader([iter(range(3)), range(4)], "max_size"))
 
 
 @pytest.mark.timeout(60)

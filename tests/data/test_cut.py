@@ -10,7 +10,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.cut import Cut, WindowPlan, apportion, even_span
+from lockstep.data.cut import Cut, WindowPlan, even_span
 from lockstep.data.stream import DrawHistory, Sizes
 
 CUTS = st.builds(Cut, st.integers(0, 200), st.integers(1, 9), st.integers(1, 6), st.booleans())
@@ -60,12 +60,6 @@ def test_sizes_are_those_of_the_parts_and_differ_by_at_most_one(cut: Cut) -> Non
         assert max(sizes) - min(sizes) <= (1 if number == cut.full else 0)
 
 
-@given(cut=CUTS)
-def test_one_rank_cuts_as_a_plain_loader_does(cut: Cut) -> None:
-    alone = Cut(cut.n, cut.batch, 1, cut.drop_last)
-    assert alone.length == (cut.n // cut.batch if cut.drop_last else -(-cut.n // cut.batch))
-
-
 @given(full=st.integers(1, 5), batch=st.integers(1, 5), size=st.integers(1, 5))
 def test_ranks_and_accumulation_see_the_same_micro_batches(full: int, batch: int, size: int) -> None:
     alone, shared = Cut(full * batch * size, batch, 1), Cut(full * batch * size, batch, size)
@@ -78,43 +72,6 @@ def test_a_rest_smaller_than_the_ranks_leaves_some_without() -> None:
 
 
 # -- one cut in place of two: what the former ones gave
-
-
-def by_global_batches(n: int, batch: int, size: int, drop_last: bool) -> list[list[tuple[int, int]]]:
-    """Spans of each micro-batch where a window is a global batch: its parts are full, those of the rest even."""
-    full, rest = divmod(n, batch * size)
-    found = []
-    for number in range(full):
-        first = number * batch * size
-        found.append([(first + rank * batch, first + (rank + 1) * batch) for rank in range(size)])
-    if rest and not drop_last:
-        found.append([even_span(rest, size, rank, full * batch * size) for rank in range(size)])
-    return found
-
-
-def by_windows(n: int, batch: int, size: int, window: int) -> list[list[tuple[int, int]]]:
-    """Spans of each micro-batch where windows have a size of their own: all parts of a window differ by at most one."""
-    found = []
-    for start in range(0, n, window):
-        count = min(window, n - start)
-        micro = -(-count // (batch * size))
-        found += [
-            [even_span(count, micro * size, part * size + rank, start) for rank in range(size)] for part in range(micro)
-        ]
-    return found
-
-
-@given(n=st.integers(0, 200), batch=small, size=small, drop_last=st.booleans(), window=st.integers(1, 90))
-def test_one_cut_gives_what_two_gave(n: int, batch: int, size: int, drop_last: bool, window: int) -> None:
-    def spans(cut: Cut) -> list[list[tuple[int, int]]]:
-        return [[cut.span(number, rank) for rank in range(size)] for number in range(cut.length)]
-
-    expected = by_global_batches(n, batch, size, drop_last)
-    assert spans(Cut(n, batch, size, drop_last)) == expected
-    assert spans(Cut(n, batch, size, drop_last, window=batch * size)) == expected
-    assert spans(Cut(n, batch, size, window=window)) == by_windows(n, batch, size, window)
-    cut = Cut(n, batch, size, drop_last)
-    assert (cut.full, cut.rest) == (n // (batch * size), 0 if drop_last else n % (batch * size))
 
 
 # -- parts by weight
@@ -148,38 +105,6 @@ def test_by_weight_a_ranks_part_of_a_window_is_its_quota_rounded(cut: Cut) -> No
             assert max(of_rank) - min(of_rank) <= 1
 
 
-@given(cut=weighted(), weight=numbers)
-def test_equal_weights_cut_as_none_do(cut: Cut, weight: float) -> None:
-    plain = Cut(cut.n, cut.batch, cut.size, cut.drop_last, cut.window, (), cut.number, cut.position)
-    equal = Cut(cut.n, cut.batch, cut.size, cut.drop_last, cut.window, (weight,) * cut.size, cut.number, cut.position)
-    assert positions(equal) == positions(plain)
-    assert (equal.full, equal.rest, equal.length) == (plain.full, plain.rest, plain.length)
-
-
-@given(count=st.integers(0, 10**15), weights=st.lists(numbers, min_size=1, max_size=9), factor=st.integers(1, 9))
-def test_largest_remainders_are_rounded_up_and_only_proportions_count(
-    count: int, weights: list[float], factor: int
-) -> None:
-    parts = apportion(count, len(weights), tuple(weights))
-    assert sum(parts) == count
-    exact = [Fraction(weight) for weight in weights]
-    over = [part - count * each / sum(exact) for part, each in zip(parts, exact, strict=True)]
-    assert max(over) - min(over) <= 1  # nobody with a smaller remainder was rounded up
-    if all(isinstance(weight, int) for weight in weights):
-        assert parts == apportion(count, len(weights), tuple(factor * weight for weight in weights))
-
-
-def test_of_equal_remainders_the_first_ranks_are_rounded_up() -> None:
-    assert list(apportion(10, 4, (1, 1, 1, 1))) == [3, 3, 2, 2]
-    assert list(apportion(9, 3, (3, 1, 2))) == [5, 1, 3]
-    assert list(apportion(8, 2, (3, 1))) == [6, 2]
-
-
-def test_a_rank_that_gets_nothing_of_a_full_window_leaves_none_to_rely_upon() -> None:
-    assert Cut(100, 1, 2, weights=(9, 1)).full == 0
-    assert Cut(100, 4, 2, weights=(3, 1)).full == 12
-
-
 # -- windows on another number of ranks
 
 
@@ -196,16 +121,6 @@ def test_a_window_has_the_same_positions_on_any_number_of_ranks(
         assert list(map(len, parts)) == cut.sizes(number)
         assert max(cut.sizes(number)) <= batch
         assert parts[0], "rank 0 has a sample of every micro-batch"
-
-
-@settings(max_examples=60)
-@given(window=st.integers(1, 60), batch=small, size=small, count=st.integers(1, 3))
-def test_parts_of_a_full_window_differ_by_at_most_one(window: int, batch: int, size: int, count: int) -> None:
-    cut = Cut(window * count, batch, size, window=window)
-    sizes = [len(rank) for ranks in positions(cut) for rank in ranks]
-    assert max(sizes) - min(sizes) <= 1
-    assert len(sizes) == cut.length * size
-    assert (cut.length // count - 1) * batch * size < window  # no more micro-batches than it takes
 
 
 @settings(max_examples=60)

@@ -58,11 +58,6 @@ def test_with_replacement_nothing_outside_the_data_source_is_drawn(size: int) ->
     assert len(set(found)) > 15
 
 
-def test_a_data_source_without_a_length_is_an_error_of_torchs_own() -> None:
-    with pytest.raises(TypeError, match="has no len"):
-        seen(None, 1, WithoutLength())
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_data_set_that_grows_or_shrinks_behind_its_loader_is_told_of(shuffle: bool) -> None:
     """What had come was never drawn, and what had gone was asked for."""

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from lockstep.data.combined import CombinedLoader
 from lockstep.data.feed import EvaluationFeed
 from lockstep.data.source import Replicas
-from lockstep.ground.errors import MisconfigurationException
 from tests.data.loaders import Augmented, Stream, alike, indices, loader
 
 
@@ -58,16 +57,6 @@ def test_a_combined_loaders_mode_is_kept() -> None:
     assert [rest for _, _, *rest in items] == [[0, 0, 2.0], [1, 0, 2.0]]
 
 
-def test_limits_and_empty_loaders() -> None:
-    assert made([loader(10), loader(20)], limit=0.5).num_batches == [1, 2]
-    with pytest.raises(MisconfigurationException, match=r"limit_test_batches=0\.1 of 3 batches"):
-        made(loader(10), limit=0.1, flag="limit_test_batches")
-    with pytest.warns(UserWarning, match=r"val_dataloader\[1\] has no batches"):
-        feed = made([loader(4), loader(0, shuffle=False)])
-    assert feed.num_batches == [1, 0]
-    assert len(list(feed)) == 1
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_is_shared_and_its_samples_counted(workers: int) -> None:
@@ -91,13 +80,6 @@ def test_random_numbers_follow_the_epoch_and_the_stage() -> None:
     assert drawn(0) == drawn(0) != drawn(1)
     assert drawn(0) != drawn(0, "limit_test_batches")
     assert torch.get_rng_state().equal(state)
-
-
-@pytest.mark.timeout(60)
-def test_close_ends_persistent_workers() -> None:
-    feed = made(DataLoader(Augmented(8), 4, num_workers=1, persistent_workers=True))
-    assert len(list(feed)) == len(list(feed)) == 2
-    feed.close()
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])

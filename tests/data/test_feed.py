@@ -394,24 +394,6 @@ def test_limits(limit: Any, count: int) -> None:
         assert [window.last for window in feed.windows(3)][-1]
 
 
-def test_limits_that_cannot_be() -> None:
-    with pytest.raises(MisconfigurationException, match=r"limit_train_batches=0\.05 of 13 batches"):
-        feed_of(loader(50), limit=0.05)
-    with pytest.raises(MisconfigurationException, match=r"limit_train_batches=0\.5 .*no `__len__`"):
-        feed_of(iter(range(3)), limit=0.5)
-
-
-def test_loaders_without_batches_say_why() -> None:
-    with pytest.raises(MisconfigurationException, match=r"train_dataloader gave no loaders, but \[\]"):
-        feed_of([])
-    with pytest.raises(MisconfigurationException, match=r"train_dataloader has no batches: its data set is empty"):
-        feed_of(loader(0, shuffle=False))
-    with pytest.raises(MisconfigurationException, match=r"drop_last=True .* 7 samples .*batch_size=4 x 2 ranks"):
-        feed_of(loader(7, drop_last=True), 0, 2)
-    with pytest.raises(MisconfigurationException, match=r"train_dataloader\[1\] has no batches"):
-        feed_of([loader(4), loader(0, shuffle=False)])
-
-
 def test_ranks_with_different_data_are_told() -> None:
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([tensor, tensor + 1])

@@ -74,9 +74,3 @@ def test_a_batch_that_a_step_changes_is_no_memory_that_was_given_again() -> None
         for batch, _, _ in window:
             batch["x"] += 10
     assert not feed._lasting.copies
-
-
-def test_more_batches_that_are_held_are_looked_at_again() -> None:
-    feed = Feed.train(Ring(7, slots=3), replicas=Replicas(), seed=1)
-    for accumulate in (1, 4, 1):
-        assert played(feed, accumulate) == [*range(7)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.data.feed import EvaluationFeed
 from lockstep.data.source import Replicas
@@ -82,14 +82,6 @@ class Foreign(DataLoader[Any]):
         return iter(torch.arange(12).split(2))
 
 
-class Doubling(DataLoader[Any]):
-    """Does something with each batch, as most classes do that override ``__iter__``."""
-
-    def __iter__(self) -> Any:
-        for (batch,) in super().__iter__():
-            yield (2 * batch,)
-
-
 def validated(loader: Any) -> list[int]:
     feed = EvaluationFeed.of(loader, replicas=Replicas(0, 1), seed=1)
     return [index for batch, *_ in feed for index in indices(batch)]
@@ -132,26 +124,11 @@ def test_several_ranks_refuse_what_they_would_all_see_whole(kind: Any, reason: s
         EvaluationFeed.of(kind(numbers(12), 4), replicas=Replicas(0, 2, alike(2)), seed=1)
 
 
-def test_an_iterator_of_their_own_over_a_stream_is_refused_too() -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return iter(range(12))
-
-    with pytest.raises(MisconfigurationException, match="holds an iterator of its own"):
-        feed_of(Kept(Stream(), 4), 0, 2)
-
-
 def test_batches_that_were_not_drawn_from_the_sampler_are_refused_on_several_ranks() -> None:
     feed = feed_of(Foreign(numbers(12), 2), 0, 2)
     with pytest.raises(MisconfigurationException, match="train_dataloader is a Foreign, whose `__iter__` gave a batch"):
         epoch(feed)
     assert drawn(epoch(feed_of(Foreign(numbers(12), 2)))) == list(range(12))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_class_that_does_something_with_each_batch_is_shared_out(size: int) -> None:
-    feeds = [feed_of(Doubling(numbers(12), 2, shuffle=True), rank, size) for rank in range(size)]
-    assert sorted(index for feed in feeds for index in drawn(epoch(feed))) == list(range(0, 24, 2))
 
 
 class Around(DataLoader[Any]):

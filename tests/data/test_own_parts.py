@@ -157,11 +157,6 @@ def test_parts_may_begin_with_the_same_sample(ranks: RankPool) -> None:
     assert sorted(found[0][0] + found[1][0]) == [-1, -1, *range(COUNT)]
 
 
-def test_beside_another_loader(ranks: RankPool) -> None:
-    found = ranks(2).run(play, InIter, 0, "beside another")
-    assert set(found[0][0] + found[1][0]) == set(range(COUNT))
-
-
 class Sized(InIter):
     def __len__(self) -> int:
         return len(self.part())
@@ -223,30 +218,7 @@ def known() -> tuple[int | float, list[int]]:
     return feed.num_batches, drawn([step for step in epoch(feed) if step[1]])
 
 
-def test_of_known_parts_the_length_is_that_of_a_rank(ranks: RankPool) -> None:
-    (first, one), (second, other) = ranks(2).run(known)
-    assert first == second == 10
-    assert sorted(one + other) == list(range(COUNT))
-
-
 # -- a pass that goes on ---------------------------------------------------------------------------------------
-
-
-class WithState(InIter):
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        begin, self.at = self.at, 0
-        for number in self.part()[begin:]:
-            self.at += 1
-            yield torch.tensor([number, 0])
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 def gone_on(kind: type[InIter]) -> list[int]:

@@ -96,15 +96,6 @@ def test_a_generator_for_validation_is_told_to_go_on_behind_the_sanity_check() -
     ]
 
 
-def test_a_generator_that_an_earlier_call_has_read_is_told() -> None:
-    module, once = Seen(), batches(3)
-    trainer = quiet()
-    trainer.validate(module, once)
-    with pytest.warns(UserWarning, match="val_dataloader gives no batches in this pass"):
-        trainer.validate(module, once)
-    assert module.validated == [0, 1, 2]
-
-
 def test_lists_and_loaders_begin_anew_and_nothing_is_said() -> None:
     module, _, said = fitted(list(batches(3)), DataLoader(torch.arange(4.0).reshape(-1, 1)), max_epochs=2)
     assert module.trained == [0, 1, 2] * 2

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, Subset, default_collate
+from torch.utils.data import DataLoader, RandomSampler, default_collate
 
-from lockstep.data.randomness import draws_nothing
 from tests.data.loaders import Augmented, AugmentedBatches, epoch, feed_of, noisy_collate, numbers
 
 
@@ -97,15 +96,3 @@ def test_a_sampler_with_a_generator_of_its_own_keeps_its_state() -> None:
     assert generator.get_state().equal(before)
     assert generator.initial_seed() == 9
     assert len(steps) == 5
-
-
-def test_what_draws_nothing_is_known_by_its_exact_type() -> None:
-    class Mine(Augmented):
-        pass
-
-    data = numbers(4)
-    for quiet in (data, Subset(data, [0]), ConcatDataset([data, Subset(data, [1])]), [1, 2], torch.arange(3)):
-        assert draws_nothing(quiet, default_collate)
-        assert not draws_nothing(quiet, noisy_collate)
-    for noisy in (Mine(3), Subset(Mine(3), [0]), ConcatDataset([data, Mine(3)])):
-        assert not draws_nothing(noisy, default_collate)

@@ -113,14 +113,10 @@ def test_replicas_of_several_ranks_need_a_gather_of_their_own(ranks: Any) -> Non
     [
         (torch.arange(4), torch.arange(4), True),
         (torch.arange(4), torch.tensor([0, 1, 3, 2]), False),
-        (torch.arange(4), torch.arange(4.0), False),
         (torch.arange(4), torch.arange(4).view(2, 2), False),
         ([torch.tensor(math.nan), "a", 3], [torch.tensor(math.nan), "a", 3], True),
-        ({"text": "a"}, {"text": "b"}, False),
         (np.arange(3), np.arange(3) + 1, False),
-        (np.float32(1), np.float32(2), False),
         (torch.arange(6).view(2, 3).T, torch.arange(6).view(2, 3).T.clone(), True),
-        (object(), object(), True),
     ],
 )
 @pytest.mark.parametrize("stage", ["fit", "validate"])

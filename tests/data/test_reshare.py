@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lockstep.data.counting import BatchCounting, BatchPlan, RunAttempt, count_batches
-from lockstep.data.cut import Cut
 from lockstep.data.feed import Feed
 from lockstep.ground.errors import MisconfigurationException
 from tests.data.loaders import Stream, by_sampler, feed_of, indices, loader, numbers
@@ -108,39 +107,6 @@ def test_a_loader_that_has_drawn_a_micro_batch_refuses_to_cut_it_anew() -> None:
         feed.reshare((3, 1), 0)
 
 
-def test_shares_go_on_in_the_next_epoch() -> None:
-    feeds = of(lambda: loader(40, 4), 2)
-    play(feeds, 1, [(2, (6, 2))])
-    assert parts_of(play(feeds, 1, epoch=1)) == [[6, 2]] * 5
-
-
-def test_shares_decided_between_two_epochs_hold_from_the_one_that_is_begun_next() -> None:
-    """Also where that epoch had been begun before, as a pass without training does."""
-    feeds = of(lambda: loader(40, 4), 2)
-    play(feeds, 1)
-    for feed in feeds:
-        feed.begin(1)
-        feed.reshare((3, 1), None)
-    assert parts_of(play(feeds, 1, epoch=1)) == [[6, 2]] * 5
-
-
-def test_loaders_side_by_side_take_new_shares_with_the_next_epoch() -> None:
-    feeds = of(lambda: {"a": loader(40, 4), "b": loader(16, 4)}, 2)
-    for epoch, expected in ((0, 4.0), (1, 6.0)):
-        for feed in feeds:
-            feed.begin(epoch)
-        for windows in zip(*(feed.windows(1) for feed in feeds), strict=True):
-            assert [weight for window in windows for _, weight, _ in window] == [expected, 8 - expected]
-        assert [feed.reshare((3, 1), 0) for feed in feeds] == [None, None]
-
-
-def test_equal_shares_are_cut_as_without_balance() -> None:
-    changed = play(of(lambda: loader(50, 3), 2), 2, [(1, (4, 2)), (2, (3, 3))])
-    plain = play([feed_of(loader(50, 3), rank, 2) for rank in range(2)], 2)
-    assert changed[4:] == plain[4:]
-    assert changed != plain
-
-
 # -- a run that goes on
 
 
@@ -157,15 +123,6 @@ def test_an_epoch_resumed_goes_on_with_its_shares(make: Any, start: int) -> None
     rest = play(again, 2, start=start)
     flat, flat_rest = ([list(zip(*window, strict=True)) for window in steps] for steps in (whole, rest))
     assert list(itertools.chain(*flat_rest)) == list(itertools.chain(*flat))[start:]
-
-
-def test_shares_of_another_number_of_ranks_do_not_hold() -> None:
-    feeds = of(lambda: loader(60, 4), 3)
-    play(feeds, 1, [(1, (6, 4, 2))])
-    others = of(lambda: loader(60, 6), 2)
-    for feed in others:
-        feed.load_shares(feeds[0].shares_state() or {}, 4)
-        assert feed.shares == ()
 
 
 def test_a_run_goes_on_with_other_ranks_whose_shares_change_too() -> None:
@@ -194,9 +151,3 @@ def test_a_run_goes_on_with_other_ranks_whose_shares_change_too() -> None:
 def test_loaders_of_whole_batches_are_refused_by_the_flags_name(make: Any) -> None:
     with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): train_dataloader gives whole"):
         feed_of(make(), 0, 2, reshared=True)
-
-
-def test_a_window_that_is_under_way_is_not_cut_anew() -> None:
-    with pytest.raises(ValueError, match="number=1"):
-        Cut(n=64, batch=8, size=3, window=32).recut(1, (1, 2, 3))
-    assert Cut(n=20, batch=4, size=2).recut(9, (1, 2)).n == 0

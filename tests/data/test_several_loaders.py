@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.data.combined import CombinedLoader
 from lockstep.data.feed import Feed
-from lockstep.data.source import Replicas
-from lockstep.ground.errors import MisconfigurationException
 from tests.data.loaders import by_sampler, epoch, feed_of, indices, loader
 
 
@@ -66,8 +63,3 @@ def test_several_untouched_loaders_resume(start: int) -> None:
     # The loader that cycles draws its next pass from the random numbers of training, as it stands then.
     assert [first for first, _ in rest] == [first for first, _ in whole[start:]]
     assert rest[: start % 2] == whole[start:][: start % 2]
-
-
-def test_sequential_is_not_for_training() -> None:
-    with pytest.raises(MisconfigurationException, match="sequential"):
-        Feed.train(CombinedLoader([loader(4)], "sequential"), replicas=Replicas(), seed=1)

@@ -31,17 +31,6 @@ def test_the_cut_is_the_best_there_is() -> None:
         assert bottleneck(costs, parts) <= min(bottleneck(costs, each) for each in every) * (1 + 1e-9)
 
 
-def test_a_global_batch_of_a_sample_a_rank_stays() -> None:
-    assert best_parts([Cost(1, 1.0), Cost(1, 9.0)], 2) == (1, 1)
-    assert ShareControl(2).look([1.0, 9.0], (1, 1)) is None
-
-
-def test_memory_bounds_a_share() -> None:
-    move = ShareControl(2).look([1.0, 3.0], (16, 16), (20, 99))
-    assert move is not None
-    assert move.after == (20, 12)
-
-
 Clock = Callable[[int, int, int], float]
 """Seconds of a window at a look, on a rank, with so many samples."""
 
@@ -70,39 +59,11 @@ def test_three_looks_find_the_best_cut_whatever_is_fixed(factor: float, fixed: f
     assert len(set(found[4:])) == 1, found
 
 
-def test_shares_follow_a_slowdown_that_moves_to_the_other_rank() -> None:
-    def clock(look: int, rank: int, samples: int) -> float:
-        return (3.0 if rank == (look >= 6) else 1.0) * (2.0 + samples)
-
-    found = run(clock, 14, (16, 16), noise=0.02)
-    assert found[5][1] >= 24
-    assert found[9][0] >= 24
-    assert len(set(found[10:])) == 1, found
-
-
 def test_shares_stay_where_nobody_is_slow() -> None:
     """Whatever the noise of 3 % either way, over 200 looks of each of 20 runs."""
     for seed in range(20):
         found = run(lambda look, rank, samples: 1.0 + samples, 200, (16, 16), noise=0.03, seed=seed)
         assert len(set(found)) == 1, found
-
-
-def test_shares_do_not_flap_where_looks_are_bad() -> None:
-    """Noise of 10 % either way; each move is one that the next looks could take back."""
-    changes, lost = 0, 0.0
-    for seed in range(20):
-        found = run(lambda look, rank, samples: 1.0 + samples, 200, (16, 16), noise=0.1, seed=seed)
-        changes += sum(a != b for a, b in itertools.pairwise([(16, 16), *found]))
-        lost += sum(max(parts) - 16 for parts in found) / 17 / len(found)
-    assert changes / 20 <= 10
-    assert lost / 20 <= 0.05
-
-
-def test_four_ranks_of_four_speeds() -> None:
-    found = run(lambda look, rank, samples: (1 + rank) * (1.0 + samples), 8, (24, 24, 24, 24), noise=0.01)
-    parts = found[-1]
-    assert sum(parts) == 96
-    assert max((1 + rank) * (1.0 + part) for rank, part in enumerate(parts)) <= 50
 
 
 def test_a_large_change_is_made_at_once_and_a_small_one_on_the_second_look() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,10 +17,9 @@ from lockstep.data.cut import apportion
 from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
-from tests.data.loaders import Augmented, Stream, by_sampler, drawn, epoch, feed_of, indices, loader, numbers
+from tests.data.loaders import Stream, by_sampler, drawn, epoch, feed_of, indices, loader, numbers
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 5), st.floats(0.5, 5.0)), min_size=2, max_size=4)
-COUNTS = {"n": st.integers(1, 90), "batch": st.integers(3, 7), "accumulate": st.integers(1, 3)}
 
 
 def feeds(make: Any, shares: Any, **arguments: Any) -> list[Feed]:
@@ -61,36 +59,6 @@ def test_every_sample_once_in_proportion_and_the_mean_is_that_of_the_window(
         torch.testing.assert_close(averaged, mean, rtol=1e-12, atol=1e-12)
         taken += [i for of_rank in samples for each in of_rank for i in each]
     assert sorted(taken) == [i * (3 if make is by_sampler else 1) for i in range(n)]
-
-
-def test_equal_shares_are_none() -> None:
-    for rank in range(3):
-        plain, equal = (epoch(feed_of(loader(50), rank, 3, shares=shares), 2) for shares in (None, (0.3, 0.3, 0.3)))
-        assert [(indices(b), weight, share) for b, weight, share in plain] == [
-            (indices(b), weight, share) for b, weight, share in equal
-        ]
-
-
-def test_shares_may_be_numbers_of_numpys() -> None:
-    given = (np.float32(3), np.int64(1))
-    assert [weight for _, weight, _ in epoch(feed_of(loader(24), 0, 2, shares=given))] == [6.0, 6.0, 6.0]
-
-
-def test_the_samples_of_a_global_batch_are_the_same_whatever_the_shares() -> None:
-    def batches(shares: Any) -> list[list[int]]:
-        steps = [epoch(feed, 1) for feed in feeds(lambda: loader(70, 4), shares)]
-        return [[i for b, _, _ in each for i in indices(b)] for each in zip(*steps, strict=True)]
-
-    assert batches((3, 1)) == batches((1, 3)) == batches((1, 1))
-
-
-def test_random_numbers_follow_the_position_whatever_the_shares() -> None:
-    def samples(shares: Any) -> set[Any]:
-        steps = [step for feed in feeds(lambda: DataLoader(Augmented(22), 4), shares) for step in epoch(feed)]
-        return {tuple(sample) for batch, weight, _ in steps if weight for sample in batch.tolist()}
-
-    assert len(samples((3, 1))) == 22
-    assert samples((3, 1)) == samples((1, 1))
 
 
 @pytest.mark.parametrize("make", [loader, by_sampler])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, get_worker_info
 from lockstep import LightningModule
 from lockstep.data.feed import Feed
 from lockstep.data.source import Replicas
-from lockstep.data.stream import fingerprint
 from lockstep.ground.errors import MisconfigurationException
 from tests.data.loaders import Meeting, SizedStream, Stream, as_threads, drawn, epoch, feed_of, indices
 from tests.loop.pieces import quiet
@@ -269,23 +267,6 @@ def test_a_data_set_that_shards_over_ranks_itself_is_taken_whole() -> None:
     data._distributed = (0, 2)  # type: ignore[attr-defined]
     made = Feed.train(DataLoader(data, 2), replicas=Replicas(1, 2, lambda tensor: tensor.unsqueeze(0)), seed=1)
     assert drawn(epoch(made)) == list(range(6))
-
-
-def test_a_stream_beside_a_loader() -> None:
-    steps = epoch(feed_of({"stream": DataLoader(Stream(12), 2), "list": [1, 2]}), accumulate=4)
-    assert [batch["list"] for batch, _, _ in steps] == [1, 2, 1, 2, 1, 2]
-    assert [weight for _, weight, _ in steps] == [2.0] * 6
-    assert [share for _, _, share in steps] == [0.25] * 4 + [0.5] * 2
-
-
-def test_equal_samples_have_one_fingerprint() -> None:
-    def sample() -> Any:
-        return {"x": torch.arange(6.0)[::2], "y": (np.float32(2), "label", None, torch.tensor(1, dtype=torch.bfloat16))}
-
-    changed = {**sample(), "x": torch.tensor([0.0, 2.0, 5.0])}
-    assert fingerprint(sample()) == fingerprint(sample()) != 0.0
-    assert fingerprint(changed) != fingerprint(sample())
-    assert fingerprint(lambda: None) == 0.0  # which pickle refuses
 
 
 class Thinned(LightningModule):

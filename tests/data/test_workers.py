@@ -9,7 +9,6 @@ import resource
 import signal
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -167,14 +166,6 @@ def test_a_worker_whose_connection_broke_before_its_end_is_named() -> None:
     worker.join()
 
 
-def test_an_iterator_goes_with_its_last_reference() -> None:
-    made = opened(DataLoader(torch.arange(4), num_workers=1))  # type: ignore[arg-type]
-    list(made)
-    gone = weakref.ref(made)
-    del made
-    assert gone() is None
-
-
 def test_workers_end_by_themselves_and_persistent_ones_live_on() -> None:
     calm = loader(Lethal(-1), persistent_workers=True)
     passes = [{pid for (pid,) in opened(calm)} for _ in range(2)]
@@ -223,13 +214,6 @@ def test_workers_are_killed_only_if_the_lock_is_lost(lost: bool, monkeypatch: py
     assert done.is_set()
     assert worker.ended is lost
     assert lost or event.is_set()
-
-
-@pytest.mark.parametrize("attributes", [{}, {"_workers_done_event": object(), "_workers": [Worker()]}])
-def test_other_iterators_stay_as_they_are(attributes: dict[str, Any]) -> None:
-    iterator = Iterable(**attributes)
-    assert opened(iterator) is iterator
-    assert vars(iterator) == attributes
 
 
 class Patient(Dataset[int]):

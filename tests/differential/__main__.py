@@ -1,6 +1,6 @@
 """Run random programs on Lightning and on lockstep, and print where they differ.
 
-python -m tests.differential [--cases N] [--seed S] [--only SEED ...] [--forms]
+python -m tests.differential [--cases N] [--seed S] [--only SEED ...]
 
 A program that takes longer than a minute is told as one that does not end, with the place where it stood.
 """
@@ -15,7 +15,6 @@ from collections import Counter
 from types import FrameType
 
 from tests.differential.compare import Verdict, compare
-from tests.differential.forms import program_in_forms
 from tests.differential.further import program_of
 from tests.differential.program import Program
 
@@ -50,14 +49,12 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="that of the first program; the others follow it")
     parser.add_argument("--only", type=int, nargs="*", help="the seeds to run")
-    parser.add_argument("--forms", action="store_true", help="programs in the forms that users write")
     given = parser.parse_args()
-    draw = program_in_forms if given.forms else program_of
     outcomes: Counter[str] = Counter()
     rows: Counter[str] = Counter()
     signal.signal(signal.SIGALRM, out_of_time)
     for seed in given.only or range(given.seed, given.seed + given.cases):
-        verdict = compared(draw(seed))
+        verdict = compared(program_of(seed))
         if verdict is None:
             outcomes["endless"] += 1
             continue

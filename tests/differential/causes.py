@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.differential.parts import SEARCHES
 from tests.differential.play import STAGES_OF
 from tests.differential.program import Program
 from tests.differential.record import same
@@ -97,8 +96,8 @@ def ended_before(record: Record, d: Difference, kind: str = "") -> bool:
 
 
 def later(d: Difference, record: Record) -> bool:
-    """Whether a difference is of another call than the first, but for searches."""
-    calls = [label for label, _ in record.ends if label[0].isdigit() and not label.endswith(SEARCHES)]
+    """Whether a difference is of another call than the first."""
+    calls = [label for label, _ in record.ends if label[0].isdigit()]
     return d.call in calls[1:]
 
 
@@ -601,13 +600,6 @@ def kept_thawed(program: Program, d: Difference, theirs: Record, ours: Record) -
         return sum(map(len, d.theirs)) < sum(map(len, d.ours))
     shown = d.name in ("trained", "gradients") and len(d.theirs) == len(d.ours)
     return shown and all(ours or not theirs for theirs, ours in zip(d.theirs, d.ours, strict=True))
-
-
-def traces(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    if d.where != "names":
-        return False
-    reports = [name for name in d.theirs if name.endswith(".txt") and program.flags.get("num_sanity_val_steps")]
-    return all(name.endswith(".pt.trace.json") for name in [*d.theirs, *d.ours] if name not in reports)
 
 
 def without_repeated(program: Program, theirs: Record, ours: Record) -> str:

@@ -51,7 +51,6 @@ from tests.differential.causes import (
     saved_on_exception,
     stopped_at_boundary,
     swa_resumed,
-    traces,
     trains_nothing,
     unfinished,
     validated_by_number,
@@ -72,8 +71,6 @@ from tests.differential.known_warnings import WARNINGS
 from tests.differential.more import widen
 from tests.differential.of_callbacks import OF_CALLBACKS
 from tests.differential.of_fits import OF_FITS
-from tests.differential.of_forms import OF_FORMS
-from tests.differential.of_searches import OF_SEARCHES, SEARCH
 from tests.differential.program import COMBINED, LOSS, PLAIN, VAL, Act, Log, Program, Scheduler, draw
 from tests.differential.record import same
 
@@ -87,7 +84,6 @@ def _flags(**flags: Any) -> dict[str, Any]:
 
 
 TAKEN_OUT = [
-    SEARCH,
     Row(
         "ModelCheckpoint saves a step behind the module's on_train_batch_end, so that what the hook changes is in the "
         "checkpoint; Lightning's saves before it, and a resume loses that.",
@@ -166,9 +162,7 @@ TAKEN_OUT = [
 
 ROWS = [
     *TAKEN_OUT,
-    *OF_SEARCHES,
     *OF_CALLBACKS,
-    *OF_FORMS,
     *OF_FITS,
     Row(
         "A fit that goes on trains what was thawed; Lightning's finetuning freezes it again, for good.",
@@ -260,9 +254,7 @@ ROWS = [
         "Loaders side by side: a batch weighs what our loader drew for it, in Lightning as much as its first tensor.",
         "docs/architecture.md: Micro-batches weigh their samples",
         replace(PLAIN, train="list min_size", train_samples=(3, 5)),
-        lambda program, d, theirs, ours: (
-            (program.train in COMBINED or " beside " in program.train) and d.name.endswith("_metrics")
-        ),
+        lambda program, d, theirs, ours: program.train in COMBINED and d.name.endswith("_metrics"),
         then="numbers",
     ),
     Row(
@@ -380,12 +372,6 @@ ROWS = [
         path_from_start,
     ),
     Row(
-        "Traces of PyTorchProfiler are named by the step alone, each kind of step has one, and a sanity check none.",
-        PAGE,
-        replace(PLAIN, profiler=("PyTorchProfiler", {"dirpath": "profiles"})),
-        traces,
-    ),
-    Row(
         "The pass for SWA's BatchNorm statistics is no epoch of its own.",
         f"{PAGE}: StochasticWeightAveraging",
         replace(PLAIN, norm=True, callbacks=(("StochasticWeightAveraging", {"swa_lrs": 0.02}),)),
@@ -473,16 +459,6 @@ ROWS = [
         program_of(510),
         swa_resumed,
         then="all",
-    ),
-    Row(
-        "Every rewind of ModelPruning goes to the initial values; Lightning's copy of them is trained along.",
-        f"{PAGE}: ModelPruning",
-        replace(PLAIN, callbacks=(("ModelPruning", {"pruning_fn": "l1_unstructured", "amount": 0.5}),)),
-        lambda program, d, theirs, ours: (
-            has(program, "ModelPruning")
-            and (d.name in ("weights", "gradients") or (d.name == "callbacks" and "ModelPruning" in d.ours))
-        ),
-        then="numbers",
     ),
     Row(
         "In on_train_start and before, current_epoch is that of the checkpoint; in Lightning the one after, where the "

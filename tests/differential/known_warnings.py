@@ -101,16 +101,8 @@ FEWER: dict[str, tuple[str, Program]] = {
         "A module whose `training_step` takes dataloader_iter is refused in a fit; elsewhere nothing is said of it.",
         replace(PLAIN, iter_step=True, calls=("test",)),
     ),
-    "short profile": (
-        "PyTorchProfiler records all steps where there are few, and nothing is said of it.",
-        replace(PLAIN, profiler=("PyTorchProfiler", {"dirpath": "profiles"})),
-    ),
 }
 MORE: dict[str, tuple[str, Program]] = {
-    "nothing was stepped": (
-        "An epoch of manual optimization in which no optimizer was stepped is told of once.",
-        replace(PLAIN, manual=True, by_hand="accumulated", train_samples=(2, 4)),
-    ),
     "nothing left to train": (
         "A resumed fit that has nothing left to train says so.",
         replace(PLAIN, flags={**PLAIN.flags, "max_steps": 2}, calls=("fit", "resume")),
@@ -142,12 +134,8 @@ MORE: dict[str, tuple[str, Program]] = {
         program_of(1091),
     ),
     "no effect": (
-        "What has no effect beside another flag is said, and two callbacks to which a metric means two things.",
-        replace(PLAIN, flags={**PLAIN.flags, "check_val_every_n_epoch": 5}),
-    ),
-    "few rates": (
-        "A search for a learning rate with too few results to suggest one says so by a warning, not in the log.",
-        replace(PLAIN, calls=("lr_find",), search={"num_training": 5}),
+        "What has no effect beside another flag is said.",
+        replace(PLAIN, flags={**PLAIN.flags, "overfit_batches": 1, "limit_train_batches": 2}),
     ),
 }
 WARNINGS = [

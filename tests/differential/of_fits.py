@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tests.differential.causes import BATCH, PAGE, SHOWN, Row, begins, end, refused
+from tests.differential.causes import BATCH, PAGE, SHOWN, Row, acts, begins, end, ended_before, refused, warned
 from tests.differential.further import program_of
-from tests.differential.program import LOSS, PLAIN, Act, Log, Program, Scheduler
+from tests.differential.program import LOSS, PLAIN, VAL, Act, Log, Program, Scheduler
 from tests.differential.record import same
 
 if TYPE_CHECKING:
@@ -92,6 +92,47 @@ def logged_by_two(program: Program, d: Difference, theirs: Record, ours: Record)
         return True
     now_and_then = any(log.every > 1 for log in program.logs if log.name in unlike)
     return unlike <= several and (plateau_by_step(program) or now_and_then)
+
+
+def ranked_behind(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What is kept of saves by steps or time where a validation of other weights has given the value."""
+    told = any("are ranked by" in text for _, text in ours.warned)
+    kept = d.name == "ModelCheckpoint" or d.where == "names" or "on_save_checkpoint" in str([d.theirs, d.ours])
+    return warned(d, "earlier weights") or (told and (kept or d.call.endswith("best")))
+
+
+def by_updates(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Schedulers by step where a batch is None, or ended by its first hook."""
+    by_step = any(each.settings.get("interval") == "step" for each in program.schedulers)
+    if not by_step or not (program.train == "some None" or acts(program, "end epoch")):
+        return False
+    told = warned(d, "order of schedulers and optimizers")
+    return told or d.name in ("rates", "schedulers", "LearningRateMonitor") or begins(d.theirs, "lr_scheduler_step")
+
+
+def counts_ended(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Validations that come by a count of batches over all epochs, of which a hook or an exception has ended one."""
+    over_epochs = program.flags.get("check_val_every_n_epoch", 1) is None
+    ended = acts(program, "end epoch") or ended_before(theirs, d)
+    if not over_epochs or not ended or d.kind != "order":
+        return False
+    validates = ("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_start")
+    return begins(d.theirs, *validates) is not begins(d.ours, *validates)
+
+
+def logged_at(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Steps at which values were logged where a run goes on that an exception had ended."""
+    if d.kind != "rows" or not isinstance(d.theirs, list) or len(program.calls) < 2 or not ended_before(theirs, d):
+        return False
+    if [list(row)[1:] for row in d.theirs] == [list(row)[1:] for row in d.ours]:
+        return True
+    mine, other = of_epochs(theirs.rows), of_epochs(ours.rows)
+    return len(mine) == len(other) and all(there - here in (0, 1) for there, here in zip(mine, other, strict=True))
+
+
+def of_epochs(rows: list[Any]) -> list[int]:
+    """The steps of the rows that hold an epoch's values."""
+    return [row[0] for row in rows if isinstance(row[0], int) and any(name.endswith("_epoch") for name in row[1])]
 
 
 OF_FITS = [
@@ -194,5 +235,55 @@ OF_FITS = [
             ),
         ),
         logged_by_two,
+    ),
+    Row(
+        "A fit that goes on after an exception logs at the steps that were taken; Lightning's count may be one ahead.",
+        PAGE,
+        replace(
+            PLAIN,
+            acts=(Act("raise", "callback.on_validation_batch_end", 2),),
+            flags={**PLAIN.flags, "val_check_interval": 3},
+            train_samples=(12, 4),
+            calls=("fit", "fit on"),
+            logs=(LOSS, VAL, Log("on_train_batch_end", "e", "module", {"on_step": True})),
+        ),
+        logged_at,
+    ),
+    Row(
+        "Schedulers by step advance where an optimizer steps; Lightning's on a batch that is None, or that "
+        "on_train_batch_start has ended, too.",
+        PAGE,
+        replace(
+            PLAIN,
+            train="some None",
+            train_samples=(9, 4),
+            schedulers=(Scheduler("exponential", {"interval": "step"}),),
+        ),
+        by_updates,
+        then="all",
+    ),
+    Row(
+        "Where validations come by a count over all epochs, a batch that on_train_batch_start has ended is none of it, "
+        "nor one of an epoch that an exception has ended and that begins anew; Lightning counts them.",
+        PAGE,
+        replace(
+            PLAIN,
+            flags={**PLAIN.flags, "check_val_every_n_epoch": None, "val_check_interval": 2},
+            acts=(Act("end epoch", "on_train_batch_start", 2),),
+        ),
+        counts_ended,
+        then="all",
+    ),
+    Row(
+        "A save by steps or time that no validation precedes says of which step its value is, and is ranked behind "
+        "those whose value is their own.",
+        PAGE,
+        replace(
+            PLAIN,
+            logs=(LOSS, VAL),
+            callbacks=(("ModelCheckpoint", {"monitor": "val", "every_n_train_steps": 2, "filename": "{step}"}),),
+        ),
+        ranked_behind,
+        then="all",
     ),
 ]

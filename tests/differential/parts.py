@@ -1,4 +1,4 @@
-"""Parts of Lightning that a program tries by themselves: searches, edited checkpoints, callbacks of the user's own."""
+"""Parts of Lightning that a program tries by themselves: edited checkpoints, callbacks of the user's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.differential.record import plain
 from tests.tools.extensions import owner
 
 if TYPE_CHECKING:
@@ -27,26 +26,6 @@ def edit(call: str, path: str) -> None:
         held["mine"] = {"note": "edited"}
         held.pop("hyper_parameters", None)
     torch.save(held, path)
-
-
-SEARCHES = ("lr_find", "scale_batch_size")  # by the Tuner
-FINDERS = ("LearningRateFinder", "BatchSizeFinder")  # the same as callbacks
-
-
-def searched(player: Player, call: str, data: dict[str, Any]) -> Any:
-    """What a search of the Tuner finds."""
-    given = {**data, **(player.program.search or {})}
-    if player.program.data == "arguments":
-        given.update(player.arguments("fit"))
-    found = getattr(player.part("tuner").Tuner(player.trainer), call)(player.module, **given)
-    return rates(found) if call == "lr_find" else found
-
-
-def rates(found: Any) -> Any:
-    """What a search for a learning rate has tried and suggests."""
-    if found is None:
-        return None
-    return {"tried": plain(found.results), "suggested": found.suggestion()}
 
 
 def unfreezing(player: Player, epoch: int, train_bn: bool) -> Any:
@@ -85,7 +64,6 @@ MADE = {"Unfreezing": unfreezing, "Writer": writer}
 
 
 def extensions_of(program: Program) -> list[str]:
-    """The extensions of lockstep whose callbacks and searches a program has."""
+    """The extensions of lockstep whose callbacks a program has."""
     names = {f"callbacks.{kind}" for kind, _ in program.callbacks}
-    names |= {"tuner.Tuner" for call in program.calls if call in SEARCHES}
     return sorted({found for name in names if (found := owner(name))})

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.differential import forms, parts
-from tests.differential.by_hand import ByHand
+from tests.differential import parts
 from tests.differential.made_of import (
     Batches,
     ClosureTwice,
@@ -92,8 +91,6 @@ DEAR = ("estimated_stepping_batches", "log_dir")
 signature_of = lru_cache(inspect.signature)
 """Of a hook, which each program overrides anew."""
 
-AFTER_SEARCH = ("callback.on_fit_start", *(f"callback.on_{stage}_start" for stage in ("test", "predict")))
-
 
 class Player:
     """One program on one package."""
@@ -105,7 +102,6 @@ class Player:
         self.trainer: Any = None
         self.module: Any = None
         self.counts: Counter[str] = Counter()
-        self.metrics: forms.Metrics | None = None
 
     def part(self, name: str) -> ModuleType:
         return importlib.import_module(f"{self.package}.{name}")
@@ -148,7 +144,6 @@ class Player:
         if module is not None:
             seen["weights"] = digest(module)
             seen["trained"] = [p.requires_grad for p in module.parameters()]
-            seen["attributes"] = [module.lr, module.batch_size]
             seen["mode"] = [part.training for part in module.modules()]
             seen["gradients"] = [p.grad is not None for p in module.parameters()]
         seen["grad mode"] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
@@ -156,8 +151,6 @@ class Player:
 
     def note(self, label: str, arguments: dict[str, Any] | None = None) -> None:
         """One event."""
-        if label in AFTER_SEARCH and any(kind in parts.FINDERS for kind, _ in self.program.callbacks):
-            self.counts.clear()  # what a search has counted is its own
         facts = self.state(label)
         if arguments is not None:
             facts["arguments"] = {name: self.argument(name, value) for name, value in arguments.items()}
@@ -219,8 +212,6 @@ class Player:
                     self.act(f"callback.{name}")
                 if owner != "data":
                     self.logs(owner, name, this, batch=given.get("batch_idx"))
-                if self.metrics is not None:
-                    self.metrics.end(owner, name, this)
                 return original(this, *args, **kwargs)
 
             call.__name__ = name
@@ -249,24 +240,17 @@ class Player:
             return self.training_loaders()
         sizes = program.val_loaders or (4,)
         made = [
-            DataLoader(samples(program.seed + 10 + place, size), batch_size=self.batch_size)
+            DataLoader(samples(program.seed + 10 + place, size), batch_size=program.batch_size)
             for place, size in enumerate(sizes)
         ]
         return made if len(made) > 1 else made[0]
 
-    @property
-    def batch_size(self) -> int:
-        """What a search may have set."""
-        return int(getattr(self.module, "batch_size", self.program.batch_size))
-
     def training_loaders(self) -> Any:
         program = self.program
         first, second = (samples(program.seed + place, size) for place, size in enumerate(program.train_samples))
-        size, kind = self.batch_size, program.train
+        size, kind = program.batch_size, program.train
         if kind == "iterable":
             return DataLoader(Stream(first), batch_size=size)
-        if kind.startswith("with state"):
-            return forms.with_state(self, first, second)
         if kind == "some None":
             return DataLoader(first, batch_size=size, collate_fn=none_where_negative)
         if kind == "batches":
@@ -292,10 +276,9 @@ class Player:
                 if program.hyperparameters:
                     self.save_hyperparameters()
                 self.width = width
-                self.lr, self.batch_size = 0.05, program.batch_size
+                self.lr = 0.05
                 if not program.late:
                     self.layers()
-                player.metrics = forms.Metrics(player, self) if program.metrics else None
                 self.automatic_optimization = not program.manual
 
             def layers(self) -> None:
@@ -320,8 +303,6 @@ class Player:
                 loss = self.loss(batch)
                 if name != "predict_step":
                     player.logs("module", name, self, loss, batch_idx)
-                if player.metrics is not None:
-                    player.metrics.step(self, name.removesuffix("_step"), loss)
                 return loss
 
             def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
@@ -338,10 +319,8 @@ class Player:
                 act = player.act("training_step")
                 loss = self.loss(batch)
                 player.logs("module", "training_step", self, loss, indices["batch_idx"])
-                if player.metrics is not None:
-                    player.metrics.step(self, "train", loss)
                 if program.manual:
-                    ByHand(player, self, batch, indices["batch_idx"]).play()
+                    player.step_by_hand(self, batch)
                     return None
                 if act == "skip":
                     return None
@@ -373,9 +352,27 @@ class Player:
         if program.data == "module":
             methods |= self.loader_methods("module")
         torch.manual_seed(program.seed)
-        names = [name for name in methods if name in MODULE_HOOKS]
-        made = type("Module", (Module,), forms.in_form(self, methods))()
-        return forms.put_on_instance(self, made, names)
+        return type("Module", (Module,), methods)()
+
+    def step_by_hand(self, module: Any, batch: Any) -> None:
+        """One batch of a manual ``training_step``."""
+        given = module.optimizers()
+        several = isinstance(given, list)
+        for optimizer in given if several else [given]:
+            module.toggle_optimizer(optimizer) if several else None
+            module.manual_backward(module.loss(batch))
+            if self.program.seed % 3 == 0:
+                module.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            module.untoggle_optimizer(optimizer) if several else None
+        if not (self.program.manual_steps and self.program.schedulers):
+            return
+        schedulers = module.lr_schedulers()
+        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+            loss = self.trainer.callback_metrics.get("loss")
+            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(float(loss) if loss is not None else 1.0) if plateau else scheduler.step()
 
     def configure(self, module: Any) -> Any:
         """What ``configure_optimizers`` returns."""
@@ -388,7 +385,6 @@ class Player:
             self.optimizer(kind, parameters[place::count] if count > 1 else parameters, module.lr)
             for place, kind in enumerate(program.optimizers)
         ]
-        module.own_optimizers = made if program.by_hand == "kept" else ()
         if not program.schedulers:
             return made if count > 1 else made[0]
         found = []
@@ -430,12 +426,12 @@ class Player:
             "Recording",
             (self.pl.Callback,),
             {
-                **forms.in_form(self, self.overridden(self.pl.Callback, "callback", CALLBACK_HOOKS)),
+                **self.overridden(self.pl.Callback, "callback", CALLBACK_HOOKS),
                 "state_dict": lambda _: {"calls": 1},
                 "load_state_dict": lambda _, state: self.note("callback.load_state_dict", {"state": state}),
             },
         )
-        made = [forms.put_on_instance(self, recording(), CALLBACK_HOOKS)]
+        made = [recording()]
         for kind, settings in self.program.callbacks:
             given = dict(settings)
             if "dirpath" in given:
@@ -549,17 +545,13 @@ class Player:
         end: dict[str, Any] = {}
         self.record.events.append((f"call {label}", {}))
         try:
-            if call in parts.SEARCHES:
-                end["found"] = parts.searched(self, call, data)
-                self.counts.clear()
-            else:
-                method, given = self.prepared(call, data)
-                if self.program.data == "arguments":
-                    given.update(self.arguments(method))
-                model = None if call.endswith("untold") else self.module
-                end["returned"] = plain(getattr(self.trainer, method)(model, **given))
-                if method == "fit":
-                    end["returned"] = None
+            method, given = self.prepared(call, data)
+            if self.program.data == "arguments":
+                given.update(self.arguments(method))
+            model = None if call.endswith("untold") else self.module
+            end["returned"] = plain(getattr(self.trainer, method)(model, **given))
+            if method == "fit":
+                end["returned"] = None
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             end["raised"] = kinds(error)
             end["message"] = str(error)
@@ -582,12 +574,9 @@ class Player:
             ),
             "EarlyStopping": ("wait_count", "stopped_epoch", "best_score", "patience"),
             "LearningRateMonitor": ("lrs",),
-            "BatchSizeFinder": ("optimal_batch_size",),
         }.get(type(callback).__name__, ())
         root = str(self.root)
         found = {name: plain(getattr(callback, name), root) for name in names}
-        if type(callback).__name__ == "LearningRateFinder":
-            found["found"] = parts.rates(callback.optimal_lr)
         if "best_k_models" in found:
             found["best_k_models"] = {key.replace(root, "<root>"): v for key, v in found["best_k_models"].items()}
         return found

@@ -110,11 +110,7 @@ class Program:
     late: bool = False  # layers are made in configure_model
     single_device: str = ""  # the device of a SingleDeviceStrategy that is given as an object
     backbone: bool = False  # the first layer has another name, and the optimizer is given what is trainable alone
-    search: dict[str, Any] | None = None  # the arguments of a search by the Tuner, which is one of the calls
     returns: bool | None = None  # ``return_predictions``
-    form: str = "method"  # how hooks are written: one of ``forms.HOOKS``, or "keyword"
-    by_hand: str = "wrapped"  # how a manual module steps: one of ``forms.BY_HAND``
-    metrics: str = ""  # where a metric object lies: one of ``forms.METRICS``
 
 
 LOSS = Log("training_step", "loss", "module", {"on_step": True, "on_epoch": True})

@@ -32,7 +32,6 @@ TOPICS = {
     "a batch that is None": r"yielded None|gave None for a batch",
     "scheduler without a metric": r"ReduceLROnPlateau conditioned|lr scheduler.s metric",
     "monitor of a manual scheduler": r"scheduler dict contains the key.*monitor",
-    "nothing was stepped": r"in this epoch no optimizer was stepped",
     "earlier weights": r"the weights of step \d+ are ranked by",
     "no optimizer": r"configure_optimizers.*None|`?None`?.*configure_optimizers|no optimizer",
     "early stopping without its metric": r"[Ee]arly ?stopping conditioned|EarlyStopping.*(not available|is not logged)",
@@ -59,7 +58,6 @@ TOPICS = {
     "resumed mid epoch": r"resuming from a checkpoint that ended before the epoch",
     "scheduler of SWA": r"SWA is currently only supported every epoch",
     "no module": r"was called without a model",
-    "short profile": r"default schedule will be overridden",
     "dataloader_iter": r"`dataloader_iter` (step flavor|argument)",
     "nothing to clip": r"empty generator, no gradient clipping",
     "hooks of windows": r"accumulate_grad_batches != 1\)` and overriding",
@@ -70,7 +68,6 @@ TOPICS = {
     "summary's precision": r"Precision .* is not supported by the model summary",
     "lost states": r"callbacks used to create the checkpoint|the states of callbacks that this Trainer",
     "one cycle by epochs": r"OneCycleLR.*(Are you sure|is stepped once an epoch)",
-    "few rates": r"too few to suggest a learning rate",
 }
 """What a warning is about, and the words by which either says it; others are compared by their first words."""
 LEFT_OUT = re.compile(

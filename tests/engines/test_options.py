@@ -60,7 +60,6 @@ def test_lightnings_arguments_come_in_its_order(monkeypatch: pytest.MonkeyPatch)
         ({"find_unused_parameter": True}, "Did you mean find_unused_parameters?"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25'"),
-        ({"nccl": {"min_nchannels": 8}}, "give a name in capitals"),
         ({"bucket_cap_mb_list": 25}, r"bucket_cap_mb_list=25\): give a list"),
         ({"gradient_as_bucket_view": "False"}, r"gradient_as_bucket_view='False'\): give True or False"),
         ({"shared_memory": "off"}, "shared_memory='off'"),

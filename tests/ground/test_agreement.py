@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-import timeit
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -166,14 +165,6 @@ def test_ranks_agree_where_no_reduction_holds_them_up(
     assert {bit for _, bit in seen} == {bit for _, (asked, _) in results for bit in asked}
 
 
-@pytest.mark.parametrize(
-    ("duration", "cost", "expected"),
-    [(100, 10, 8), (1000, 200, 8), (60_000, 200, 1), (10_000, 200, 5), (1000, 5000, 50), (100, 1000, 100)],
-)
-def test_the_pace_follows_windows_and_what_an_agreement_costs(duration: int, cost: int, expected: int) -> None:
-    assert module.pace(duration, cost) == expected
-
-
 def _windows_until_seen(seconds: float) -> int:
     """After how many windows, which take so long on rank 1, a request of rank 0's is seen."""
     agreement = _flags("messages")
@@ -329,27 +320,3 @@ def test_one_rank_sees_its_own_request_at_the_boundary() -> None:
     agreement.request(save)
     assert agreement.now(save)
     agreement.close()
-
-
-def test_at_one_rank_a_step_costs_next_to_nothing() -> None:
-    agreement = ConsensusFlags()
-    stop = agreement.register("stop")
-
-    def step() -> None:
-        agreement.publish()
-        agreement.settle(True)
-        agreement.is_up(stop)
-
-    count = 20_000
-    # 0.3 us where it is quiet; the bound only catches what would not be a few calls of Python any more
-    assert min(timeit.repeat(step, timer=time.process_time, number=count, repeat=5)) / count < 2e-6
-
-
-def test_bad_settings_are_named() -> None:
-    with pytest.raises(ValueError, match="every=0"):
-        ConsensusFlags(every=0)
-    agreement = ConsensusFlags()
-    for index in range(module.BITS):
-        agreement.register(str(index))
-    with pytest.raises(ValueError, match=r"'one too many'.*63 flags"):
-        agreement.register("one too many")

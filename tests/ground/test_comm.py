@@ -117,29 +117,6 @@ def test_many_ranks_combine_by_eights_whoever_comes_first(ranks: RankPool, trace
         assert calls == []  # nobody gets everybody's
 
 
-def _combine_few() -> tuple[list[float], list[float]]:
-    mine = torch.tensor([0.1 * dist.get_rank() + 1e-17, 1e16 * (-1) ** dist.get_rank()], dtype=torch.float64)
-    return comm.combined(mine, _in_order).tolist(), _in_order(comm.all_gather_tensor(mine)).tolist()
-
-
-def test_few_ranks_combine_in_their_order(ranks: RankPool) -> None:
-    for found, expected in ranks(3).run(_combine_few):
-        assert found == expected
-
-
-def _gather_unlike() -> str:
-    with pytest.raises(ValueError) as raised:
-        comm.all_gather_uneven(torch.zeros(2, 3 + dist.get_rank()))
-    return str(raised.value)
-
-
-def test_uneven_gather_names_what_differs(ranks: RankPool) -> None:
-    first, second = ranks(2).run(_gather_unlike)
-    assert first == second
-    assert "rank 0 has torch.float32 of shape (2, 3)" in first
-    assert "rank 1 has torch.float32 of shape (2, 4)" in first
-
-
 def _gathered_gradient() -> torch.Tensor:
     rank = dist.get_rank()
     tensor = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -174,28 +151,6 @@ def test_broadcast_of_many_dtypes_in_pieces_of_any_size(ranks: RankPool, limit: 
             assert torch.equal(tensor, right)
 
 
-def _in_subgroup() -> tuple[int, int, float, list[int], int]:
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return (0, 0, 0.0, [], 0)
-    total = comm.all_reduce(torch.tensor(float(dist.get_rank())), "sum", group).item()
-    comm.barrier(group)
-    told = comm.broadcast_object(dist.get_rank(), src=1, group=group)
-    return (
-        comm.world_size(group),
-        comm.rank(group),
-        total,
-        comm.all_gather_object(dist.get_rank(), group),
-        told,
-    )
-
-
-def test_a_subgroup_counts_its_own_ranks(ranks: RankPool) -> None:
-    _, first, second = ranks(3).run(_in_subgroup)
-    assert first == (2, 0, 3.0, [1, 2], 2)
-    assert second == (2, 1, 3.0, [1, 2], 2)
-
-
 def test_without_a_process_group_one_rank_answers() -> None:
     tensor = torch.arange(3.0)
     assert not comm.is_distributed()
@@ -212,11 +167,6 @@ def test_without_a_process_group_one_rank_answers() -> None:
     assert comm.broadcast_object("x") == "x"
     comm.broadcast_tensors([tensor])
     comm.barrier()
-
-
-def test_an_unknown_operation_is_named() -> None:
-    with pytest.raises(ValueError, match=r"op='median'.*\"mean\""):
-        comm.all_reduce(torch.zeros(1), "median")  # type: ignore[arg-type]
 
 
 def _rows_to_come() -> list[Any]:

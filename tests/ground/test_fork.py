@@ -50,16 +50,6 @@ def test_a_fork_waits_for_a_thread_of_torchs_that_runs() -> None:
 
 
 @linux
-def test_other_threads_are_not_waited_for() -> None:
-    busy = Busy(b"somebody's", 1.0)
-    busy.start()
-    busy.started.wait(10)
-    fork_and_exit.wait_for_torch_threads()
-    assert busy.ended == 0.0
-    busy.join(10)
-
-
-@linux
 def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_and_exit, "PATIENCE", 0.05)
     busy = Busy(b"pt_gloo_runloop", 0.8)

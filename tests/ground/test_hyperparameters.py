@@ -100,26 +100,6 @@ class TestCollecting:
         assert net.hparams == {"a": 1, "b": [2]}
         assert net._hparams_name == "config"
 
-    def test_a_copy_of_the_container_is_known_again_and_tensors_inside_do_no_harm(self) -> None:
-        class Contained(Module):
-            def __init__(self, other: dict[str, Any], config: dict[str, Any]) -> None:
-                super().__init__()
-                self.save_hyperparameters(dict(config))
-
-        assert Contained({"a": 2}, {"a": 1})._hparams_name == "config"
-        assert Contained({"a": torch.ones(2)}, {"a": torch.zeros(2)})._hparams_name == "config"
-
-    def test_called_from_a_method_that_init_calls(self) -> None:
-        class Later(Module):
-            def __init__(self, a: int) -> None:
-                super().__init__()
-                self.build()
-
-            def build(self) -> None:
-                self.save_hyperparameters()
-
-        assert Later(5).hparams == {"a": 5}
-
     def test_a_module_inside_a_module_keeps_to_its_own_arguments(self) -> None:
         class Outer(Module):
             def __init__(self, width: int, outer: str) -> None:
@@ -142,13 +122,6 @@ class TestCollecting:
 
         assert Data(size=4).hparams == {"size": 4, "name": "n"}
 
-    def test_calls_add_up(self) -> None:
-        net = Net(1)
-        net.save_hyperparameters({"later": 2})
-        assert net.hparams == {"width": 1, "lr": 0.1, "mode": "a", "later": 2}
-        net.save_hyperparameters({})
-        assert net.hparams.later == 2
-
 
 class TestWhatIsKept:
     def test_initial_is_a_deep_copy(self) -> None:
@@ -161,10 +134,6 @@ class TestWhatIsKept:
         net.hparams.layers.append(3)
         net.hparams_initial.layers.append(4)
         assert net.hparams_initial == {"layers": [1, 2]}
-
-    def test_nothing_saved(self) -> None:
-        assert Module().hparams == {}
-        assert Module().hparams_initial == {}
 
     def test_a_module_among_them_warns_and_plain_ones_do_not(self) -> None:
         class Backboned(Module):
@@ -219,14 +188,6 @@ class TestWhatACheckpointHolds:
         with pytest.raises(MisconfigurationException, match=rf"the hyperparameter {what}.*{ways}"):
             Holds(value)
 
-    def test_what_is_ignored_may_be_anything(self) -> None:
-        class Ignoring(Module):
-            def __init__(self, loss: Any, lr: float) -> None:
-                super().__init__()
-                self.save_hyperparameters(ignore=["loss"])
-
-        assert Ignoring(a_loss, 0.1).hparams == {"lr": 0.1}
-
     def test_a_subclass_may_ignore_what_its_base_class_has_saved(self) -> None:
         class Child(Holds):
             def __init__(self, value: Any, loss: Any) -> None:
@@ -265,12 +226,6 @@ class TestErrors:
         with pytest.raises(MisconfigurationException, match=r"'b' is no argument.*\['a'\]"):
             Wrong(1)
 
-    def test_a_number_and_two_containers(self) -> None:
-        with pytest.raises(MisconfigurationException, match="int"):
-            Net(1).save_hyperparameters(3)
-        with pytest.raises(MisconfigurationException, match="2 containers"):
-            Net(1).save_hyperparameters({"a": 1}, {"b": 1})
-
 
 class TestAttributeDict:
     def test_items_are_attributes(self) -> None:
@@ -282,20 +237,6 @@ class TestAttributeDict:
             _ = settings.lr
         with pytest.raises(AttributeError, match="'lr'"):
             del settings.lr
-
-    def test_repr_is_a_table(self) -> None:
-        assert repr(AttributeDict(lr=0.1, depth=3)) == '"depth": 3\n"lr":    0.1'
-        assert repr(AttributeDict()) == ""
-
-    def test_update_and_copy(self) -> None:
-        settings = AttributeDict(a=1)
-        settings.update({"b": 2}, c=3)
-        other = copy.copy(settings)
-        other.a = 9
-        assert (settings.a, settings.b, settings.c, other.a) == (1, 2, 3, 9)
-        assert type(other) is AttributeDict
-        assert "b" in settings
-        assert dict(settings) == {"a": 1, "b": 2, "c": 3}
 
     def test_copies_and_pickles_keep_the_type(self) -> None:
         settings = AttributeDict(a=AttributeDict(b=1))

@@ -80,22 +80,6 @@ def test_ranks_in_containers_meet_in_a_file_or_not_at_all(ranks: RankPool) -> No
     assert ranks(2).run(_elsewhere) == [(True, True, [])] * 2
 
 
-def _full(on: int) -> tuple[bool, list[str]]:
-    """Rank ``on`` cannot reserve its part: whether there is nothing, and what files are left."""
-    reserve = os.posix_fallocate
-    if dist.get_rank() == on:
-        os.posix_fallocate = _refuse
-    try:
-        return shared_pages.common_pages(None, SIZE) is None, _own_files()
-    finally:
-        os.posix_fallocate = reserve
-
-
-@pytest.mark.parametrize("on", [0, 1])
-def test_one_rank_without_memory_is_enough(ranks: RankPool, on: int) -> None:
-    assert ranks(2).run(_full, on) == [(True, [])] * 2
-
-
 def test_a_full_memory_folder_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reserve = os.posix_fallocate
     calls = []
@@ -114,26 +98,6 @@ def test_a_full_memory_folder_is_passed_over(monkeypatch: pytest.MonkeyPatch, tm
     os.close(found.handle)
     assert [Path(path).parent for path in calls] == [Path("/"), Path("/dev/shm"), tmp_path]
     assert not list(tmp_path.iterdir())
-
-
-def test_memory_is_reserved_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal lets older kernels begin anew: 4 GiB at once, and a profiler's timer, would never come to an end."""
-    pieces: list[tuple[int, int]] = []
-    reserve = os.posix_fallocate
-
-    def watched(handle: int, start: int, length: int) -> None:
-        pieces.append((start, length))
-        reserve(handle, start, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", watched)
-    monkeypatch.setattr(shared_pages, "PIECE", 2**14)
-    size = 3 * 2**14 + 8192
-    found = shared_pages.common_pages(None, size, part=(4096, size - 4096))
-    assert found is not None
-    os.close(found.handle)
-    assert max(length for _, length in pieces) == 2**14
-    ends = [start + length for start, length in pieces]
-    assert [start for start, _ in pieces] + [size] == [4096, *ends]
 
 
 def test_a_file_of_another_process_of_that_id_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

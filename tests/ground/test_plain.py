@@ -9,7 +9,6 @@ import io
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,11 +51,7 @@ Pair = collections.namedtuple("Pair", "a b")
         (Layer(), {"size": 2, "where": "a"}),
         (AttributeDict(a=AttributeDict(b=1)), {"a": {"b": 1}}),
         (collections.OrderedDict(a=1), {"a": 1}),
-        (collections.defaultdict(list, a=[1]), {"a": [1]}),
-        (MappingProxyType({"a": 1}), {"a": 1}),
         (Pair(1, Path("b")), (1, "b")),
-        (range(3), [0, 1, 2]),
-        (collections.deque([1]), [1]),
         ([{"a": (Colour.RED,)}], [{"a": ("red",)}]),
         (frozenset({1}), {1}),
     ],
@@ -72,19 +67,6 @@ def test_forms_that_a_checkpoint_can_hold(value: Any, form: Any) -> None:
     assert torch.load(buffer, weights_only=True) == form
 
 
-def test_arrays_become_tensors_and_tensors_stay() -> None:
-    tensor = torch.ones(2)
-    assert plain([tensor])[0] is tensor
-    found = plain(np.arange(3, dtype=np.int64))
-    assert torch.equal(found, torch.arange(3))
-
-
-def test_containers_are_copied() -> None:
-    value = {"a": [1]}
-    plain(value)["a"].append(2)
-    assert value == {"a": [1]}
-
-
 def function() -> None: ...
 
 
@@ -98,11 +80,3 @@ def test_code_and_objects_have_none(value: Any) -> None:
         plain({"a": [1, (value,)]})
     assert caught.value.keys == ("a", 1, 0)
     assert caught.value.value is value
-
-
-def test_what_holds_itself_has_none() -> None:
-    loop: list[Any] = [1]
-    loop.append(loop)
-    with pytest.raises(NotPlain) as caught:
-        plain(loop)
-    assert caught.value.keys == (1,)

@@ -13,8 +13,6 @@ import pytest
 
 from lockstep.ground.rank import (
     LIGHTNINGS,
-    rank_prefixed_message,
-    rank_zero_deprecation,
     rank_zero_info,
     rank_zero_only,
     rank_zero_warn,
@@ -42,29 +40,6 @@ def test_runs_on_rank_zero_alone_and_looks_the_rank_up_at_each_call() -> None:
     assert (double.__name__, double.__doc__) == ("double", "Twice n.")
 
 
-def test_default_is_returned_elsewhere() -> None:
-    decorated = rank_zero_only(default=7)(lambda: 1)
-    called = rank_zero_only(lambda: 1, default=7)
-    assert (decorated(), called()) == (1, 1)
-    rank_zero_only.rank = 3
-    assert (decorated(), called()) == (7, 7)
-
-
-def test_decorates_methods() -> None:
-    class Writer:
-        written = 0
-
-        @rank_zero_only
-        def write(self, n: int) -> None:
-            self.written += n
-
-    writer = Writer()
-    writer.write(2)
-    rank_zero_only.rank = 1
-    writer.write(2)
-    assert writer.written == 2
-
-
 def test_warning_names_the_line_that_warned_and_comes_once_a_place() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
@@ -78,16 +53,6 @@ def test_warning_names_the_line_that_warned_and_comes_once_a_place() -> None:
     assert seen[1].lineno == seen[0].lineno + 1
 
 
-def test_deprecation_is_a_deprecation_warning_at_the_callers_caller() -> None:
-    def old_name() -> None:
-        rank_zero_deprecation("old_name is deprecated", stacklevel=2)
-
-    with pytest.warns(DeprecationWarning, match="old_name") as seen:
-        old_name()
-    assert seen[0].filename == __file__
-    assert seen[0].lineno > old_name.__code__.co_firstlineno + 1
-
-
 def test_warn_once_comes_once_for_a_key() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -95,14 +60,6 @@ def test_warn_once_comes_once_for_a_key() -> None:
             warn_once(f"batch {n} is odd", key="test_warn_once: odd batch")
     assert [str(w.message) for w in seen] == ["batch 0 is odd"]
     assert seen[0].filename == __file__
-
-
-def test_info_is_logged_with_the_place_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lockstep"):
-        rank_zero_info("%d samples", 5)
-        rank_zero_only.rank = 1
-        rank_zero_info("not on rank 1")
-    assert [(r.getMessage(), r.filename) for r in caplog.records] == [("5 samples", "test_rank.py")]
 
 
 def test_messages_reach_the_screen_until_logging_is_configured(
@@ -128,8 +85,3 @@ def test_a_message_that_nobody_can_read_ends_nothing(monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
         rank_zero_info("the fit is over")
         monkeypatch.undo()
-
-
-def test_prefix() -> None:
-    assert rank_prefixed_message("done", 2) == "[rank: 2] done"
-    assert rank_prefixed_message("done", None) == "done"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -114,29 +113,6 @@ def test_without_a_seed_the_one_before_or_zero() -> None:
     assert seen[0].filename == __file__
     seed_everything(9, verbose=False)
     assert seed_everything() == 9
-
-
-def test_a_seed_handed_down_touches_no_generator() -> None:
-    seed_everything(1, verbose=False)
-    expected = draw()
-    seed_everything(1, verbose=False)
-    hand_down_seed(5)
-    assert current_seed() == 5
-    assert draw() == expected
-    assert seed_everything() == 5
-
-
-@pytest.mark.parametrize("seed", [-1, 2**32, "many", 1.5e10])
-def test_impossible_seeds(seed: Any) -> None:
-    with pytest.raises(ValueError, match=r"seed=.*integer from 0 to 4294967295"):
-        seed_everything(seed)
-
-
-def test_says_the_seed_and_the_rank(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lockstep"):
-        seed_everything(3)
-        seed_everything(4, verbose=False)
-    assert [r.getMessage() for r in caplog.records] == ["[rank: 0] seed set to 3"]
 
 
 # -- devices that have other numbers elsewhere ---------------------------------------------------------------

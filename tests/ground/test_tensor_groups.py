@@ -45,15 +45,3 @@ def test_no_two_groups_of_small_tensors_would_have_been_one(seed: int) -> None:
     for groups in small.values():
         for first, second in pairwise(groups):
             assert sum(tensors[index].nbytes for index in first) + tensors[second[0]].nbytes > most
-
-
-def test_the_kind_is_the_callers() -> None:
-    tensors = [torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(2)]
-    assert list(grouped(tensors, 1000)) == [[0, 2], [1]]
-    assert list(grouped(tensors, 1000, lambda tensor: None)) == [[0, 1, 2]]
-    assert list(grouped([], 1000)) == []
-
-
-def test_a_sparse_tensor_is_a_group_of_its_own() -> None:
-    tensors = [torch.ones(2), torch.eye(2).to_sparse(), torch.ones(2)]
-    assert list(grouped(tensors, 1000)) == [[1], [0, 2]]

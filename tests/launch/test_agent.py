@@ -14,24 +14,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError, RendezvousStoreInfo
 
-from lockstep.launch.elastic_run import FRESH, InOrder, LaunchPlan, _first, _not_met, _take, _variables, clear_away
-from lockstep.launch.environment import site_variable
-
-ONE = LaunchPlan(("train.py",), "train-1", 2)
+from lockstep.launch.elastic_run import FRESH, InOrder, LaunchPlan, _first, _take, _variables, clear_away
 
 
 def told(plan: LaunchPlan, **environ: str) -> dict[str, str]:
     return _variables(plan, Path("/folder"), environ)
-
-
-def test_without_restarts_ranks_are_told_nothing_that_changes_a_fit() -> None:
-    assert told(ONE, GLOO_SOCKET_IFNAME="eth0") == {"LOCKSTEP_STARTED": "--devices 2", **site_variable({})}
-    several = LaunchPlan(("train.py",), "train-1", 2, (1, 3))
-    assert told(several) == {
-        "LOCKSTEP_STARTED": "--devices 2 --nodes 1:3",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        **site_variable({}),
-    }
 
 
 @pytest.mark.parametrize("flags", [{"max_restarts": 1}, {"resume": True}])
@@ -111,15 +98,3 @@ def test_the_end_that_others_follow_from_is_told() -> None:
     assert _first(ended) == "rank 1 (process 7) was killed by SIGKILL (exit code -9)"
     assert _first({0: failure(-signal.SIGTERM), 1: failure(3)}) == "rank 1 (process 7) ended with exit code 3"
     assert _first({0: failure(-signal.SIGTERM)}) == "rank 0 (process 7) was killed by SIGTERM (exit code -15)"
-
-
-def test_nodes_that_do_not_meet_are_told_what_to_do() -> None:
-    plan = LaunchPlan(("train.py",), "train-1", 2, (2, 2), node_rank=1, address="node1", port=29400, patience=9)
-    errors = {name: type(f"Rendezvous{name}Error", (Exception,), {}) for name in ("Connection", "Timeout", "Closed")}
-    assert "node 1 could not reach --master-addr node1 --master-port 29400 within 60 s" in _not_met(
-        plan, errors["Connection"]()
-    )
-    assert "fewer than 2 nodes came to --master-addr node1 --master-port 29400 within 9 s (--patience)" in _not_met(
-        plan, errors["Timeout"]()
-    )
-    assert _not_met(plan, errors["Closed"]()) == "another node has ended the run, and says why"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -47,50 +45,6 @@ def nodes() -> Iterator[tuple[Heard, Heard, int, str]]:
     zero.hub.close()
 
 
-def broken(draw: random.Random, token: str) -> bytes:
-    """A line that is no greeting of ours."""
-    kind = draw.randrange(6)
-    if kind == 0:
-        return draw.randbytes(draw.randrange(1, 200)).replace(b"\n", b"") + b"\n"
-    hello: dict[str, Any] = {"token": token, "node": 2, "host": "h", "name": "n"}
-    if kind == 1:
-        hello["token"] = draw.choice([*VALUES, token[:-1], token + "é", token.upper() + " "])
-    elif kind == 2:
-        hello["node"] = draw.choice([value for value in VALUES if type(value) is not int or value < 1])
-    elif kind == 3:
-        return json.dumps(draw.choice(VALUES)).encode() + b"\n"
-    elif kind == 4:
-        text = bytearray(json.dumps(hello).encode())
-        for _ in range(draw.randrange(1, 4)):
-            text[draw.randrange(len(text))] = draw.choice(b'\x00\xff{}[]"\\\n,:9')
-        if json_of(text).get("token") == token:  # only its host or name has changed
-            text[:1] = b"("
-        return bytes(text) + b"\n"
-    else:
-        return b"[" * draw.choice([10, 5_000, 70_000]) + draw.choice([b"\n", b""])
-    return json.dumps(hello).encode() + b"\n"
-
-
-def json_of(text: bytes | bytearray) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def send_broken(port: int, token: str, seed: int, count: int) -> None:
-    draw = random.Random(seed)
-    for _ in range(count):
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            if draw.random() < 0.3:  # hangs up by a reset
-                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            try:
-                stranger.sendall(broken(draw, token))
-            except OSError:  # sent away in the middle of it
-                continue
-
-
 def is_served(nodes: tuple[Heard, Heard, int, str], number: int) -> None:
     zero, one, port, token = nodes
     assert one.hub.send("news", {"number": number}, to=0)
@@ -109,18 +63,6 @@ def test_a_token_that_is_not_ascii_ended_the_supervision(nodes: tuple[Heard, Hea
             stranger.sendall(json.dumps({"token": value, "node": 2}).encode() + b"\n")
             assert stranger.recv(1) == b""
     is_served(nodes, 1)
-
-
-def test_broken_lines_of_strangers_change_nothing(nodes: tuple[Heard, Heard, int, str]) -> None:
-    send_broken(nodes[2], nodes[3], 1, EVERY_DAY)
-    is_served(nodes, 2)
-
-
-@pytest.mark.slow
-def test_ten_thousand_broken_lines_of_strangers_change_nothing(nodes: tuple[Heard, Heard, int, str]) -> None:
-    for part in range(10):
-        send_broken(nodes[2], nodes[3], 100 + part, ALL // 10)
-        is_served(nodes, part)
 
 
 def test_messages_without_sense_of_a_node_change_nothing(

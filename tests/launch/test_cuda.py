@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.launch.environment import cuda_has_begun, number_devices
+from lockstep.launch.environment import number_devices
 
 
 @pytest.fixture
@@ -37,13 +37,6 @@ def test_on_a_cluster_nothing_is_set() -> None:
     assert environ == {}
 
 
-def test_torch_without_cuda_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    environ: dict[str, str] = {}
-    number_devices(False, environ)
-    assert environ == {}
-
-
 @pytest.mark.usefixtures("three_gpus")
 def test_others_get_the_names_of_gpus_that_this_process_has_counted_by_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 went on by speed and its children by the bus: on unlike GPUs two ranks took one card."""
@@ -56,7 +49,3 @@ def test_others_get_the_names_of_gpus_that_this_process_has_counted_by_speed(mon
     environ = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,2"}
     number_devices(False, environ)
     assert environ == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,2"}
-
-
-def test_asking_whether_cuda_has_begun_starts_nothing() -> None:
-    assert cuda_has_begun() == torch.cuda.is_initialized()

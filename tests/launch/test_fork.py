@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import spawn
-from lockstep.launch.spawn import ForkedProcess, ForkLauncher, obstacle
+from lockstep.launch.spawn import ForkLauncher, obstacle
 from tests.launch.forks import Net, data, trained, weights_of_a_rank
 from tests.tools.fresh import PYTHONPATH, python
 from tests.tools.pool import RankPool
@@ -93,16 +92,6 @@ class Portable(Net):
         return loss
 
 
-def test_where_a_pool_of_threads_cannot_be_ended_ranks_compute_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(2)
-    try:
-        assert ForkLauncher(TWO).launch(lambda: (os.environ["LOCAL_RANK"], torch.get_num_threads())) == ("0", 2)
-        monkeypatch.setattr(spawn, "end_openmp_pools", lambda: False)
-        assert ForkLauncher(TWO).launch(torch.get_num_threads) == 1
-    finally:
-        torch.set_num_threads(1)
-
-
 def test_a_rank_is_as_a_fresh_process() -> None:
     here = os.getpid()
 
@@ -155,16 +144,3 @@ def test_a_build_for_cuda_on_a_machine_without_a_gpu_copies_itself(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(spawn, "is_there", lambda kind: False)
     ForkLauncher(TWO).launch(print)
-
-
-def test_a_copy_is_waited_for_like_a_started_process() -> None:
-    ends, stays = spawn._fork(lambda: os._exit(3), "ends"), spawn._fork(lambda: time.sleep(60), "stays")
-    assert ends.wait() == ends.wait() == 3
-    os.kill(stays.pid, signal.SIGTERM)
-    assert stays.wait() == -signal.SIGTERM
-
-
-def test_a_copy_that_somebody_else_has_waited_for_has_ended() -> None:
-    copy = spawn._fork(lambda: os._exit(0), "ends")
-    os.waitpid(copy.pid, 0)
-    assert ForkedProcess.wait(copy) == 0

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lockstep.supervise.causes import Stand
-from lockstep.supervise.changes import Changes, members, ranges, taken_in
+from lockstep.supervise.changes import Changes, taken_in
 from lockstep.supervise.hang import diverged, overdue, stopped
-from lockstep.supervise.snapshot import GONE, RUNS, STOPPED, TRACED, RankSnapshot, brief
+from lockstep.supervise.snapshot import GONE, RUNS, STOPPED, TRACED, RankSnapshot
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
-from lockstep.supervise.trace_memory import Note, shared
+from lockstep.supervise.trace_memory import Note
 
 NOW = 100.0
 REDUCING = Stack(
@@ -139,25 +138,6 @@ def test_a_worker_of_a_loader_tells_where_it_is() -> None:
     assert snapshot(2, stack=queue, worker=LOADING).described() == "is in its data loader, /me/data.py:12"
 
 
-def test_ranks_alike_are_told_once() -> None:
-    ranks = [snapshot(rank, stack=REDUCING, still=5.0) for rank in range(3)] + [snapshot(3, stack=WORKING)]
-    found = overdue(ranks, 3.0)
-    assert found is not None
-    assert str(found) == (
-        "for 5 s, rank 3 is in its own code, /me/train.py:31; "
-        "ranks 0-2 wait in reducing gradients in backward, /me/fit.py:7"
-    )
-    assert found.trace.count("shared_memory.py") == 1
-
-
-def test_a_long_stack_is_told_in_a_few_lines() -> None:
-    deep = tuple(Frame(f"{TORCH}nn/{index}.py", index, "forward") for index in range(40))
-    told = brief(Stack((*deep, Frame("/me/train.py", 31, "training_step"), *deep)))
-    assert len(told.splitlines()) == 6
-    assert "    /me/train.py:31 in training_step" in told.splitlines()
-    assert told.splitlines()[-1] == "    torch/nn/0.py:0 in forward"
-
-
 def test_what_has_changed_of_ranks_travels_as_json() -> None:
     one = snapshot(1, note(3), past(2), stack=REDUCING, worker=LOADING, state=STOPPED, stopped=2.5)
     other = snapshot(2, note(3), stack=WORKING)
@@ -196,31 +176,6 @@ def test_a_rank_that_goes_on_as_it_did_is_not_told_again() -> None:
             assert replace(there[each.rank], still=each.still) == each
             assert abs(there[each.rank].still - each.still) <= 0.5
     assert told == [([1, 2, 3], []), ([], []), ([1], []), ([], []), ([], []), ([1], []), ([], [3])]
-
-
-@pytest.mark.parametrize("ranks", [(), (0,), (0, 2), tuple(range(4096)), tuple(range(3, 8192, 8)), (0, 1, 2, 7, 9, 11)])
-def test_the_members_of_a_group_are_told_in_few_numbers(ranks: tuple[int, ...]) -> None:
-    assert members(tuple(map(tuple, ranges(ranks)))) == ranks  # type: ignore[arg-type]
-    assert len(ranges(ranks)) <= 2
-
-
-def test_thousands_of_ranks_are_compared_in_a_second() -> None:
-    """It took 2.4 s for 320 ranks: each rank was held against each other one."""
-    everyone = shared(tuple(range(4096)))
-    ranks = [snapshot(rank, note(7, members=everyone)) for rank in range(4096)]
-    busy = replace(ranks[9], notes=(past(6, members=everyone),), stack=WORKING)
-    calls = 0
-
-    def counted(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(counted)
-    try:
-        assert diverged([*ranks[:9], busy, *ranks[10:]]) is None
-    finally:
-        sys.setprofile(None)
-    assert calls < 40 * 4096
 
 
 def test_a_call_of_autograds_is_where_the_backward_was_called() -> None:

@@ -174,43 +174,11 @@ def test_a_rank_that_keeps_others_devices_waiting_is_told(
     assert played.lookout.divergence() is None
 
 
-def test_a_rank_is_asked_again_once_its_device_is_known_to_wait(
-    scene: Callable[..., Scene], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It stands still before that, and was asked for its stack then; the wait was told ten seconds later."""
-    played = scene()
-    played.ranks[0].queue()
-    played.ranks[0].collectives.watched()
-    for rank in played.ranks:
-        rank.still = 3.5
-    assert played.look(3.2) is None
-    assert capsys.readouterr().err == ""
-    assert played.look(5.0) is None
-    assert "rank 0 waits in all_reduce #1 (queued on its device)" in capsys.readouterr().err
-
-
 def test_a_rank_whose_device_waits_for_ever_is_ended(scene: Callable[..., Scene]) -> None:
     played = scene(3.0, 20.0)
     played.ranks[0].queue()
     played.ranks[0].collectives.watched()
     assert "hang_kill=20 s are over" in str(played.look(25.0))
-
-
-def test_ranks_that_join_a_wait_are_no_news_until_nobody_is_late(
-    scene: Callable[..., Scene], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of many nodes the message of one comes a second later; its ranks made the same wait one more telling."""
-    played = scene()
-    played.ranks.append(Rank(2, 3.0, 1800.0))
-    played.ranks[0].enter()
-    assert played.look(4.0) is None
-    assert capsys.readouterr().err.count("lockstep: ") == 1
-    played.ranks[2].enter()
-    assert played.look(8.0) is None  # rank 2 waits too, and rank 1 is late as before
-    assert capsys.readouterr().err == ""
-    played.ranks[1].enter()
-    assert played.look(12.0) is None
-    assert "ranks 0-2 wait in all_reduce #1" in capsys.readouterr().err
 
 
 def test_ranks_whose_stacks_alone_wait_are_told(

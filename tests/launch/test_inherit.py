@@ -38,12 +38,6 @@ def test_a_seed_that_is_none_is_told_by_its_variable() -> None:
     assert current_seed() == 4
 
 
-def test_nothing_to_take_over() -> None:
-    hand_down_seed(4)
-    inherit({})
-    assert (rank_zero_only.rank, current_seed()) == (0, 4)
-
-
 def test_a_process_of_a_rank_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader worker has the variable too, and another parent; that the ranks' parent lives is enough."""
     monkeypatch.setattr(os, "_exit", pytest.fail)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.format import load
-from lockstep.supervise import screen_text
-from lockstep.supervise.causes import OTHERS, Cause, also_failed, cause_of, is_told, judgement, named
-from lockstep.supervise.screen_text import MOST, MOST_ALONE, REASON, one_line, printable, reason_of, shortened
-from scripts import draw_run
+from lockstep.supervise.causes import Cause, also_failed, cause_of, is_told, judgement
+from lockstep.supervise.screen_text import MOST, REASON, one_line, printable, reason_of
 from tests.scripts.in_rank import run_script
 from tests.tools.fresh import python
 from tests.tools.pool import RankPool
@@ -58,47 +52,6 @@ def test_a_long_reason_keeps_its_advice() -> None:
     """The last line of a full disk lost what to do about it."""
     error = OSError(28, f"could not write '/{'folder/' * 60}last.ckpt': there is no room: make room, or choose another")
     assert reason_of(error).endswith("there is no room: make room, or choose another")
-
-
-def _chain(length: int) -> Exception:
-    error: Exception = ValueError("0")
-    for index in range(1, length):
-        try:
-            raise KeyError(index) from error
-        except KeyError as raised:
-            error = raised
-    return error
-
-
-def test_a_chain_of_60_exceptions_is_shortened() -> None:
-    lines = shortened(_chain(60)).splitlines()
-    assert len(lines) == MOST
-    assert lines[0].startswith("ValueError: 0")
-    assert lines[-1] == "KeyError: 59"
-
-
-def test_frames_of_pythons_library_are_folded() -> None:
-    """An error in a function that `json` calls showed the frames of `json`, and lost the user's."""
-
-    def parse(depth: int) -> object:
-        if not depth:
-            raise ValueError("of the user")
-        return json.loads("[1]", parse_int=lambda text: parse(depth - 1))
-
-    with pytest.raises(ValueError, match="of the user") as caught:
-        parse(4)
-    text, short = "".join(traceback.format_exception(caught.value)), shortened(caught.value, 1000)
-    assert text.count(f'File "{json.__file__}"') == 4
-    assert "json" not in short.replace("json.loads(", "")
-    assert short.count(f"... 3 calls in lockstep, torch and Python ({screen_text.WHOLE}=1 shows them)") == 4
-    assert short.count(f'File "{__file__}"') == text.count(f'File "{__file__}"')
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="has no groups")
-def test_a_group_of_exceptions_is_shortened() -> None:
-    group = ExceptionGroup("many", [_chain(3) for _ in range(40)])  # noqa: F821
-    assert len(shortened(group).splitlines()) <= MOST
-    assert reason_of(group) == "ExceptionGroup: many (40 sub-exceptions)"
 
 
 SCRIPT = """
@@ -170,21 +123,6 @@ def test_ranks_that_failed_alike_are_told_in_one_line() -> None:
     assert also_failed(notes[0], [_note(1, lost=True)]) == []
 
 
-def test_what_ranks_say_in_different_ways_stays_below_40_lines() -> None:
-    notes = [_note(rank, f"KeyError: {rank}") for rank in range(64)] + [_note(64, "KeyError: 3")]
-    also = also_failed(notes[3], notes)
-    assert also[0] == "rank 64 failed alike"
-    assert also[1] == "rank 0 failed, too, at train.py:7: KeyError: 0"
-    assert also[-1] == "ranks 2, 4-63 failed in other ways"
-    assert len(also) == OTHERS + 2
-    assert MOST + 1 + judgement(notes[3], False, False, [1], also=also).text.count("\n") + 1 <= 40
-
-
-@pytest.mark.parametrize(("ranks", "words"), [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([0, 1, 2, 7], "ranks 0-2, 7")])
-def test_neighbours_are_named_by_the_first_and_the_last(ranks: list[int], words: str) -> None:
-    assert named(ranks) == words
-
-
 FAILS_ALIKE = """
 import os, resource, signal, sys
 import torch
@@ -253,126 +191,6 @@ def test_a_failure_is_told_in_40_lines(ranks: RankPool, tmp_path: Path, what: st
     if devices > 2:
         assert len(lines) <= MOST + 2
         assert any("failed alike" in line for line in lines)
-
-
-def test_on_one_process_only_what_came_out_of_lockstep_is_folded(ranks: RankPool, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(FAILS_ALIKE + "fail(60)\n")  # after a fit: what folds is there
-    (ended,) = run_script(ranks, script, "nothing", "1", "auto", folder=tmp_path)
-    assert "KeyError: 60" in ended.stderr
-    assert ended.stderr.count("\n") > MOST_ALONE
-
-
-TUNES = """
-import torch
-from lockstep import LightningModule, Trainer
-from lockstep.tuner import Tuner
-class Net(LightningModule):
-    lr = 0.1
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-    def training_step(self, batch, batch_idx):
-        raise KeyError("of the user")
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-    def train_dataloader(self):
-        return [torch.ones(1, 1)]
-Tuner(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)).lr_find(Net())
-"""
-
-
-COMMANDS = """
-import torch
-from lockstep import LightningModule
-from lockstep.cli import LightningCLI
-class Net(LightningModule):
-    def __init__(self, width: int = 1):
-        super().__init__()
-        self.layer = torch.nn.Linear(width, 1)
-LightningCLI(Net, args=["fit", "--trainer.min_epochs=5", "--trainer.max_epochs=1", "--trainer.logger=false"])
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "end"),
-    [
-        pytest.param(TUNES, "KeyError: 'of the user'", marks=pytest.mark.extension("extras")),
-        pytest.param(COMMANDS, "the least is above the most.", marks=pytest.mark.extension("lightning")),
-    ],
-)
-def test_what_fails_in_a_search_or_a_command_line_is_folded(
-    script: str, end: str, ranks: RankPool, tmp_path: Path
-) -> None:
-    """A long traceback stood in front of a good sentence."""
-    (tmp_path / "fails.py").write_text(script)
-    (done,) = run_script(ranks, tmp_path / "fails.py", folder=tmp_path)
-    trace = done.stderr.partition("Traceback")[2]
-    assert trace.endswith(f"{end}\n")
-    assert "calls in lockstep, torch and Python" in trace
-    assert trace.count("\n") < 16
-
-
-def test_a_checkpoint_that_is_not_there_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint") as caught:
-        load(tmp_path / "none.ckpt")
-    assert caught.value.__suppress_context__
-
-
-def test_a_line_of_ones_own_begins_where_a_bar_stood(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The traceback of another rank stood behind rank 0's progress bar, on its line."""
-    written: list[tuple[int, bytes]] = []
-    monkeypatch.setattr(screen_text.os, "write", lambda file, text: written.append((file, text)))
-    screen_text.wipe_line()  # no terminal here
-    monkeypatch.setattr(screen_text.os, "isatty", lambda file: file == 2)
-    monkeypatch.setenv("TERM", "dumb")
-    screen_text.wipe_line()
-    assert not written
-    monkeypatch.setenv("TERM", "xterm")
-    screen_text.wipe_line()
-    assert written == [(2, b"\r\x1b[J\x1b[?25h")]
-
-
-BAR = """
-import sys, torch
-from lockstep import LightningModule, Trainer
-from lockstep.callbacks import RichProgressBar, TQDMProgressBar
-class Net(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 12 and self.global_rank:
-            raise KeyError("of rank 1")
-        self.log("loss", 0.5, prog_bar=True)
-        return self.layer(batch).mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-bar = {"tqdm": TQDMProgressBar, "rich": RichProgressBar}[sys.argv[1]]()
-trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", callbacks=[bar], logger=False, max_epochs=1,
-                  enable_checkpointing=False, enable_model_summary=False)
-trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(80, 1), batch_size=2))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bar", ["tqdm", "rich"])
-def test_a_traceback_begins_on_a_line_of_its_own_and_stays_whole(bar: str, tmp_path: Path) -> None:
-    pexpect = pytest.importorskip("pexpect")
-    (tmp_path / "bar.py").write_text(BAR)
-    command = pexpect.spawn(
-        sys.executable, [str(tmp_path / "bar.py"), bar], timeout=100, dimensions=(50, 300), encoding="utf-8"
-    )
-    command.expect(pexpect.EOF)
-    command.close()
-    screen = draw_run.Screen(300)
-    screen.feed(command.before)
-    lines = ["".join(letter for letter, _ in line).rstrip() for line in screen.lines]
-    (first,) = (at for at, line in enumerate(lines) if "Traceback" in line)
-    assert lines[first].removeprefix("[rank1]: ") == "Traceback (most recent call last):"
-    assert any(line.removeprefix("[rank1]: ") == "KeyError: 'of rank 1'" for line in lines[first:]), lines
-    last = [line for line in lines if line][-1]
-    assert last.startswith("lockstep: rank 1 failed first, at ")
 
 
 GATHERS = """

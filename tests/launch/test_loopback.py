@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cluster.local import INTERFACE, loopback_of, on_one_host
+from lockstep.cluster.local import INTERFACE
 from lockstep.supervise.hub import Hub
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
@@ -99,10 +99,3 @@ def test_the_hub_of_nodes_that_are_one_host_listens_there_alone(address: str, ho
         assert hub._door.getsockname()[0] in (host, "0.0.0.0" if host == "::" else host)
     finally:
         hub.close()
-
-
-def test_the_interface_that_a_user_has_chosen_stays() -> None:
-    assert on_one_host("127.0.0.1", {INTERFACE: "eth0"}) == {}
-    assert on_one_host("192.0.2.1", {}) == {}
-    assert on_one_host("127.0.0.1", {}) == {INTERFACE: "lo"}
-    assert loopback_of("no such host.invalid") == ""

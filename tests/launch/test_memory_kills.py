@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import memory_kills
-from lockstep.launch.memory_kills import CERTAIN, PERHAPS, MemoryKills
+from lockstep.launch.memory_kills import CERTAIN, MemoryKills
 
 
 def kills(file: Path, number: int) -> None:
@@ -36,37 +36,6 @@ def test_a_stranger_that_was_killed_for_memory_explains_nothing(
     assert made.why(7) == ""
     kills(own, 1)
     assert made.why(7) == CERTAIN
-
-
-def test_a_process_that_has_moved_is_explained_by_its_new_cgroup(
-    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, own = tmp_path / "before", tmp_path / "memory.events"
-    for file in (before, own):
-        kills(file, 1)
-    monkeypatch.setattr(memory_kills, "_events_of", lambda process: before)
-    made = MemoryKills()
-    made.add(7)
-    monkeypatch.setattr(memory_kills, "_events_of", lambda process: own)
-    made.look()
-    assert made.why(7) == ""
-    kills(own, 2)
-    assert made.why(7) == CERTAIN
-
-
-def test_without_a_count_of_its_own_it_is_a_guess_of_the_last_seconds(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory_kills, "_events_of", lambda process: None)
-    clock = [100.0]
-    monkeypatch.setattr(memory_kills.time, "monotonic", lambda: clock[0])
-    made = MemoryKills()
-    made.add(7)
-    kills(machine, 4)
-    assert made.why(7) == PERHAPS
-    for clock[0] in range(101, 130):
-        made.look()
-    assert made.why(7) == ""
 
 
 @pytest.mark.parametrize(

@@ -105,23 +105,6 @@ def test_one_rank_leaves_in_the_middle(tmp_path: Path, what: str, last: str, str
     Run(tmp_path, what, strategy, workers).ends_with(last.format(where))
 
 
-@pytest.mark.parametrize(
-    ("what", "last", "strategy"),
-    [
-        ("save", "rank 0 in saving a checkpoint .{}.; rank 1 in reducing gradients in backward", "ddp"),
-        pytest.param("barrier", "rank 1 in strategy.barrier .{}.", "ddp", marks=pytest.mark.slow),
-        pytest.param("save", "rank 0 in saving a checkpoint .{}.; rank 1", "ddp_spawn", marks=pytest.mark.slow),
-        pytest.param(
-            "early", "(?=.*rank 1 in)(?=.*rank 0 in reducing gradients in backward .{}.)", "ddp", marks=pytest.mark.slow
-        ),
-        pytest.param("caught", "rank 1 failed first, at {}: KeyError: 'no such column'", "ddp", marks=pytest.mark.slow),
-    ],
-)
-def test_a_call_that_only_one_rank_makes(tmp_path: Path, what: str, last: str, strategy: str) -> None:
-    """Both ranks waited in different collectives, for half an hour, and nothing told why."""
-    Run(tmp_path, what, strategy).ends_with(last.format(line(what)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "last"), [("killed", r"rank 1 .*killed by SIGKILL"), ("raise", "rank 1 failed first, at {}: KeyError")]
@@ -177,19 +160,3 @@ def test_ctrl_c_ends_ranks_that_wait_for_one_another_for_ever(tmp_path: Path) ->
     run = Run(tmp_path, "deadlock", press=to_all)
     run.ends_with(f"lockstep: interrupted by Ctrl-C: ranks 0, 1 waited in recv .{line('deadlock')}.", code=130)
     assert any("rank 0 is still in recv" in text for text in run.errors)
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_ranks_that_wait_for_one_another_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path, "deadlock", press=to_all, presses=2)
-    run.ends_with("lockstep: interrupted by Ctrl-C", code=130)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
-@pytest.mark.parametrize("press", [to_all, to_first])
-def test_ctrl_c_ends_an_evaluation_on_all_ranks(tmp_path: Path, strategy: str, press: Callable[[int], None]) -> None:
-    run = Run(tmp_path, "validate", strategy, press=press)
-    assert (run.code, run.left) == (-signal.SIGINT, []), run.errors
-    assert run.errors[-1].split()[-1] == "KeyboardInterrupt"
-    assert "result" not in run.out

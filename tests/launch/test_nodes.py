@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import queue
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from lockstep.supervise import hub
 from lockstep.supervise.causes import Cause
 from lockstep.supervise.channel import Channel
 from lockstep.supervise.hub import SILENCE, Hub
@@ -149,47 +146,3 @@ def test_a_node_that_calls_again_is_let_in_again(nodes: list[Node]) -> None:
     nodes[1].hub.send("news", "again", to=0)
     assert nodes[0].heard.get(timeout=SECONDS) == (1, "again")
     assert nodes[0].lost.empty()
-
-
-def test_node_0_says_once_that_it_may_open_no_more_files(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Nodes called for a minute and then said that they could not reach it."""
-
-    class Full:
-        def __init__(self, door: socket.socket) -> None:
-            self.door, self.left = door, 2
-
-        def accept(self) -> Any:
-            self.left -= 1
-            if self.left >= 0:
-                raise OSError(errno.EMFILE, "Too many open files")
-            return self.door.accept()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.door, name)
-
-    monkeypatch.setattr(hub, "raise_limit", lambda: False)
-    zero, one = Node(0), Node(1)
-    create = socket.create_server
-    monkeypatch.setattr(socket, "create_server", lambda *args, **kwargs: Full(create(*args, **kwargs)))
-    port, token = zero.hub.open("127.0.0.1")
-    assert one.hub.join("127.0.0.1", port, token)
-    for each in (one, zero):
-        each.hub.close()
-    said = capfd.readouterr().err
-    assert said.count("files, and more nodes call than that") == 1
-    assert "`ulimit -n`" in said
-
-
-def test_a_node_that_may_start_no_thread_says_so(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    nodes = Nodes(2, 3, lambda event, what: None, lambda first: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        nodes.join("127.0.0.1", 1, "word")
-    assert "may start no more threads (`ulimit -u`)" in capfd.readouterr().err

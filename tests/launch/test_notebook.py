@@ -152,20 +152,3 @@ def test_a_kernel_lives_on_after_ranks_that_failed_and_were_interrupted(execute:
     assert re.search(r"strategy='ddp_fork': rank 1 failed first, at Cell In\[1\], line \d+: .*no such column$", last)
     assert said(again).splitlines()[-1] == "1 True"
     assert said(interrupted).splitlines()[-1] == "True"
-
-
-@pytest.mark.slow
-def test_auto_trains_in_a_notebook_and_is_interrupted_there(execute: Executes) -> None:
-    cells = (
-        DEFINED,
-        SPAWNED,
-        FAILS.format("ddp_notebook"),
-        AGAIN.format("auto"),
-        INTERRUPTED.format("auto"),
-    )
-    defined, fit, fails, again, interrupted, once_more = execute(*cells, AGAIN.format("ddp_notebook"))
-    assert [raised(cell) for cell in (defined, fit, again, interrupted, once_more)] == [""] * 5
-    assert re.search(r"strategy='ddp_notebook': rank 1 .*no such column$", raised(fails).strip().splitlines()[-1])
-    assert said(again).splitlines()[-1] == "1 True"
-    assert said(interrupted).splitlines()[-1] == "True"
-    assert said(once_more).splitlines()[-1] == "1 True"

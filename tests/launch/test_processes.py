@@ -45,13 +45,6 @@ def start(children: RankProcesses, *codes: str) -> None:
     children.watch()
 
 
-def test_all_end_well(children: RankProcesses) -> None:
-    start(children, "pass", "pass")
-    assert children.wait(30)
-    assert children.failed == []
-    assert children.running == []
-
-
 def test_a_further_ctrl_c_leaves_no_rank_behind(
     children: RankProcesses, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -223,12 +216,6 @@ def test_ranks_that_wait_behind_one_that_failed_are_ended_after_half_a_second(
     assert clock.now - 100.0 == pytest.approx(seconds, abs=2.5 * processes.LOOK)
     assert watched.wait(30)
     assert watched.failed == []
-
-
-def test_standard_input_is_closed(children: RankProcesses) -> None:
-    start(children, "import sys; raise SystemExit(sys.stdin.read() != '')")
-    assert children.wait(30)
-    assert children.failed == []
 
 
 def one_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,13 +61,6 @@ def test_a_large_environment_reaches_a_supervisor_that_starts_slowly(tmp_path: P
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True", "")
 
 
-def test_a_path_that_is_no_text_is_left_out_of_the_search_for_modules(tmp_path: Path) -> None:
-    """`sys.path.append(Path(__file__).parent)`, of which Python takes no notice, ended with an error of JSON's."""
-    before = "import pathlib\nsys.path.append(pathlib.Path.cwd())"
-    ended = python(script(tmp_path, "import os; os.write(1, b'there')", "", before), folder=tmp_path)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "there", "")
-
-
 def test_a_rank_that_is_killed_is_named_where_the_script_ignores_the_ends_of_its_children(tmp_path: Path) -> None:
     """The supervisor inherited that, so that the system forgot how ranks ended: 0, it was told."""
     rank = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cluster.environments import SLURMEnvironment
 from lockstep.launch.attempts import Job, Superseded, job_here
 
 TASK = {
@@ -106,12 +105,6 @@ def test_the_end_removes_the_fits_own_checkpoint(tmp_path: Path) -> None:
     assert json.loads(Path(first.path).read_text())["saved"] == {"2": "later.ckpt"}
 
 
-def test_a_file_that_is_no_json_counts_for_none(tmp_path: Path) -> None:
-    first = job(tmp_path)
-    Path(first.path).write_text("{")
-    assert first.check() == {}
-
-
 def fake(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "scontrol").write_text(f"#!/bin/sh\n{text}\n")
     (folder / "scontrol").chmod(0o755)
@@ -125,13 +118,6 @@ def test_scontrol_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (tmp_path / "asked").read_text() == "requeue 7\nrequeue 5_2\n"
 
 
-def test_scontrol_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(tmp_path, "echo operation is disabled >&2; exit 1", monkeypatch)
-    assert job(tmp_path).requeue() == "scontrol requeue 7 ended with 1: operation is disabled"
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert "No such file" in job(tmp_path).requeue()
-
-
 def test_tasks_of_srun_have_a_job_and_a_batch_script_of_one_task(tmp_path: Path) -> None:
     """Without srun SIGUSR1 killed the run, and nothing was saved or requeued."""
     batch = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}
@@ -143,15 +129,6 @@ def test_tasks_of_srun_have_a_job_and_a_batch_script_of_one_task(tmp_path: Path)
         assert job_here(str(tmp_path), None, none) is None
     typed = {name: value for name, value in batch.items() if name != "SLURM_PROCID"}  # in a shell of salloc
     assert job_here(str(tmp_path), None, typed) is None
-
-
-def test_the_users_environment_decides(tmp_path: Path) -> None:
-    other = job_here(str(tmp_path), SLURMEnvironment(requeue_signal=signal.SIGUSR2), TASK)
-    assert other is not None
-    assert other.asks == (signal.SIGUSR2,)
-    never = job_here(str(tmp_path), SLURMEnvironment(auto_requeue=False), TASK)
-    assert never is not None
-    assert (never.requeues, never.asks) == (False, ())
 
 
 def test_a_script_that_fails_behind_its_fit_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import attempts
-from lockstep.launch.attempts import Job, Run, Superseded, attempts_here, leave_nothing
-
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NAME": "train.sh",
-    "SLURM_PROCID": "0",
-    "SLURM_NTASKS": "1",
-    "SLURM_STEP_ID": "0",
-}
+from lockstep.launch.attempts import Run, Superseded, leave_nothing
 
 
 @pytest.fixture(autouse=True)
@@ -82,11 +74,6 @@ def test_resume_takes_the_newest_run_that_has_left_something(tmp_path: Path) -> 
     assert (resumed.path, resumed.attempt, resumed.newest(1)) == (second.path, 2, str(tmp_path / "2.ckpt"))
 
 
-def test_resume_without_anything_to_resume_is_a_first_attempt(tmp_path: Path) -> None:
-    run = attempt(tmp_path, ["a"], LOCKSTEP_RESUME="1")
-    assert (run.attempt, run.newest(1)) == (1, None)
-
-
 def test_an_earlier_attempt_is_refused(tmp_path: Path) -> None:
     """Its ranks may live on, on a node that was cut off."""
     first = attempt(tmp_path, ["a"])
@@ -108,15 +95,6 @@ def test_the_other_ranks_are_told(tmp_path: Path) -> None:
         other.check()
 
 
-def test_all_fits_of_a_process_belong_to_one_attempt(tmp_path: Path) -> None:
-    environ = {"LOCKSTEP_RUN": "train-1", "LOCKSTEP_AGENT": "a", "LOCKSTEP_RECORDS": str(tmp_path / "records")}
-    for _ in range(2):
-        run = Run(str(tmp_path), None, environ)
-        run.enter(["a"])
-        assert run.attempt == 1
-    assert (tmp_path / "records").read_text() == f"{run.path}\n"
-
-
 def test_the_agent_leaves_nothing_of_a_run_that_is_done(tmp_path: Path) -> None:
     run, other = attempt(tmp_path, ["a"]), attempt(tmp_path, ["b"])
     run.saved(run.checkpoint(1), 1)
@@ -128,15 +106,3 @@ def test_the_agent_leaves_nothing_of_a_run_that_is_done(tmp_path: Path) -> None:
     assert {str(path) for path in tmp_path.iterdir()} == kept
     leave_nothing(other.path, done=False)  # of this one there is nothing to go on from
     assert not Path(other.path).exists()
-
-
-def test_what_this_process_is_an_attempt_at(tmp_path: Path) -> None:
-    run = {"LOCKSTEP_RUN": "train-1", "LOCKSTEP_AGENT": "a"}
-    assert attempts_here(str(tmp_path), None, {}) is None
-    assert isinstance(attempts_here(str(tmp_path), None, SLURM), Job)
-    here = attempts_here(str(tmp_path), None, {**SLURM, **run})
-    assert isinstance(here, Run)
-    assert here.requeues  # SLURM's job around it does
-    alone = attempts_here(str(tmp_path), None, run)
-    assert isinstance(alone, Run)
-    assert (alone.requeues, alone.asks, alone.saves) == (False, (), True)

@@ -18,10 +18,9 @@ import pytest
 from lockstep.cluster.local import rank_variables
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch.environment import started_in
 from lockstep.launch.script import MAILBOX, RANK_OF, ScriptLauncher, check_not_nested, command_line
 from lockstep.supervise.mailbox import Mailbox
-from tests.tools.fresh import PYTHONPATH, python
+from tests.tools.fresh import python
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 
@@ -98,33 +97,6 @@ def test_starts_the_same_command_once_for_each_rank_and_reuses_them(script: Path
     ]
 
 
-@pytest.mark.parametrize(
-    ("what", "code", "last"),
-    [  # every day: tests/launch/test_last_line.py, whose ranks train
-        pytest.param(
-            "raise on 1",
-            1,
-            "lockstep: rank 1 failed first, at {script}:22: ValueError: no such label",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "raise on 0",
-            1,
-            "lockstep: rank 0 failed first, at {script}:23: ValueError: no such label",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("exit on 1", 7, "ended with exit code 7", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_fails_and_all_end_with_its_name_on_the_screen(script: Path, what: str, code: int, last: str) -> None:
-    began = time.monotonic()
-    found, _, errors = run(script, what, str(script))
-    assert found == code
-    assert errors[-1].endswith(last.format(script=script))
-    assert "rank" in errors[-1]
-    assert time.monotonic() - began < 45
-
-
 @contextlib.contextmanager
 def running(script: Path, ranks: int = 2) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """The script in a process group of its own, and the processes of its ranks when all of them train."""
@@ -162,16 +134,6 @@ def test_ranks_do_not_outlive_a_killed_parent(script: Path) -> None:
                 break
             time.sleep(0.05)
         assert time.monotonic() < until
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_all_without_a_culprit(script: Path) -> None:
-    with running(script) as (process, _):
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-        assert process.returncode == -signal.SIGINT
-        assert "KeyboardInterrupt" in errors
-        assert "lockstep:" not in errors
 
 
 def main_module(file: str | None = None, spec: str | None = None) -> ModuleType:
@@ -217,7 +179,6 @@ def main_module(file: str | None = None, spec: str | None = None) -> ModuleType:
             ["python", "app.zip", "x"],
             ["app.zip", "x"],
         ),
-        (main_module(), ["-c", "x"], ["python", "-c", "print()", "x"], ["-c", "print()", "x"]),
         (main_module(), ["-c", "x"], ["python", "-Bc", "print()", "x"], ["-c", "print()", "x"]),
     ],
 )
@@ -260,11 +221,6 @@ def test_one_rank_starts_nothing() -> None:
     assert "LOCAL_RANK" not in os.environ
 
 
-def test_the_working_folder_of_the_import_is_remembered() -> None:
-    assert started_in is not None
-    assert Path(started_in).is_dir()
-
-
 # -- a run inside of a run's rank, by a process that has inherited the rank's variables --------------------------
 
 RANK = World(1, 2, 1, 2, 0, 1, "127.0.0.1", 4000)
@@ -288,32 +244,6 @@ def test_another_process_with_its_variables_is_refused() -> None:
 def test_a_launch_of_its_own_is_none(other: str) -> None:
     """torchrun or srun inside of a rank: its ranks have other numbers, or meet elsewhere."""
     check_not_nested(RANK, {RANK_OF: other})
-
-
-def test_one_process_is_never_refused() -> None:
-    environ = {RANK_OF: "1 0/1 127.0.0.1:0"}
-    check_not_nested(World.single(), environ)
-    assert environ == {RANK_OF: "1 0/1 127.0.0.1:0"}
-
-
-@pytest.mark.slow
-def test_a_script_that_starts_another_one(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("""
-import subprocess, sys
-from tests.loop.pieces import Slope, numbers, quiet
-class Module(Slope):
-    def on_train_start(self):
-        if self.global_rank == 1:
-            done = subprocess.run([sys.executable, sys.argv[1]], stderr=subprocess.PIPE, text=True)
-            print(done.stderr.splitlines()[-1])
-quiet(strategy="ddp", devices=2, max_epochs=1).fit(Module(), numbers(2))
-""")
-    (tmp_path / "other.py").write_text(
-        "from tests.loop.pieces import Slope, numbers, quiet\nquiet(max_epochs=1).fit(Slope(), numbers(2))\n"
-    )
-    done = python(tmp_path / "train.py", tmp_path / "other.py", PYTHONPATH=PYTHONPATH)
-    assert done.returncode == 0, done.stderr
-    assert "this process takes itself for rank 1 of 2" in done.stdout
 
 
 FIRST = """

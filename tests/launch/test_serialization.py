@@ -10,13 +10,9 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from lockstep.launch import spawn
-from tests.tools.pool import RankPool
 
 
 def there_and_back(obj: Any) -> Any:
@@ -36,14 +32,6 @@ def test_what_a_script_defines_goes_by_value() -> None:
     assert same["module"].weight is same["weight"]
     assert torch.equal(same["weight"], module.weight)
     assert same["fn"](1) == 2
-
-
-def test_several_objects_in_one_file() -> None:
-    file = io.BytesIO()
-    spawn.pack(1, file)
-    spawn.pack([2], file)
-    file.seek(0)
-    assert (spawn.unpack(file), spawn.unpack(file)) == (1, [2])
 
 
 def test_tensors_come_back_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,45 +63,6 @@ def test_cuda_tensors_come_back_on_the_cpu() -> None:
 def test_what_cannot_travel() -> None:
     with pytest.raises(TypeError, match="lock"):
         there_and_back([threading.Lock()])
-
-
-class Tuned(PowerSGDState):
-    """With a setting of its own."""
-
-    note = 3
-
-
-def test_a_state_of_torchs_hooks_needs_no_group_where_it_arrives() -> None:
-    """It asked for the default group as soon as it was read: "Default process group has not been initialized"."""
-    state = Tuned(None, matrix_approximation_rank=2, start_powerSGD_iter=7)
-    state.note, state.iter = 4, 5
-    state.error_dict[0] = torch.ones(3)
-    same = there_and_back([state, state])
-    assert same[0] is same[1]
-    assert type(same[0]).__name__ == "Tuned"
-    assert (same[0].matrix_approximation_rank, same[0].start_powerSGD_iter, same[0].note, same[0].iter) == (2, 7, 4, 5)
-    assert torch.equal(same[0].error_dict[0], torch.ones(3))
-    assert same[0].process_group is None
-    assert state.rng.randint(1000) == same[0].rng.randint(1000)
-
-
-def travels_with_groups() -> str:
-    assert there_and_back(PostLocalSGDState(dist.group.WORLD, None, 4)).process_group is None
-    part = dist.new_group([0])
-    try:
-        there_and_back(PostLocalSGDState(None, part, 4))
-    except ValueError as error:
-        return str(error)
-    finally:
-        if dist.get_rank() == 0:
-            dist.destroy_process_group(part)
-    return ""
-
-
-def test_a_group_of_some_ranks_does_not_travel(ranks: RankPool) -> None:
-    assert ranks(2).run(travels_with_groups)[0] == (
-        "PostLocalSGDState.subgroup is a group of some ranks, which is this process's own"
-    )
 
 
 NESTED = """

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
 
-from lockstep.supervise.signals import ENDED, by_default, handling, is_under_lockstep
+from lockstep.supervise.signals import handling
 from tests.scripts.in_rank import run_script
 from tests.tools.pool import RankPool
 
@@ -94,22 +93,3 @@ with handling([signal.SIGTERM], lambda number: print("noted", flush=True)):
 """)
     (done,) = run_script(ranks, script, folder=tmp_path)
     assert (done.stdout, done.returncode) == ("noted\n", -signal.SIGTERM)
-
-
-def test_other_threads_change_nothing() -> None:
-    def other() -> None:
-        with handling([signal.SIGUSR1], print), by_default(signal.SIGTERM):
-            found.append(signal.getsignal(signal.SIGUSR1))
-
-    found: list[object] = []
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert found == [signal.SIG_DFL]
-
-
-def test_ranks_beside_their_starter() -> None:
-    assert is_under_lockstep({"LOCKSTEP_PARENT": str(os.getppid())})
-    assert not is_under_lockstep({"LOCKSTEP_PARENT": "1"} if os.getppid() != 1 else {})
-    assert not is_under_lockstep({})
-    assert ENDED == 143

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,14 +56,6 @@ def test_the_script_is_started_by_srun(ranks: RankPool, tmp_path: Path) -> None:
     assert "SLURM job 7 has 4 tasks" in done.stderr
 
 
-@pytest.mark.slow
-def test_flags_that_do_not_fit_start_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    done = run(ranks, tmp_path, 8)
-    assert done.returncode == 1
-    assert done.stdout == "before the Trainer\n"
-    assert done.stderr.endswith("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n")
-
-
 def test_processors_of_a_task_are_handed_on() -> None:
     """srun does not take them from the job since SLURM 22.05."""
     words = arguments("srun", ["python", "a.py"], {**BATCH, "SLURM_CPUS_PER_TASK": "4"})
@@ -83,11 +74,3 @@ def test_processors_of_a_task_are_handed_on() -> None:
 def test_where_srun_cannot_be_started(environ: dict[str, str], says: str) -> None:
     with pytest.raises(MisconfigurationException, match=says):
         become_srun(environ)
-
-
-def test_there_has_to_be_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "srun").write_text(FAKE)
-    (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setattr(sys, "argv", [""])
-    with pytest.raises(MisconfigurationException, match="save the code as a file"):
-        become_srun({**BATCH, "PATH": str(tmp_path)})

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lockstep.ground.rank import does, marks_in, waits
 from lockstep.supervise import stack_request as sample
 from lockstep.supervise.screen_text import reason_of
-from lockstep.supervise.stack import _TORCH_WAITS, LOCKSTEP, PACKAGES, TORCH, Frame, Stack, calling, dumped, stack_of
+from lockstep.supervise.stack import _TORCH_WAITS, LOCKSTEP, PACKAGES, TORCH, Frame, Stack, stack_of
 from lockstep.testing import BoringModel
 from tests.tools.fresh import python
 
@@ -101,22 +101,6 @@ def test_marks_are_read_from_where_functions_are_written() -> None:
 def test_torchs_functions_that_wait_are_where_they_are_said_to_be() -> None:
     for end, function in _TORCH_WAITS:
         assert f"def {function}" in Path(TORCH, end).read_text()
-
-
-def test_what_lies_outside_a_spawned_call_is_nobodys() -> None:
-    boot = f'  File "{LOCKSTEP}launch/spawn.py", line 9 in work\n  File "<string>", line 6 in <module>\n'
-    text = f'Stack (most recent call first):\n  File "{C10D.file}", line 9 in all_reduce\n{boot}'
-    assert dumped(text) == Stack((C10D,))
-    assert dumped(text).described("train.py:3") == "all_reduce (train.py:3)"
-
-
-def test_a_sys_exit_says_so() -> None:
-    assert reason_of(SystemExit(0)) == "sys.exit(0) in the middle of the run"
-    assert reason_of(SystemExit()) == "sys.exit() in the middle of the run"
-
-
-def test_calling_begins_with_the_caller() -> None:
-    assert calling().frames[0].function == "test_calling_begins_with_the_caller"
 
 
 # -- asked for from outside
@@ -211,7 +195,3 @@ def test_stacks_can_be_asked_for_where_no_folder_takes_temporary_files() -> None
         "from lockstep.supervise import stack_request; print(stack_request.offer() != '')"
     )
     assert python("-c", code).stdout == "True\n"
-
-
-def test_nobody_is_asked_who_made_no_offer() -> None:
-    assert sample.ask(os.getpid(), "") is None

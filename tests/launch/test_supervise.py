@@ -22,7 +22,7 @@ from lockstep.launch.environment import free_port
 from lockstep.launch.processes import Ended, Foreign, is_stopped
 from lockstep.supervise import client, status
 from lockstep.supervise.causes import Cause, Stand, early_cause, final_cause, judgement
-from lockstep.supervise.channel import Channel, door
+from lockstep.supervise.channel import door
 from lockstep.supervise.mailbox import Mailbox, leave_note
 from lockstep.supervise.screen_text import shortened
 from lockstep.supervise.signals import SignalPipe
@@ -166,28 +166,6 @@ def test_nothing_outlives_the_supervisor(tmp_path: Path) -> None:
 
 @LINUX
 @pytest.mark.slow
-def test_all_but_one_are_killed_at_once(tmp_path: Path) -> None:
-    with running(tmp_path, "sleep", "0", "0") as run:
-        run.wait_for(2)
-        for pid in (run.pids[0], run.parents[1]):
-            os.kill(pid, signal.SIGKILL)
-        assert run.end()[0] == -signal.SIGKILL
-        assert not run.is_left()
-
-
-@LINUX
-@pytest.mark.slow
-@pytest.mark.parametrize("who", ["0", "1"])
-def test_one_that_ends_without_a_word_is_named(tmp_path: Path, who: str) -> None:
-    with running(tmp_path, "exit", who, "3") as run:
-        code, errors = run.end()
-        assert code == 5
-        assert re.fullmatch(rf"lockstep: rank {who} \(process \d+\) ended with exit code 5", errors[-1])
-        assert not run.is_left()
-
-
-@LINUX
-@pytest.mark.slow
 def test_an_error_before_the_first_trainer_is_told_with_its_line(tmp_path: Path) -> None:
     with running(tmp_path, "early", "1", "0") as run:
         code, errors = run.end()
@@ -309,11 +287,6 @@ def test_a_traceback_is_shown_once() -> None:
     assert judgement(cause, False, False, [1]).text == f"trace of 1\n{last}"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, 1)])
-def test_the_exit_code_of_a_run_that_a_signal_ends_is_a_shells(number: int, code: int) -> None:
-    assert judgement(Ended(1, 7, -number, 1.0), False, False, [-number]).code == code
-
-
 @LINUX
 def test_a_supervisor_that_starts_hears_signals_once_it_can_heed_them() -> None:
     """A Ctrl-C in its first tenth of a second ended it, and the run with the words of a failure."""
@@ -348,11 +321,6 @@ def test_a_supervisor_of_another_user_is_not_believed(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("codes", "code"), [([-9], 1), ([None], 1), ([7, -9], 7), ([], 1)])
 def test_the_exit_code_is_never_zero(codes: list[int | None], code: int) -> None:
     assert judgement(note(1), True, False, codes).code == code
-
-
-def test_an_end_that_nobody_saw_is_told_as_such() -> None:
-    text = judgement(Ended(0, 42, None, 1.0), False, False, [None], "alpha").text
-    assert text == "lockstep: rank 0 on alpha (process 42) is gone: it was killed, or ended by os._exit"
 
 
 # -- the others --------------------------------------------------------------------------------------------
@@ -425,13 +393,6 @@ def lose() -> None:
     space["barrier"]()  # type: ignore[operator]
 
 
-def test_an_error_of_a_rank_travels() -> None:
-    import pickle
-
-    again = pickle.loads(pickle.dumps(RankFailed("rank 2 failed", 2)))
-    assert (str(again), again.rank) == ("rank 2 failed", 2)
-
-
 # -- small parts -------------------------------------------------------------------------------------------
 
 
@@ -474,15 +435,6 @@ def test_the_end_of_another_ones_child_is_seen() -> None:
     said = Foreign(process.pid, lambda: 4)  # it is gone, and forgotten
     assert said.wait(5)
     assert said.end() == 4
-
-
-def test_a_line_carries_messages_both_ways() -> None:
-    here, there = map(Channel, socket.socketpair())
-    assert here.send({"a": 1})
-    assert here.send({"b": "x" * 100_000}) or True
-    assert there.receive() == {"a": 1}
-    here.close()
-    there.close()
 
 
 def test_no_note_is_lost_where_ranks_leave_them_at_once() -> None:

@@ -14,7 +14,6 @@ from lockstep.supervise import elsewhere, hang_monitor
 from lockstep.supervise.causes import Divergence, Stand
 from lockstep.supervise.changes import plain_notes
 from lockstep.supervise.comparison import NotesOfAll
-from lockstep.supervise.elsewhere import soon
 from lockstep.supervise.hang_monitor import HangMonitor
 from lockstep.supervise.snapshot import RUNS, STOPPED, RankSnapshot
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
@@ -150,13 +149,6 @@ def test_a_node_that_has_said_farewell_is_known_to_have_left(world: World) -> No
     world.ends.pop()
     world.wait(0, REDUCING)
     assert "rank 1 left the call at /me/fit.py:7 and came to its end, and rank 0 waits for it" in str(world.proves())
-
-
-def test_nothing_travels_while_nobody_waits_and_little_on_very_many_nodes(world: World) -> None:
-    for _ in range(20):
-        world.look()
-    assert [end.sent for end in world.ends] == [[], []]
-    assert (soon(60.0, 2), soon(3.0, 2), soon(60.0, 8192)) == (2.0 + 2 / 256, 1.5, 30.0)
 
 
 def test_answers_to_an_older_question_do_not_count() -> None:

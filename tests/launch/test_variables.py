@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from lockstep import Trainer
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.environment import flags_of
 from tests.loop.pieces import QUIET
 
@@ -16,12 +15,9 @@ from tests.loop.pieces import QUIET
     ("text", "value"),
     [
         ("3", 3),
-        ("0.5", 0.5),
         ("True", True),
         ("[0, 1]", [0, 1]),
-        ("{0: 4}", {0: 4}),
         ("ddp", "ddp"),
-        ("00:01", "00:01"),
     ],
 )
 def test_values_are_read_as_python_writes_them(text: str, value: Any) -> None:
@@ -38,9 +34,3 @@ def test_a_trainer_takes_its_flags_from_the_environment(monkeypatch: pytest.Monk
         monkeypatch.setenv(f"PL_TRAINER_{name}", value)
     trainer = Trainer(**QUIET, accumulate_grad_batches=2)
     assert (trainer.max_epochs, trainer.limit_val_batches, trainer.accumulate_grad_batches) == (7, 0.5, 2)
-
-
-def test_a_wrong_value_is_told_as_if_it_had_been_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "many")
-    with pytest.raises(MisconfigurationException, match=r"max_epochs='many'"):
-        Trainer(**QUIET)

@@ -7,15 +7,10 @@ import os
 import pickle
 import warnings
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
-from lockstep import Trainer
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers.csv import CSVLogger
-from lockstep.testing.models import BoringModel
 
 
 def rows(logger: CSVLogger, name: str = "metrics.csv") -> list[dict[str, str]]:
@@ -58,18 +53,6 @@ def test_flushed_whenever_n_steps_have_passed(tmp_path: Path) -> None:
     assert len(rows(logger)) == 8
 
 
-def test_appends_without_reading_the_table_again(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    logger.log_metrics({"a": 1}, 0)
-    logger.save()
-    inode = Path(logger.log_dir, "metrics.csv").stat().st_ino
-    logger.log_metrics({"a": 2}, 1)
-    logger.save()
-    logger.save()
-    assert Path(logger.log_dir, "metrics.csv").stat().st_ino == inode
-    assert len(rows(logger)) == 2
-
-
 def test_the_same_version_again_starts_a_table_and_keeps_the_earlier(tmp_path: Path) -> None:
     for run in range(3):
         logger = CSVLogger(tmp_path, version="mine")
@@ -81,19 +64,6 @@ def test_the_same_version_again_starts_a_table_and_keeps_the_earlier(tmp_path: P
         assert all(f"'metrics.{run}.csv'" in str(warning.message) for warning in caught)
     assert sorted(os.listdir(logger.log_dir)) == ["metrics.1.csv", "metrics.2.csv", "metrics.csv"]
     assert [rows(logger, name)[0]["a"] for name in ("metrics.1.csv", "metrics.2.csv", "metrics.csv")] == list("012")
-
-
-def test_an_explicit_version_beside_checkpoints_does_not_warn(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, version=0)
-    Path(logger.log_dir, "checkpoints").mkdir(parents=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        logger.log_metrics({"a": 1}, 0)
-
-
-def test_a_tensor_that_is_no_number(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError):
-        CSVLogger(tmp_path).log_metrics({"a": torch.ones(2)}, 0)
 
 
 def test_a_spawned_copy_and_the_original_write_one_table(tmp_path: Path) -> None:
@@ -117,52 +87,6 @@ def test_a_spawned_copy_and_the_original_write_one_table(tmp_path: Path) -> None
     assert [row["loss"] for row in rows(logger)] == ["1.0", "", "3.0", "5.0"]
 
 
-def test_rows_held_back_are_written_before_a_copy_goes_on(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, version=0)
-    logger.log_metrics({"a": 1}, 0)
-    spawned = pickle.loads(pickle.dumps(logger))
-    spawned.log_metrics({"a": 2}, 1)
-    spawned.save()
-    assert [row["a"] for row in rows(logger)] == ["1", "2"]
-
-
-def test_an_earlier_runs_table_is_set_aside_once_by_a_copy_and_its_original(tmp_path: Path) -> None:
-    earlier = CSVLogger(tmp_path, version=0)
-    earlier.log_metrics({"a": 0}, 0)
-    earlier.finalize("success")
-    logger = CSVLogger(tmp_path, version=0)
-    with pytest.warns(UserWarning, match=r"'metrics\.1\.csv'"):
-        spawned = pickle.loads(pickle.dumps(logger))
-    for each in (spawned, logger):
-        each.log_metrics({"a": 1}, 0)
-        each.finalize("success")
-    assert sorted(os.listdir(logger.log_dir)) == ["metrics.1.csv", "metrics.csv"]
-    assert len(rows(logger)) == 2
-    assert len(rows(logger, "metrics.1.csv")) == 1
-
-
-class Spawned(BoringModel):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("loss", 1.0)
-        return self.step(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("tested", 2.0)
-
-
-@pytest.mark.slow
-def test_a_fit_and_a_test_in_spawned_processes_write_one_table(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    flags: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    limits = {"limit_train_batches": 2, "limit_val_batches": 0, "limit_test_batches": 1}
-    ranks: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn"}
-    trainer = Trainer(max_epochs=1, logger=logger, **ranks, **flags, **limits)
-    trainer.fit(model := Spawned())
-    trainer.test(model, verbose=False)
-    assert not list(Path(logger.log_dir).glob("metrics.*.csv"))
-    assert [(row["loss"], row["tested"]) for row in rows(logger)] == [("1.0", ""), ("1.0", ""), ("", "2.0")]
-
-
 def test_the_writer_keeps_hyperparameters_too(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, version=0)
     writer = logger.experiment
@@ -171,8 +95,3 @@ def test_the_writer_keeps_hyperparameters_too(tmp_path: Path) -> None:
     writer.log_hparams({"b": 2})
     assert writer.hparams == {"a": 1, "b": 2}
     assert Path(logger.log_dir, "hparams.yaml").read_text() == "a: 1\nb: 2\n"
-
-
-def test_zero_steps_between_flushes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match=r"flush_logs_every_n_steps=0"):
-        CSVLogger(tmp_path, flush_logs_every_n_steps=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import pickle
 from argparse import Namespace
 from collections.abc import Iterator
@@ -168,19 +167,6 @@ def test_a_run_that_is_there_is_gone_on_with(logger: MLFlowLogger) -> None:
     assert (other._client, other.run_id) == (None, logger.run_id)
 
 
-def test_the_address_of_one_logger_is_not_that_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import mlflow
-
-    first = MLFlowLogger(tracking_uri=f"file:{tmp_path / 'first'}")
-    first.log_metrics({"a": 1.0})
-    assert mlflow.get_tracking_uri() == f"file:{tmp_path / 'first'}"
-    assert MLFlowLogger(save_dir=tmp_path / "second").save_dir == str(tmp_path / "second")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")
-    assert MLFlowLogger()._tracking_uri == "http://localhost:1"
-    assert MLFlowLogger().save_dir is None
-    assert MLFlowLogger(tracking_uri=f"file://{tmp_path}").save_dir == str(tmp_path)
-
-
 def test_other_ranks_begin_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     logger = MLFlowLogger(save_dir=tmp_path / "runs")
@@ -200,9 +186,3 @@ def test_synchronous_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(logger.experiment, "log_batch", lambda **content: sent.append(content))
     logger.log_metrics({"a": 1.0})
     assert sent[0].get("synchronous") is synchronous
-
-
-def test_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r'MLFlowLogger.*pip install "torch-lockstep\[mlflow\]"'):
-        MLFlowLogger()

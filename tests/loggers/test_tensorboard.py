@@ -13,7 +13,6 @@ from torch import nn
 
 from lockstep.loggers.csv import CSVLogger
 from lockstep.loggers.tensorboard import TensorBoardLogger, default_logger
-from lockstep.module import LightningModule
 
 pytest.importorskip("tensorboard")
 
@@ -99,38 +98,6 @@ def test_graph(tmp_path: Path) -> None:
     quiet = TensorBoardLogger(tmp_path)
     quiet.log_graph(net)
     assert quiet._experiment is None
-
-
-class Alone(LightningModule):
-    """Asks for a Trainer that it does not have, where torch looks at every property."""
-
-    example_input_array: Any = torch.ones(1, 2)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x)
-        return out
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_graph_of_a_module_that_no_trainer_has(tmp_path: Path) -> None:
-    logger, module = TensorBoardLogger(tmp_path, log_graph=True), Alone()
-    logger.log_graph(module)
-    logger.finalize("success")
-    assert events(logger.log_dir).Tags()["graph"]
-    with pytest.raises(RuntimeError, match="is not attached to a"):
-        _ = module.trainer
-
-
-def test_what_is_no_number(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path)
-    for value in ("text", torch.ones(2)):
-        with pytest.raises(ValueError, match=r"'a' is .*no number"):
-            logger.log_metrics({"a": value}, 0)
-    logger.finalize("failed")
 
 
 def test_default_logger_and_the_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -379,7 +379,7 @@ def test_the_command_ends_with_1_where_nothing_fits(script: str, capsys: pytest.
         (["SCRIPT", "--chip", "abacus", "8"], "--chip abacus: not known"),
         (["SCRIPT", "--save", "plan.txt", "8"], "--save plan.txt: give a name that ends with .yaml"),
         (["SCRIPT", "--blocks", "middle", "8"], "has no submodule 'middle'"),
-        (["--device", "2", "SCRIPT"], "did you mean --devices?"),
+        (["--device", "2", "SCRIPT"], "--device is none of its options"),
     ],
 )
 def test_mistakes_of_the_command(script: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

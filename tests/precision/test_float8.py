@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision import formats
-from lockstep.precision.formats import Float8Precision, make_precision
+from lockstep.precision.formats import make_precision
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
 
@@ -85,19 +85,6 @@ def test_the_numbers_are_those_of_float32_to_the_rounding_of_float8(ranks: RankP
         assert (found - alone).norm() < 2**-3 * alone.norm()
 
 
-def test_another_scaling_is_one_argument() -> None:
-    with pytest.raises(
-        MisconfigurationException, match=r"scaling='blockwise'\): choose one of 'tensorwise', 'rowwise'"
-    ):
-        Float8Precision(scaling="blockwise")
-
-
-def test_each_row_may_have_its_scale() -> None:
-    pytest.importorskip("torchao")
-    layer = Float8Precision(device_type="cpu", scaling="rowwise").convert_module(nn.Sequential(nn.Linear(32, 16)))[0]  # type: ignore[index]
-    assert "axis" in str(layer.config.cast_config_input)
-
-
 class Layers(nn.Module):
     """Two that stand for torchao's, and one that stays."""
 
@@ -146,20 +133,6 @@ def test_a_model_that_is_compiled_is_left_alone(
     make_precision("fp8-mixed", "cuda").convert_module(module)
     assert module.compiled() == [False, False, False]
     assert not caplog.records
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.parametrize(("compiles", "why"), [(True, "no Triton is here"), (False, "compiles=False")])
-def test_what_is_not_compiled_says_that_it_is_slow(
-    compiles: bool, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(formats, "has_triton", lambda: False)
-    module = Layers()
-    with caplog.at_level("INFO", "lockstep"):
-        Float8Precision(device_type="cuda", compiles=compiles).convert_module(module)
-    assert module.compiled() == [False, False, False]
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert f"without torch.compile ({why}) is slower than 'bf16-mixed'" in line
 
 
 @pytest.mark.gpu

@@ -55,7 +55,8 @@ class Callback:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has, in this process or in another one: all but the module's ``log``, lent for a call."""
-        return {name: value for name, value in vars(self).items() if not (name in LENT and _is_modules(value))}
+        own = vars(self).items()
+        return {n: v for n, v in own if not (n in LENT and isinstance(getattr(v, "__self__", None), nn.Module))}
 
     # -- a run ---------------------------------------------------------------------------------------------
 
@@ -239,7 +240,3 @@ class Callback:
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Called with the whole checkpoint after it was read and before it is used."""
-
-
-def _is_modules(method: object) -> bool:
-    return isinstance(getattr(method, "__self__", None), nn.Module)

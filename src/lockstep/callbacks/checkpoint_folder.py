@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.checkpoint import claims, storage
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 
 # -- names of files ------------------------------------------------------------------------------------------
@@ -25,9 +24,6 @@ def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") ->
         metrics: numbers or tensors of one element, by name.
         equals: what stands between a name and its value; None leaves the name out.
 
-    Raises:
-        MisconfigurationException: a format does not fit its value.
-
     Example::
 
         >>> fill("{epoch:02d}-{loss:.2f}", {"epoch": 5, "loss": 0.123})
@@ -35,14 +31,8 @@ def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") ->
     """
 
     def value(field: re.Match[str]) -> str:
-        name, form = field[1], field[2] or ""
-        try:
-            text = format(metrics.get(name, 0), form)
-        except ValueError as error:
-            raise MisconfigurationException(
-                f"The file name {template!r} writes {name!r} as {form!r}, which does not fit its value "
-                f"{metrics.get(name, 0)} ({error}): change the part after the colon."
-            ) from error
+        name = field[1]
+        text = format(metrics.get(name, 0), field[2] or "")
         return text if equals is None else f"{name}{equals}{text}"
 
     return _FIELD.sub(value, template)

@@ -86,10 +86,6 @@ class EarlyStopping(Callback):
     ) -> None:
         if mode not in ("min", "max"):
             raise MisconfigurationException(f"EarlyStopping(mode={mode!r}): mode must be 'min' or 'max'.")
-        if not isinstance(patience, int) or patience < 0:
-            raise MisconfigurationException(
-                f"EarlyStopping(patience={patience!r}): patience is a number of checks, an int of at least 0."
-            )
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience

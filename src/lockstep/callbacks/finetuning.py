@@ -82,7 +82,6 @@ class BaseFinetuning(Callback):
         for number, optimizer in enumerate(trainer.optimizers):
             stored = self._internal_optimizer_metadata.get(number)
             if stored:
-                _check_known(stored, parameters)
                 added = [name for group in stored[len(optimizer.param_groups) :] for name in group["params"]]
                 optimizer.param_groups[:] = self._apply_mapping_to_param_groups(stored, parameters)
                 for name in added:  # for a checkpoint of Lightning's, which does not say what is frozen
@@ -133,12 +132,6 @@ class BaseFinetuning(Callback):
         if not fresh:
             return
         names = {parameter: name for name, parameter in pl_module.named_parameters()}
-        strangers = [parameter for group in fresh for parameter in group["params"] if parameter not in names]
-        if strangers:
-            raise MisconfigurationException(
-                f"{type(self).__name__}: {len(strangers)} parameters of optimizer {number} are not in the module, so a "
-                "checkpoint could not name them: make what they belong to an attribute of the module."
-            )
         stored.extend(self._apply_mapping_to_param_groups(fresh, names))
 
     # -- freezing and thawing ------------------------------------------------------------------------------
@@ -374,12 +367,3 @@ def _restore_frozen(module: nn.Module, state: dict[str, list[str]]) -> None:
     for name, part in module.named_modules():
         if isinstance(part, _BatchNorm) and part.running_mean is not None:
             part.track_running_stats = name not in untracked
-
-
-def _check_known(groups: list[dict[str, Any]], parameters: dict[str, Any]) -> None:
-    missing = [name for group in groups for name in group["params"] if name not in parameters]
-    if missing:
-        raise MisconfigurationException(
-            f"trainer.fit(ckpt_path=...): the checkpoint's optimizer has the parameters {missing[:5]}, which the "
-            "module does not have: resume with the module that wrote it."
-        )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
 from lockstep.callbacks.base import Callback
-from lockstep.ground.errors import MisconfigurationException, WrongType
+from lockstep.ground.errors import WrongType
 
 HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
 """The names of all hooks of a callback."""
@@ -22,7 +21,6 @@ class LambdaCallback(Callback):
 
     Raises:
         WrongType: there is no hook of that name.
-        MisconfigurationException: what was given cannot be called.
 
     Example::
 
@@ -32,13 +30,8 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in HOOKS:
-                near = difflib.get_close_matches(name, HOOKS, n=1)
-                hint = f"did you mean `{near[0]}`?" if near else f"the hooks are {', '.join(sorted(HOOKS))}."
-                raise WrongType(f"LambdaCallback({name}=...): there is no such hook; {hint}")
-            if function is None:
-                continue
-            if not callable(function):
-                raise MisconfigurationException(
-                    f"LambdaCallback({name}={function!r}): that is no function of (trainer, pl_module, ...)"
+                raise WrongType(
+                    f"LambdaCallback({name}=...): there is no such hook; the hooks are {', '.join(sorted(HOOKS))}."
                 )
-            setattr(self, name, function)
+            if function is not None:
+                setattr(self, name, function)

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import rank_zero_warn
 
 if TYPE_CHECKING:
     from lockstep.module import LightningModule
@@ -69,11 +68,6 @@ class LearningRateMonitor(Callback):
             )
         self._last_step = -1
         self.lrs = {name: [] for _, names, _ in _named(trainer) for name in names}
-        if self.log_momentum and not all(_has_momentum(optimizer) for optimizer, _, _ in _named(trainer)):
-            rank_zero_warn(
-                "LearningRateMonitor(log_momentum=True): an optimizer has no momentum; 0 is written for it.",
-                category=RuntimeWarning,
-            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Write what goes by steps, once for each step that logs."""
@@ -153,7 +147,3 @@ def _group_names(optimizer: Optimizer, name: str) -> list[str]:
             f'{", ".join(map(repr, twice))}; give each group a "name" of its own, or none.'
         )
     return [f"{name}/{part}" for part in parts]
-
-
-def _has_momentum(optimizer: Optimizer) -> bool:
-    return "momentum" in optimizer.defaults or "betas" in optimizer.defaults

@@ -122,17 +122,13 @@ class BasePredictionWriter(Callback):
         if self.interval.on_batch:
             indices = trainer.predict_loop.current_batch_indices
             if not indices:
-                _tell_of_unknown()
+                warn_once(
+                    "BasePredictionWriter: the loader does not tell which samples are in its batches (it is over an "
+                    "iterable data set, or no DataLoader), so `batch_indices` is empty."
+                )
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.interval.on_epoch:
             loop = trainer.predict_loop
             self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)
-
-
-def _tell_of_unknown() -> None:
-    warn_once(
-        "BasePredictionWriter: the loader does not tell which samples are in its batches (it is over an iterable data "
-        "set, or no DataLoader), so `batch_indices` is empty."
-    )

@@ -10,7 +10,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lockstep.callbacks.base import Callback
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.window_times import PARTS, WindowTimes
 
@@ -85,12 +84,6 @@ class StragglerMonitor(Callback):
     _hears_step_times = True
 
     def __init__(self, threshold: float = 1.25, patience: int = 3) -> None:
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 1:
-            raise MisconfigurationException(
-                f"StragglerMonitor(threshold={threshold!r}): give a number above 1; 1.25 is a quarter slower."
-            )
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise MisconfigurationException(f"StragglerMonitor(patience={patience!r}): give an int of at least 1.")
         self.threshold = threshold
         self.patience = patience
         self.scores: list[RankScore] = []

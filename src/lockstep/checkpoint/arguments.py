@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import csv
-import difflib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -175,11 +174,10 @@ def _as_they_were(cls: type, saved: dict[str, Any], noted: object, given: Collec
     return found
 
 
-def _of_file(cls: type, path: str | PathLike[str], saved: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+def _of_file(path: str | PathLike[str], saved: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a file; those that it has as a logger writes them are the checkpoint's.
 
     Args:
-        cls: for messages.
         path: of the file.
         saved: the checkpoint's, as the objects that they were.
         plain: in their plain forms.
@@ -194,12 +192,6 @@ def _of_file(cls: type, path: str | PathLike[str], saved: dict[str, Any], plain:
     for name in [name for name in found if name in saved]:
         if repr(found[name]) == repr(written[name]):
             found[name] = saved[name]
-        elif saved[name] is not plain[name]:
-            rank_zero_warn(
-                f"{cls.__name__}.load_from_checkpoint(hparams_file=...): {name!r} is another in the file than in the "
-                f"run, where it was or held objects, and is taken as the file has it. To have objects, give it: "
-                f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
-            )
     return {**{key: saved[key] for key in CLI_KEYS if key in saved}, **found}
 
 
@@ -222,7 +214,7 @@ def _taken(
         return {str(whole): _container(cls, str(whole), {**saved, **given}), **own}
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return {**saved, **given}
-    _say_left_out(cls, [key for key in given if key not in parameters], list(parameters)[1:])
+    _say_left_out(cls, [key for key in given if key not in parameters])
     return {key: value for key, value in {**saved, **given}.items() if key in parameters}
 
 
@@ -256,7 +248,7 @@ def init_arguments(
     plain = dict(checkpoint.get(key) or {})
     saved = _as_they_were(cls, plain, checkpoint.get(f"{key}_classes"), given)
     if hparams_file is not None:
-        saved = _of_file(cls, hparams_file, saved, plain)
+        saved = _of_file(hparams_file, saved, plain)
     saved = without_cli_keys(cls, saved, given)
     parameters = inspect.signature(cls.__init__).parameters
     found = _taken(cls, parameters, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME), saved, given)
@@ -264,13 +256,12 @@ def init_arguments(
     return found
 
 
-def _say_left_out(cls: type, names: list[str], known: list[str]) -> None:
+def _say_left_out(cls: type, names: list[str]) -> None:
     """As in Lightning, an argument that ``__init__`` does not take is left out; but not without a word."""
     for name in names:
-        near = difflib.get_close_matches(name, known, 1)
         rank_zero_warn(
             f"{cls.__name__}.load_from_checkpoint({name}=...): {cls.__name__}.__init__ takes no argument of that name, "
-            f"which is left out{f'; is {near[0]!r} meant?' if near else '.'}"
+            "which is left out."
         )
 
 
@@ -289,13 +280,8 @@ def _check_complete(cls: type, parameters: list[inspect.Parameter], found: dict[
 def _read_file(path: str | PathLike[str]) -> dict[str, Any]:
     kind = fspath(path).rpartition(".")[2].lower()
     if kind == "csv":
-        try:
-            with open(path, newline="", encoding="utf-8") as file:
-                return {row[0]: _word(row[1]) for row in list(csv.reader(file))[1:] if row}
-        except (UnicodeDecodeError, IndexError, csv.Error) as error:
-            raise MisconfigurationException(
-                f"load_from_checkpoint(hparams_file={fspath(path)!r}): it is no table of names and values ({error})."
-            ) from None
+        with open(path, newline="", encoding="utf-8") as file:
+            return {row[0]: _word(row[1]) for row in list(csv.reader(file))[1:] if row}
     if kind not in ("yml", "yaml"):
         raise MisconfigurationException(
             f"load_from_checkpoint(hparams_file={fspath(path)!r}): its name does not say what it is; it ends in .yaml, "
@@ -307,10 +293,6 @@ def _read_file(path: str | PathLike[str]) -> dict[str, Any]:
         raise missing_extra("yaml", "yaml", "load_from_checkpoint(hparams_file=...)") from None
     except ValueError as error:
         raise MisconfigurationException(f"load_from_checkpoint(hparams_file={fspath(path)!r}): {error}.") from None
-    if not isinstance(found or {}, dict):
-        raise MisconfigurationException(
-            f"load_from_checkpoint(hparams_file={fspath(path)!r}): it holds no names with values."
-        )
     return dict(found or {})
 
 

@@ -42,10 +42,6 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 SIZE = "max_shard_size={given!r}: give bytes, or a size like '5GB' or '500MB'."
-NO_TOKENIZER = (
-    "tokenizer={given!r}: there is no tokenizer in this folder, none of {names} and {count} other names. Give the "
-    "folder that the tokenizer's `save_pretrained` has written, or the tokenizer itself."
-)
 NOT_A_FOLDER = "save_pretrained({folder!r}): this is a file: choose another name."
 WHICH = "save_pretrained: {module} holds {count} models of transformers ({names}): say which one is meant, by model=."
 NONE = "save_pretrained: {module} holds no model of transformers: say which of its modules is meant, by model=."
@@ -125,15 +121,6 @@ def _outermost(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
 def is_of_peft(model: nn.Module) -> bool:
     """Whether it derives from peft's ``PeftModel``."""
     return any(kind.__name__ == "PeftModel" and kind.__module__.startswith("peft.") for kind in type(model).__mro__)
-
-
-def check_tokenizer(tokenizer: object) -> None:
-    """Refuse a folder without a tokenizer."""
-    if isinstance(tokenizer, (str, os.PathLike)) and not _files(tokenizer, TOKENIZERS):
-        names = ", ".join(TOKENIZERS[:3])
-        raise MisconfigurationException(
-            NO_TOKENIZER.format(given=os.fspath(tokenizer), names=names, count=len(TOKENIZERS) - 3)
-        )
 
 
 def _files(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Path]:
@@ -303,7 +290,7 @@ def write(
         config: a folder to copy further files from.
     """
     target, limit = Path(folder), bytes_of(max_shard_size)
-    with _beside(target, tokenizer) as beside:
+    with _beside(target) as beside:
         parts = _Parts(beside, limit)
         for name, tensor in tensors:
             parts.add(name, tensor)
@@ -331,7 +318,7 @@ def write_adapter(
         tokenizer: as of `write`.
     """
     target = Path(folder)
-    with _beside(target, tokenizer) as beside:
+    with _beside(target) as beside:
         wanted, keeps, prefix = _names_of_adapters(model), comm.rank(None) == 0, _plain(prefix)
         held: dict[str, Tensor] = {}
         for name, tensor in tensors:
@@ -365,11 +352,10 @@ def _names_of_adapters(model: Any) -> set[str]:
 
 
 @contextmanager
-def _beside(target: Path, tokenizer: object) -> Iterator[Path]:
+def _beside(target: Path) -> Iterator[Path]:
     """A folder beside the target, of the same name on all ranks, which is gone afterwards. Collective."""
     if target.is_file():
         raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
-    check_tokenizer(tokenizer)
     beside = target.with_name(comm.broadcast_object(f".{target.name}-{secrets.token_hex(4)}", 0, None))
     try:
         yield beside

@@ -26,7 +26,7 @@ NO_RESET = (
 )
 UNSET = "{layer}: {maker} leaves {name!r} without values, and it was made on the meta device."
 OF_ADAPTER = (
-    "{layer}: the first values of this adapter ({kind}{how}) follow from the weights that it is around, which are not "
+    "{layer}: the first values of this adapter ({kind}) follow from the weights that it is around, which are not "
     "read yet. Use LoRA with init_lora_weights=True, False or 'gaussian'; or let the model have its weights before the "
     "adapter comes, by from_pretrained in `__init__`."
 )
@@ -145,12 +145,9 @@ def stand_in(module: nn.Module) -> dict[int, pretrained.Source]:
 
 def _planned_once(module: nn.Module) -> Iterator[tuple[Tensor, pretrained.Source]]:
     """What a folder is to fill, tied tensors once."""
-    found = {id(tensor): (tensor, source) for tensor, source in reversed(_all_planned(module))}
+    planned = [(_found(layer, name), source) for layer, name, source in pretrained.planned(module)]
+    found = {id(tensor): (tensor, source) for tensor, source in reversed(planned)}
     return reversed(found.values())
-
-
-def _all_planned(module: nn.Module) -> list[tuple[Tensor, pretrained.Source]]:
-    return [(_found(layer, name), source) for layer, name, source in pretrained.planned(module)]
 
 
 def _give_memory(
@@ -285,8 +282,7 @@ def _draw_adapters(module: nn.Module, waiting: _Waiting) -> None:
         if reset is not None:
             _call(reset, asked, waiting)
         if any(waiting.names_of(each) for each, _ in asked):
-            how = _how_it_begins(layer, configs)
-            raise MisconfigurationException(OF_ADAPTER.format(layer=prefix, kind=type(layer).__name__, how=how))
+            raise MisconfigurationException(OF_ADAPTER.format(layer=prefix, kind=type(layer).__name__))
         waiting.have_all(each for each, _ in asked)
 
 
@@ -326,13 +322,6 @@ LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 def _way_of(config: Any) -> bool | str:
     way: bool | str = getattr(config, "init_lora_weights", True)
     return way.lower() if isinstance(way, str) else way
-
-
-def _how_it_begins(layer: Any, configs: dict[str, Any]) -> str:
-    names = [name for name in configs if any(name in (getattr(layer, part, None) or ()) for part in LORA)]
-    told = {f", init_lora_weights={_way_of(configs[name])!r}" for name in names}
-    told |= {", use_dora=True" for name in names if getattr(configs[name], "use_dora", False)}
-    return "".join(sorted(told))
 
 
 def _apply_own(layer: nn.Module, model: Any, waiting: _Waiting) -> None:

@@ -110,16 +110,13 @@ class FrozenBase:
         own = self._own(parameters)
         now = self._hashes(own)
         if self._begun is None:
-            self._begun = {name: number for name, number in now.items() if not self._is_written(name)}
+            written = {name for name, version in self._versions.items() if version.is_written()}
+            self._begun = {name: number for name, number in now.items() if name not in written}
         changed = {id(own[name]) for name, number in now.items() if number is None or number != self._begun.get(name)}
         named = self._module.named_parameters(remove_duplicate=False)
         self._names -= {plain(name) for name, parameter in named if id(parameter) in changed}
         left_out = {name: each for name, each in own.items() if id(each) not in changed}
         return record_of(left_out, [now[name] for name in left_out], base_name(self._module)) if left_out else {}
-
-    def _is_written(self, name: str) -> bool:
-        version = self._versions.get(name)
-        return version is not None and version.is_written()
 
     def _own(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = {plain(name): each for name, each in parameters.items()}
@@ -265,7 +262,7 @@ def hashes_of(parameters: Mapping[str, Tensor]) -> list[int | None]:
     sums = dict.fromkeys(parameters, 0)
     for (name, _), number in merged.items():
         sums[name] += number or 0
-    return [None if name in unread else _signed(number) for name, number in sums.items()]
+    return [None if name in unread else (number + 2**63) % 2**64 - 2**63 for name, number in sums.items()]
 
 
 def _hash_here(parameter: Tensor) -> tuple[tuple[int, ...], int | None]:
@@ -275,10 +272,6 @@ def _hash_here(parameter: Tensor) -> tuple[tuple[int, ...], int | None]:
         return tuple(begins), _hash(part, begins, shape) if part.numel() else 0
     except (RuntimeError, TypeError, ValueError):
         return (), None
-
-
-def _signed(number: int) -> int:
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:

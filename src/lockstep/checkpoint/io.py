@@ -211,9 +211,6 @@ class AsyncCheckpointIO(CheckpointIO):
     Args:
         checkpoint_io: what writes; by default :class:`~lockstep.checkpoint.io.TorchCheckpointIO`.
 
-    Raises:
-        TypeError: it is no CheckpointIO.
-
     Example::
 
         trainer = Trainer(plugins=[AsyncCheckpointIO()], callbacks=[ModelCheckpoint(every_n_train_steps=500)])
@@ -222,11 +219,6 @@ class AsyncCheckpointIO(CheckpointIO):
     writes_later = True
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
-        if checkpoint_io is not None and not isinstance(checkpoint_io, CheckpointIO):
-            raise TypeError(
-                f"AsyncCheckpointIO(checkpoint_io={checkpoint_io!r:.100}): give an instance of a class derived from "
-                "lockstep.plugins.io.CheckpointIO."
-            )
         self.checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
         self._begin()
 

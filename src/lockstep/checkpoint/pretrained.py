@@ -18,7 +18,7 @@ from torch.nn.parameter import Parameter
 
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 from lockstep.ground.parameters import box_of, keep_dtype, local_part
-from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.rank import rank_zero_warn
 
 PLAN = "_lockstep_pretrained"
 """The attribute of a layer that has, by its parameters' and buffers' own names, the sources of their values."""
@@ -42,19 +42,8 @@ NO_WEIGHTS = (
     "load_pretrained({folder!r}): there is neither {index} nor {one} in it. Give the folder that `save_pretrained` "
     "has written."
 )
-NO_INDEX = (
-    "load_pretrained({folder!r}): it has {count} files of safetensors ({shown}) and no {index}, which says what "
-    "belongs together: copy the index beside them, or write the folder anew by `save_pretrained`."
-)
 BAD_INDEX = "load_pretrained({folder!r}): {index} is no index of weights ({error}): copy the folder anew."
-PART_MISSING = (
-    "load_pretrained({folder!r}): {index} names {name!r}, which is not there ({count} of {all} files are missing): "
-    "copy the folder anew."
-)
 DAMAGED = "load_pretrained({folder!r}): {name} is damaged ({error}): copy it anew."
-NOT_IN_PART = (
-    "load_pretrained({folder!r}): {index} says that {key!r} is in {name}, which does not have it: copy both anew."
-)
 ANOTHER = (
     "load_pretrained({folder!r}): these are weights of another model: none of its {count} tensors fits {model}. The "
     "folder has {there}; the model has {here}. Give the model's own folder, or make the model from the folder's "
@@ -90,7 +79,6 @@ class WeightFiles:
 
     Attributes:
         shapes: of all tensors.
-        dtypes: as safetensors names them.
 
     Raises:
         MisconfigurationException: for a folder of another kind.
@@ -102,28 +90,22 @@ class WeightFiles:
         self._open = _safe_open()
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
         if not self.folder.is_dir():
             raise MisconfigurationException(NO_FOLDER.format(folder=str(folder)))
-        parts = self._parts()
-        for path, keys in parts.items():
+        for path, keys in self._parts().items():
             self._look_into(path, keys)
 
     def _parts(self) -> dict[Path, Collection[str] | None]:
         """The files, and what the index says is in each; None: whatever is."""
         folder, one = str(self.folder), self.folder / ONE_FILE
-        if (
-            one.is_file()
-        ):  # before an index, as `from_pretrained` has it: a model that was saved in parts leaves its own
+        # before an index, as `from_pretrained` has it: a model that was saved in parts leaves its own
+        if one.is_file():
             return {one: None}
         if (self.folder / INDEX).is_file():
             return self._indexed()
-        found = sorted(self.folder.glob("*.safetensors"))
+        found = list(self.folder.glob("*.safetensors"))
         if len(found) == 1:
             return {found[0]: None}
-        if found:
-            shown = ", ".join(path.name for path in found[:3])
-            raise MisconfigurationException(NO_INDEX.format(folder=folder, count=len(found), shown=shown, index=INDEX))
         pickled = sorted(path for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in self.folder.glob(kind))
         if pickled:
             raise MisconfigurationException(PICKLED.format(folder=folder, name=pickled[0].name))
@@ -131,36 +113,20 @@ class WeightFiles:
 
     def _indexed(self) -> dict[Path, Collection[str] | None]:
         try:
-            files: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
-            names = sorted(set(files.values()))
+            keys: dict[Path, list[str]] = {}
+            for key, name in json.loads((self.folder / INDEX).read_text())["weight_map"].items():
+                keys.setdefault(self.folder / name, []).append(key)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             told = BAD_INDEX.format(folder=str(self.folder), index=INDEX, error=repr(error))
             raise CorruptCheckpoint(told) from None
-        missing = [name for name in names if not (self.folder / name).is_file()]
-        if missing:
-            raise CorruptCheckpoint(
-                PART_MISSING.format(
-                    folder=str(self.folder), index=INDEX, name=missing[0], count=len(missing), all=len(names)
-                )
-            )
-        keys: dict[Path, list[str]] = {self.folder / name: [] for name in names}
-        for key, name in files.items():
-            keys[self.folder / name].append(key)
         return {**keys}
 
     def _look_into(self, path: Path, keys: Collection[str] | None) -> None:
         try:
             with self._open(path, framework="pt") as file:
-                there = set(file.keys())
-                for key in there if keys is None else keys:
-                    if key not in there:
-                        told = NOT_IN_PART.format(folder=str(self.folder), index=INDEX, key=key, name=path.name)
-                        raise CorruptCheckpoint(told)
-                    part = file.get_slice(key)
+                for key in file.keys() if keys is None else keys:
                     self._file_of[key] = path
-                    self.shapes[key], self.dtypes[key] = tuple(part.get_shape()), part.get_dtype()
-        except CorruptCheckpoint:
-            raise
+                    self.shapes[key] = tuple(file.get_slice(key).get_shape())
         except Exception as error:  # safetensors has its own class in each version
             told = DAMAGED.format(folder=str(self.folder), name=path.name, error=error)
             raise CorruptCheckpoint(told) from None
@@ -308,7 +274,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
     missing, unexpected = _ignored(model, missing, unexpected)
     if is_of_transformers(model):
         _keep_dtypes(model, places)
-    _say(loading, found, places, [name for name in missing if name not in passed_over], unexpected)
+    _say(loading, [name for name in missing if name not in passed_over], unexpected)
     vars(model)[FOLDER] = str(files.folder)
     for name, source in found.items():
         layer, own = places[name]
@@ -527,13 +493,7 @@ def _ignored(model: Any, missing: list[str], unexpected: list[str]) -> tuple[lis
     return [n for n in missing if n in info.missing_keys], [n for n in unexpected if n in info.unexpected_keys]
 
 
-def _say(
-    loading: Loading,
-    found: Mapping[str, Source],
-    places: Mapping[str, Place],
-    missing: list[str],
-    unexpected: list[str],
-) -> None:
+def _say(loading: Loading, missing: list[str], unexpected: list[str]) -> None:
     folder = str(loading.files.folder)
     if missing:
         rank_zero_warn(
@@ -545,28 +505,6 @@ def _say(
             f"load_pretrained({folder!r}): {len(unexpected)} tensors of the folder have no place in {loading.model}, "
             f"and are left out: {shown(unexpected)}."
         )
-    of_files = {loading.files.dtypes[key] for source in found.values() for key in source.keys}
-    own = {str(tensor_at(*places[name]).dtype).removeprefix("torch.") for name in found}
-    if {_NAMES.get(each, each) for each in of_files} != own:
-        rank_zero_info(
-            f"load_pretrained({folder!r}): the folder has {', '.join(sorted(of_files))}, and {loading.model} "
-            f"{', '.join(sorted(own))}, to which values are cast."
-        )
-
-
-_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""What torch calls safetensors' dtypes."""
 
 
 def shown(names: Sequence[str], show: Callable[[str], str] = repr) -> str:

@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -428,14 +427,12 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
     Raises:
         FileNotFoundError: there is no such file.
         IsADirectoryError: it is a folder.
-        OSError: it is a pipe, a socket or a device, which may have no end.
     """
     if not isinstance(path, (str, os.PathLike)):
         path.seek(0)
         yield path
         return
     if not is_remote(path):
-        _refuse_special(path)
         with open(local(path), "rb") as file:
             yield file
         return
@@ -444,13 +441,6 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
         shutil.copyfileobj(source, copy, 1 << 22)
         copy.seek(0)
         yield copy
-
-
-def _refuse_special(path: PathLike) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        mode = local(path).stat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise OSError(errno.EINVAL, f"{os.fspath(path)!r} is a pipe, a socket or a device: give the path of a file")
 
 
 @contextlib.contextmanager

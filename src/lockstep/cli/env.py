@@ -18,8 +18,8 @@ from lockstep.ground.memory_use import total_memory
 from lockstep.launch.environment import cores, in_force
 
 ABOUT = """\
-Show what a run depends on: versions, devices, the cluster that started this process and how it is known, its rank, and
-the variables that lockstep reads. Values that look like keys or tokens are not shown. Start it as the script would be
+Show what a run depends on: versions, devices, the cluster that started this process, its rank, and the variables that
+lockstep reads. Values that look like keys or tokens are not shown. Start it as the script would be
 started (`srun lockstep env`) to see what a rank sees.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import hashlib
 import importlib.util
 import os
@@ -253,9 +252,7 @@ def split(words: list[str], parser: CommandParser) -> tuple[argparse.Namespace, 
     rest = rest[dashes:]
     script = [] if "-m" in front else rest[:1]
     if script and script[0].startswith("-"):
-        near = difflib.get_close_matches(script[0].partition("=")[0], takes, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise MisconfigurationException(f"{script[0]} is none of its options{hint} `{parser.prog} --help` lists them")
+        raise MisconfigurationException(f"{script[0]} is none of its options: `{parser.prog} --help` lists them")
     own = "-m" in front and dashes  # what follows -m MODULE -- is the module's
     behind, arguments = ([], rest) if own else _ours(rest[len(script) :], takes)
     twice = {word.partition("=")[0] for word in front} & {word.partition("=")[0] for word in behind} & takes.keys()
@@ -354,7 +351,7 @@ def check_script(command: str, module: str | None, script: list[str]) -> None:
     """Refuse a script or a module that is not there.
 
     Raises:
-        MisconfigurationException: with the name that it may mean.
+        MisconfigurationException: with the folder that this is.
     """
     here = os.getcwd()
     if module is not None:
@@ -365,12 +362,8 @@ def check_script(command: str, module: str | None, script: list[str]) -> None:
         raise MisconfigurationException(f"no script is given: {command} train.py --devices 2; -m for a module")
     if os.path.isfile(script[0]) or os.path.isfile(os.path.join(script[0], "__main__.py")):
         return
-    folder = os.path.dirname(script[0])
-    names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    near = difflib.get_close_matches(os.path.basename(script[0]), names, n=1)
-    hint = f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
     what = "is a folder without a __main__.py" if os.path.isdir(script[0]) else "is not there"
-    raise MisconfigurationException(f"{script[0]} {what} (this is {here}){hint}")
+    raise MisconfigurationException(f"{script[0]} {what} (this is {here})")
 
 
 def _is_module(name: str, folder: str) -> bool:

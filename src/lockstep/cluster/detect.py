@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lockstep.cluster import kubeflow, local, lsf, mpi, slurm, torchelastic
@@ -69,10 +68,8 @@ def cluster_named(name: str) -> str:
     plain = name.strip().lower().removesuffix("environment") if isinstance(name, str) else ""
     if plain in NAMES:
         return NAMES[plain]
-    near = difflib.get_close_matches(plain, NAMES, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
     raise MisconfigurationException(
-        f"cluster_environment={name!r}: choose {SPELLED}, or give a ClusterEnvironment object.{hint}"
+        f"cluster_environment={name!r}: choose {SPELLED}, or give a ClusterEnvironment object."
     )
 
 
@@ -114,37 +111,34 @@ def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int,
         environ: the environment.
 
     Raises:
-        MisconfigurationException: with the flags that fit, and for SLURM the batch script's lines that fit the flags.
+        MisconfigurationException: with the flags that fit.
     """
     who = _who(cluster, environ)
     fits = f"devices={given.local_size}, num_nodes={given.num_nodes}, or devices='auto'"
     if devices is None:
         if num_nodes not in (1, given.num_nodes):
             raise MisconfigurationException(
-                f"num_nodes={num_nodes}, but {who} started {given.num_nodes}: use "
-                f"num_nodes={given.num_nodes}" + _lines(cluster, None, num_nodes, environ)
+                f"num_nodes={num_nodes}, but {who} started {given.num_nodes}: use num_nodes={given.num_nodes}"
             )
         return
     if devices * num_nodes != given.size:
         count = "WORLD_SIZE=" if cluster.name in ("torchelastic", "kubeflow") else "world size "
         raise MisconfigurationException(
             f"devices={devices}, num_nodes={num_nodes} make {devices * num_nodes} rank(s), but {who} "
-            f"started {given.size} ({count}{given.size}): use {fits}, or start the script "
-            + _otherwise(cluster, devices, num_nodes, environ)
-            + _lines(cluster, devices, num_nodes, environ)
+            f"started {given.size} ({count}{given.size}): use {fits}"
         )
     if cluster.name != "torchelastic" and num_nodes != given.num_nodes:
         raise MisconfigurationException(
             f"devices={devices}, num_nodes={num_nodes}, but {cluster.started} put the {given.size} ranks on "
-            f"{given.num_nodes} node(s): use {fits}" + _lines(cluster, devices, num_nodes, environ)
+            f"{given.num_nodes} node(s): use {fits}"
         )
 
 
-def compare_allocation(job: Allocation, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> None:
+def compare_allocation(job: Allocation, devices: int | None, num_nodes: int) -> None:
     """Refuse flags that ask for other ranks than the tasks of the SLURM job in whose batch script this process is.
 
     Raises:
-        MisconfigurationException: with the lines of a batch script that fit the flags.
+        MisconfigurationException: with the flags that fit.
     """
     even = len(set(job.counts)) == 1
     if devices is None and num_nodes in (1, job.nodes):
@@ -156,35 +150,13 @@ def compare_allocation(job: Allocation, devices: int | None, num_nodes: int, env
     flags = f"devices={job.counts[0]}, num_nodes={job.nodes}" if even else "devices='auto'"
     raise MisconfigurationException(
         f"{wanted}, but the SLURM job {job.job} has {job.nodes} node(s) with {tasks}: use {flags}; for one process "
-        "that is no rank of the job, start the script by `srun --ntasks=1`" + lines_for(devices, num_nodes, environ)
+        "that is no rank of the job, start the script by `srun --ntasks=1`"
     )
-
-
-def lines_for(devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> str:
-    """The lines of a batch script for these flags, as the end of a sentence."""
-    lines = [f"#SBATCH --nodes={num_nodes}"]
-    if devices is not None:
-        lines.append(f"#SBATCH --ntasks-per-node={devices}")
-        if any(environ.get(name) for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")):
-            lines.append(f"#SBATCH --gres=gpu:{devices}")
-    return "; or submit the job with\n" + "\n".join(lines)
-
-
-def _lines(cluster: Cluster, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> str:
-    return lines_for(devices, num_nodes, environ) if cluster.name == "slurm" else ""
 
 
 def _who(cluster: Cluster, environ: Mapping[str, str]) -> str:
     words = environ.get(STARTED) if cluster.name == "torchelastic" else None
     return cluster.started if words is None else f"`lockstep run {words}`"
-
-
-def _otherwise(cluster: Cluster, devices: int, num_nodes: int, environ: Mapping[str, str]) -> str:
-    if cluster.name == "torchelastic" and STARTED in environ:
-        return f"by `lockstep run --devices {devices}{f' --nodes {num_nodes}' if num_nodes > 1 else ''}`"
-    if cluster.name == "kubeflow":
-        return "by torchrun in each pod (PyTorchJob's nprocPerNode)"
-    return f"without {cluster.started}" if cluster.name != "slurm" else "in another job"
 
 
 # -- detection -----------------------------------------------------------------------------------------------
@@ -229,7 +201,7 @@ def detect(
     if named in (None, "slurm") and not started:
         job = slurm.allocation(environ)
         if job is not None:
-            compare_allocation(job, devices, num_nodes, environ)
+            compare_allocation(job, devices, num_nodes)
             world = World(0, job.tasks, 0, job.counts[0], 0, job.nodes, "127.0.0.1", 0)
             return Placement(world, launched=False, cluster="slurm", by_srun=True)
     if devices is None:
@@ -262,72 +234,36 @@ def early_rank(environ: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True)
 class EnvironmentFinding:
-    """What the environment says about this process, and by which variables."""
+    """What the environment says about this process."""
 
     cluster: str | None  #: a name of `CLUSTERS`, "local" for a rank that lockstep started; None: nobody started it
     why: str  #: one sentence
     world: World | None = None  #: None where no Trainer could begin, or srun would have to start the ranks
 
 
-class _Asked(Mapping[str, str]):
-    """An environment that remembers which of its variables were read."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self.read: dict[str, str] = {}
-
-    def __getitem__(self, name: str) -> str:
-        self.read[name] = self._environ[name]
-        return self.read[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._environ)
-
-    def __len__(self) -> int:
-        return len(self._environ)
-
-
 def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
-    """What `detect` would find for a Trainer that names no devices, and by which variables it is known.
+    """What `detect` would find for a Trainer that names no devices.
 
     Example:
         >>> explained({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).cluster
         'torchelastic'
     """
-    for number, cluster in enumerate(CLUSTERS):
-        asked = _Asked(environ)
+    for cluster in CLUSTERS:
         try:
-            world = cluster.given_world(asked)
+            world = cluster.given_world(environ)
         except MisconfigurationException as error:
             return EnvironmentFinding(cluster.name, f"its variables are there, and cannot be used: {error}")
         if world is not None:
-            why = f"{cluster.started} started this process, by {_said(asked.read)}"
-            others = [other.name for other in CLUSTERS[number + 1 :] if _gives_a_world(other, environ)]
-            return EnvironmentFinding(
-                cluster.name, why + (f"; it comes before {', '.join(others)}" if others else ""), world
-            )
-    asked = _Asked(environ)
+            return EnvironmentFinding(cluster.name, f"{cluster.started} started this process", world)
     try:
         if local.is_started(environ):
-            placement = detect(asked)
-            return EnvironmentFinding(LOCAL, f"lockstep started this process, by {_said(asked.read)}", placement.world)
-        job = slurm.allocation(asked)
+            return EnvironmentFinding(LOCAL, "lockstep started this process", detect(environ).world)
+        job = slurm.allocation(environ)
         if job is not None:
             why = f"this is the batch script of the SLURM job {job.job}, and no rank: a Trainer starts its {job.tasks} "
-            return EnvironmentFinding("slurm", why + f"tasks by srun ({_said(asked.read)})")
+            return EnvironmentFinding("slurm", why + "tasks by srun")
         return EnvironmentFinding(
             None, "no launcher has started this process; a Trainer starts the ranks", detect(environ).world
         )
     except MisconfigurationException as error:
         return EnvironmentFinding(None, f"no launcher has started this process, and a Trainer cannot begin: {error}")
-
-
-def _said(variables: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value:.60}" for name, value in sorted(variables.items()))
-
-
-def _gives_a_world(cluster: Cluster, environ: Mapping[str, str]) -> bool:
-    try:
-        return cluster.given_world(environ) is not None
-    except MisconfigurationException:
-        return True

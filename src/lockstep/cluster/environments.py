@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from lockstep.cluster import slurm
 from lockstep.cluster.detect import LOCAL, cluster_named, find
@@ -159,8 +158,6 @@ class KnownEnvironment(ClusterEnvironment):
     creates_processes_externally = True
     cluster = ""
     """Its name in `lockstep.cluster.detect`."""
-    variables: ClassVar[Mapping[str, str]] = dict.fromkeys(("size", "rank", "local_rank", "node_rank"), "")
-    """The variables that say a number of the world by themselves."""
 
     @classmethod
     def detect(cls) -> bool:
@@ -177,15 +174,6 @@ class KnownEnvironment(ClusterEnvironment):
             )
         return found[1]
 
-    def _number(self, of_world: str, variable: str) -> int:
-        """A number of the world; where that is not told as a whole, what the one variable says."""
-        try:
-            return int(getattr(self._world(), of_world))
-        except MisconfigurationException:
-            if variable not in os.environ:
-                raise
-            return read_number(os.environ, variable)
-
     @property
     def main_address(self) -> str:
         """The host of rank 0; ``MASTER_ADDR`` wins."""
@@ -194,35 +182,29 @@ class KnownEnvironment(ClusterEnvironment):
     @property
     def main_port(self) -> int:
         """The port at which the ranks meet; ``MASTER_PORT`` wins."""
-        return self._number("port", "MASTER_PORT")
+        return self._world().port
 
     def world_size(self) -> int:
         """Processes on all nodes."""
-        return self._number("size", self.variables["size"])
+        return self._world().size
 
     def global_rank(self) -> int:
         """This process among all, from 0."""
-        return self._number("rank", self.variables["rank"])
+        return self._world().rank
 
     def local_rank(self) -> int:
         """This process among those of its node, from 0."""
-        return self._number("local_rank", self.variables["local_rank"])
+        return self._world().local_rank
 
     def node_rank(self) -> int:
         """This node, from 0."""
-        return self._number("node_rank", self.variables["node_rank"])
+        return self._world().node_rank
 
 
 class TorchElasticEnvironment(KnownEnvironment):
     """Ranks that ``torchrun`` started."""
 
     cluster = "torchelastic"
-    variables: ClassVar[Mapping[str, str]] = {
-        "size": "WORLD_SIZE",
-        "rank": "RANK",
-        "local_rank": "LOCAL_RANK",
-        "node_rank": "GROUP_RANK",
-    }
 
     @property
     def main_address(self) -> str:
@@ -258,12 +240,6 @@ class SLURMEnvironment(KnownEnvironment):
     """
 
     cluster = "slurm"
-    variables: ClassVar[Mapping[str, str]] = {
-        "size": "SLURM_NTASKS",
-        "rank": "SLURM_PROCID",
-        "local_rank": "SLURM_LOCALID",
-        "node_rank": "SLURM_NODEID",
-    }
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: signal.Signals | None = None) -> None:
         self.auto_requeue = auto_requeue

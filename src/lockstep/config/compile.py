@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from lockstep.ground.errors import MisconfigurationException
@@ -39,7 +36,7 @@ def compile_options(flag: str, value: object) -> CompileOptions | None:
     """The options; None where nothing is to be compiled.
 
     Raises:
-        MisconfigurationException: it is no bool and no dict, or has a key that neither lockstep nor torch knows.
+        MisconfigurationException: it is no bool and no dict, or names no layers.
     """
     if isinstance(value, CompileOptions):
         return value
@@ -52,16 +49,6 @@ def compile_options(flag: str, value: object) -> CompileOptions | None:
             f'Trainer({flag}={value!r:.100}): give True, False, or a dict such as {{"mode": "max-autotune", '
             '"fullgraph": True, "blocks": [Block]}.'
         )
-    theirs = inspect.signature(torch.compile).parameters.keys() - {"model", "disable"}
-    if "graph_breaks" in value:
-        raise MisconfigurationException(
-            f"Trainer({flag}={{'graph_breaks': ...}}): set the environment variable TORCH_LOGS=graph_breaks instead."
-        )
-    for key in value:
-        if key not in {OWN, *theirs}:
-            near = difflib.get_close_matches(str(key), (OWN, *theirs), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join((OWN, *sorted(theirs)))}."
-            raise MisconfigurationException(f"Trainer({flag}={{{key!r}: ...}}): there is no such option: {hint}")
     options = {name: option for name, option in value.items() if name != OWN}
     return CompileOptions(_blocks(flag, value.get(OWN)), options)
 

@@ -15,7 +15,7 @@ from lockstep.cluster.torchelastic import sees_all_devices
 from lockstep.config.run import RunConfig, check_writable, whole
 from lockstep.ground.accelerators import Accelerator
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.torch_support import untried
 from lockstep.launch.environment import fix_cublas_workspaces
 
@@ -127,11 +127,6 @@ def apply_to_process(config: RunConfig, device_type: str) -> None:
         device_type: of the run; only CUDA needs more than torch's own switch.
     """
     deterministic, benchmark = config.deterministic, config.benchmark
-    if deterministic and benchmark:
-        rank_zero_warn(
-            f"Trainer(deterministic={deterministic!r}, benchmark=True): cuDNN's choice among its algorithms depends on "
-            "timings, so runs may differ; leave out `benchmark`."
-        )
     if deterministic and benchmark is None:
         benchmark = False
     if benchmark is not None:
@@ -148,24 +143,3 @@ def announce_device(device_type: str, several: bool = False) -> None:
     told = untried(device_type, several)
     if told is not None:
         rank_zero_info(told)
-
-
-def announce(config: RunConfig, precision: str, device_type: str, several: bool = False) -> None:
-    """Say what is new about a run and what makes it slow, in the process that the user has started.
-
-    Args:
-        config: of the run.
-        precision: its name.
-        device_type: of the run.
-        several: whether it uses several devices.
-    """
-    announce_device(device_type, several)
-    if precision == "16-mixed" and device_type == "cpu":
-        rank_zero_info(
-            'Trainer(precision="16-mixed") on a CPU is for trying a script that is meant for GPUs: "bf16-mixed" is '
-            "faster there, and needs no loss scale."
-        )
-    if config.detect_anomaly:
-        rank_zero_info(
-            "Trainer(detect_anomaly=True): every backward is searched for NaN, which is slow; for debugging only."
-        )

@@ -27,7 +27,6 @@ from lockstep.cluster.environments import (
 )
 from lockstep.config.run import RunConfig, switch
 from lockstep.ground.errors import MisconfigurationException, WrongType
-from lockstep.ground.rank import rank_zero_info
 from lockstep.loggers.base import DummyLogger, Logger
 from lockstep.loggers.tensorboard import default_logger
 from lockstep.loop.hooks import is_overridden
@@ -115,17 +114,6 @@ def check_constructed(where: str, thing: object, attribute: str) -> None:
 # -- plugins -------------------------------------------------------------------------------------------------
 
 
-# Lightning's other kinds of plugins, by the name of a class that an object's class derives from, and why lockstep has
-# no place for them.
-REFUSED = {
-    "CheckpointIO": "its class derives from Lightning's CheckpointIO; import that from lockstep.plugins.io, where the "
-    "methods are the same",
-    "LayerSync": "lockstep synchronizes BatchNorm itself; use Trainer(sync_batchnorm=True)",
-    "Precision": "a precision of Lightning's works in Lightning's loops; name one by Trainer(precision=...), or derive "
-    "it from lockstep's Precision",
-}
-
-
 @dataclass(frozen=True)
 class Plugins:
     """The plugins of a Trainer, sorted."""
@@ -151,7 +139,10 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
     for plugin in (*several(given), *named):
         kind = _kind(plugin)
         if kind is None:
-            raise MisconfigurationException(f"Trainer(plugins={plugin!r:.100}): {_reason(plugin)}.")
+            raise MisconfigurationException(
+                f"Trainer(plugins={plugin!r:.100}): lockstep takes instances of its own Precision and CheckpointIO and "
+                "of a ClusterEnvironment here; choose all else by `strategy=` and `precision=`."
+            )
         if kind in found:
             raise MisconfigurationException(
                 f"Trainer(plugins=[{type(found[kind]).__name__}(), {type(plugin).__name__}()]): there is one {kind}; "
@@ -164,18 +155,11 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
             "precision; leave one out."
         )
     if "cluster" in found:
-        found["cluster"] = _cluster(found["cluster"])
-        if any(found["cluster"] is plugin for plugin in several(given)) and _is_elsewhere(found["cluster"]):
-            del found["cluster"]
+        found["cluster"] = cluster = _cluster(found["cluster"])
+        is_given = any(cluster is plugin for plugin in several(given))
+        if is_given and isinstance(cluster, SLURMEnvironment) and not cluster.is_in_job():
+            del found["cluster"]  # the settings of a job, and this is none: ranks are found as without it
     return Plugins(**found)
-
-
-def _is_elsewhere(plugin: object) -> bool:
-    """Whether a plugin holds the settings of a SLURM job, and this is none: ranks are found as without it."""
-    elsewhere = isinstance(plugin, SLURMEnvironment) and not plugin.is_in_job()
-    if elsewhere:
-        rank_zero_info("Trainer(plugins=SLURMEnvironment(...)): this is no SLURM job; what it sets holds in one.")
-    return elsewhere
 
 
 def _cluster(given: Any) -> Any:
@@ -197,15 +181,6 @@ def _kind(plugin: object) -> str | None:
     if isinstance(plugin, CheckpointIO):
         return "checkpoint_io"
     return "cluster" if describes_ranks(plugin) else None
-
-
-def _reason(plugin: object) -> str:
-    if isinstance(plugin, str):
-        return "plugins are no longer given by name; choose by `strategy=` and `precision=`"
-    if isinstance(plugin, type):
-        return f"this is a class; give an instance, {plugin.__name__}(...)"
-    why = [REFUSED[base.__name__] for base in type(plugin).__mro__ if base.__name__ in REFUSED]
-    return why[0] if why else "lockstep takes a lockstep Precision, a ClusterEnvironment or a CheckpointIO here"
 
 
 # -- callbacks -----------------------------------------------------------------------------------------------
@@ -244,15 +219,6 @@ def refuse_one_key(callbacks: Sequence[Callback], where: str) -> None:
         )
 
 
-def _refuse_bars(callbacks: Sequence[Callback]) -> None:
-    """Refuse a second progress bar."""
-    bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
-    if len(bars) > 1:
-        raise MisconfigurationException(
-            f"Trainer(callbacks=[{', '.join(bars)}]): two progress bars would draw over each other: keep one."
-        )
-
-
 def in_order(callbacks: list[Callback]) -> list[Callback]:
     """Callbacks in their order, but searches before all others, which begin with what was found, and those that write
     checkpoints after all others, whose state they save."""
@@ -288,7 +254,11 @@ def make_callbacks(
     for callback in callbacks:
         check_kind("Trainer(callbacks=...)", callback, Callback, "Callback")
     refuse_one_key(callbacks, "Trainer(callbacks=...)")
-    _refuse_bars(callbacks)
+    bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
+    if len(bars) > 1:
+        raise MisconfigurationException(
+            f"Trainer(callbacks=[{', '.join(bars)}]): two progress bars would draw over each other: keep one."
+        )
     defaults: list[tuple[str, bool | None, type[Callback], Callable[[], Callback]]] = [
         ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),
         ("enable_progress_bar", bar, ProgressBar, choose_progress_bar),
@@ -374,8 +344,7 @@ def make_profiler(flag: Profiler | str | None) -> Profiler | None:
         return flag
     if not isinstance(flag, str) or flag.lower() not in _PROFILERS:
         raise MisconfigurationException(
-            f'Trainer(profiler={flag!r}): give None, "simple", "advanced", "pytorch", or a lockstep.profilers.Profiler'
-            + ("; that one is torch_xla's." if flag == "xla" else ".")
+            f'Trainer(profiler={flag!r}): give None, "simple", "advanced", "pytorch", or a lockstep.profilers.Profiler.'
         )
     file, name = _PROFILERS[flag.lower()].split(":")
     profiler: Profiler = getattr(import_module(f"lockstep.profilers.{file}"), name)()  # late: torch.profiler costs

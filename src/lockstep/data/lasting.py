@@ -11,16 +11,11 @@ import torch
 from torch import Tensor
 
 from lockstep.ground.comm import as_bytes
-from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.tree import tree_leaves, tree_map
 
 Held = tuple[Any, float]
 """A batch and its weight."""
 ARRAYS = (Tensor, np.ndarray)
-SAME_MEMORY = (
-    "A training loader writes its batches into memory that it has given before: lockstep reads ahead, to know where an "
-    "epoch ends and how many samples a step has, and copies each batch."
-)
 
 
 class LastingBatches:
@@ -62,7 +57,6 @@ class LastingBatches:
         if any(_differ(given, copy) for (given, _), (copy, _) in zip(held, copies, strict=True)):
             self.copies = True
             held[:] = copies
-            rank_zero_info(SAME_MEMORY)
 
 
 def _copy(array: Any) -> Any:

@@ -663,16 +663,11 @@ class Measure:
         way_out = "give `self.log(..., batch_size=samples)`"
         if self._training:
             way_out += ' and return {"loss": loss, "weight": samples}'
-        if tensor is None:
-            rank_zero_info(f"{self.name} gives ready-made batches without a tensor: each weighs 1. Else {way_out}.")
-        elif not tensor.ndim:
-            found = "the first tensor in them has no dimension"
-            rank_zero_info(f"{self.name} gives ready-made batches, and {found}: each weighs 1. Else {way_out}.")
-        else:
-            rank_zero_info(
-                f"{self.name} gives ready-made batches: each weighs as many samples as its first tensor is long, the "
-                f"first one {size:g} (shape {tuple(tensor.shape)}). Where that is not their number, {way_out}."
-            )
+        found = f" (shape {tuple(tensor.shape)})" if tensor is not None else ", as there is none"
+        rank_zero_info(
+            f"{self.name} gives ready-made batches: each weighs as many samples as its first tensor is long, the first "
+            f"one {size:g}{found}. Where that is not their number, {way_out}."
+        )
 
 
 def first_tensor(batch: object) -> Any:

@@ -1,14 +1,12 @@
 """Accelerators: the kinds of devices that a run can use, and the one that ``Trainer(accelerator=...)`` names.
 
-Also the values of ``Trainer(devices=...)`` (how many devices one names, and which), and the version of CUDA that the
-driver of this machine knows.
+Also the values of ``Trainer(devices=...)``: how many devices one names, and which.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, MutableSequence
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -157,15 +155,6 @@ ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
 """Name to what makes one. ``"auto"`` is the backend that is not in torch itself, else the last of these that is
 available, ``"gpu"`` the last of ``GPUS`` that is."""
 GPUS = ("xpu", "mps", "cuda")
-PACKAGES = {
-    "tpu": "the package torch_tpu brings it, for the version of torch that it names: install both, and leave "
-    "TORCH_DEVICE_BACKEND_AUTOLOAD on, by which torch finds it",
-    "xla": "tensors of torch_xla are not torch's own, and its steps run when they are asked for: on TPUs, install "
-    "torch_tpu and give accelerator='tpu'",
-    "hpu": "Intel's package brings it: import it before the Trainer is made",
-    "ipu": "the maker's package for torch has ended",
-}
-"""Kinds of devices of which users know, and where they come from."""
 
 
 def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
@@ -190,7 +179,7 @@ def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
         found = _by_name(asked)
     if not found.is_available():
         raise MisconfigurationException(
-            f"accelerator={asked!r}, but torch {torch.__version__} finds no such device here{_old_driver()}: "
+            f"accelerator={asked!r}, but torch {torch.__version__} finds no such device here: "
             "use accelerator='auto' or 'cpu', or install a build of torch for your GPU"
         )
     return found
@@ -261,25 +250,10 @@ def _by_name(asked: object) -> Accelerator:
         there = False
     if there:
         return made
-    if isinstance(asked, str) and asked in PACKAGES:
-        raise MisconfigurationException(
-            f"accelerator={asked!r}: torch {torch.__version__} has no such device here: {PACKAGES[asked]}; or use "
-            "accelerator='auto' or 'cpu'"
-        )
     raise MisconfigurationException(
-        f"accelerator={asked!r} is not known: use 'auto', {', '.join(map(repr, ACCELERATORS))}, 'gpu', 'tpu', or the "
-        "name of a device that a package has added to torch (import it before the Trainer is made)"
+        f"accelerator={asked!r} is not known: use 'auto', {', '.join(map(repr, ACCELERATORS))}, 'gpu', or the name of "
+        "a device that a package has added to torch ('tpu' by torch_tpu; import it before the Trainer is made)"
     )
-
-
-def _old_driver() -> str:
-    """What to add where the driver is older than the CUDA that torch was built for."""
-    built = torch.version.cuda
-    driver = cuda_driver_version()  # 0: there is none
-    if built is None or not 0 < driver < 1000 * int(built.partition(".")[0]):
-        return ""
-    known = f"{driver // 1000}.{driver % 1000 // 10}"
-    return f" (it was built for CUDA {built}, and the driver of this machine knows CUDA {known}: update the driver)"
 
 
 def _make(name: str) -> Accelerator:
@@ -330,19 +304,3 @@ def indices_of(devices: Devices, present: int, kind: str) -> list[int]:
             f"use devices={present} or less, or -1 for all"
         )
     return indices
-
-
-@cache
-def cuda_driver_version() -> int:
-    """Asked of the driver itself, without using a GPU: torch has no name for it.
-
-    Returns:
-        as CUDA writes it: 12040 is 12.4. 0: there is no driver, or it does not say.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        version = ctypes.c_int(0)
-        failed = driver.cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return 0
-    return 0 if failed else version.value

@@ -85,9 +85,6 @@ class ConsensusFlags:
     Attributes:
         up: the bits for which `is_up` holds, for those who look in every step.
 
-    Raises:
-        ValueError: ``every`` is below 1.
-
     Example:
         >>> agreement = ConsensusFlags()
         >>> stop = agreement.register("stop")
@@ -97,8 +94,6 @@ class ConsensusFlags:
     """
 
     def __init__(self, group: comm.Group = None, *, every: int | None = None, alone: bool = False) -> None:
-        if every is not None and every < 1:
-            raise ValueError(f"ConsensusFlags(every={every}): messages are sent every 1 or more windows")
         self._group = group
         self._alone = alone or comm.world_size(group) == 1
         self._names: list[str] = []

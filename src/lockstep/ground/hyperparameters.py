@@ -52,11 +52,8 @@ class AttributeDict(dict[str, Any]):
 
     def __repr__(self) -> str:
         width = max((len(str(key)) for key in self), default=0) + 3
-        return "\n".join(f"{_label(key):{width}} {self[key]}" for key in sorted(self, key=str))
-
-
-def _label(key: str) -> str:
-    return f'"{key}":'
+        labels = {key: f'"{key}":' for key in sorted(self, key=str)}
+        return "\n".join(f"{label:{width}} {self[key]}" for key, label in labels.items())
 
 
 class HyperparametersMixin:

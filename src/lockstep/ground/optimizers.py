@@ -28,7 +28,6 @@ class CombinedOptimizer(Optimizer):
 
     Raises:
         ValueError: for a parameter in two of them, or LBFGS.
-        TypeError: for what is no optimizer of torch's kind.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
@@ -169,12 +168,8 @@ def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check(optimizers: Sequence[Optimizer]) -> None:
-    if not optimizers:
-        raise ValueError("CombinedOptimizer(): give it the optimizers that it is to step")
     seen: set[int] = set()
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"CombinedOptimizer({type(optimizer).__name__}): give it optimizers, one by one")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("CombinedOptimizer(LBFGS): it steps several times on one batch, and needs to be alone")
         mine = {id(p): p for group in optimizer.param_groups for p in group["params"]}

@@ -10,6 +10,7 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,9 @@ def common_pages(
     """
     mine = 0 if leaders is None else leaders[comm.rank(group)]
     leader = comm.rank(group) == mine
-    for make in (_unnamed, _in_memory, _in_temporary_folder)[: 3 if on_disk else 2]:
+    folders = (FOLDER, tempfile.gettempdir())[: 2 if on_disk else 1]
+    makers: list[Callable[[], tuple[int, str]]] = [_unnamed, *(partial(_new_file, folder) for folder in folders)]
+    for make in makers:
         made = _make(make, size) if leader else None
         handle, place = made or (None, None)
         try:
@@ -152,14 +155,6 @@ def _unnamed() -> tuple[int, str]:
         raise OSError("this system has no memory without a name")
     handle = os.memfd_create(f"lockstep-{secrets.token_hex(8)}")
     return handle, f"/proc/{os.getpid()}/fd/{handle}"
-
-
-def _in_memory() -> tuple[int, str]:
-    return _new_file(FOLDER)
-
-
-def _in_temporary_folder() -> tuple[int, str]:
-    return _new_file(tempfile.gettempdir())
 
 
 def _new_file(folder: str) -> tuple[int, str]:

@@ -107,7 +107,8 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
     if device.type != "cuda":
         return None
     name = device_name(device)
-    table = None if "mig" in name.lower() else _table(name)
+    rows = (row for pattern, row in CHIPS if re.search(pattern, name.lower()))
+    table = None if "mig" in name.lower() else next(rows, None)
     if table is None:
         rank_zero_warn(f"The operations per second that {name!r} can make are not known, so no MFU is computed.")
         return None
@@ -117,11 +118,6 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
         rank_zero_warn(f"The operations per second that {name!r} can make in {dtype} are not known.")
         return None
     return int(table[key] * TERA)
-
-
-def _table(name: str) -> dict[Any, float] | None:
-    """The row of a device's name."""
-    return next((table for pattern, table in CHIPS if re.search(pattern, name.lower())), None)
 
 
 # -- throughput ----------------------------------------------------------------------------------------------

@@ -94,14 +94,11 @@ def _map_dataclass(fn: Callable[[Any], Any], batch: Any, leaf_types: Types) -> A
         if hasattr(batch, field.name):
             # object's own setattr, since a frozen dataclass refuses the usual one
             object.__setattr__(result, field.name, tree_map(fn, getattr(batch, field.name), leaf_types))
-    for name in [n for n in getattr(result, "__dict__", ()) if _is_cached(type(batch), n)]:
-        # a cached property was computed from the leaves before the map
-        del result.__dict__[name]
+    classes = type(batch).__mro__
+    for name in [*getattr(result, "__dict__", ())]:
+        if any(isinstance(vars(kind).get(name), cached_property) for kind in classes):
+            del result.__dict__[name]  # it was computed from the leaves before the map
     return result
-
-
-def _is_cached(kind: type, name: str) -> bool:
-    return any(isinstance(vars(base).get(name), cached_property) for base in kind.__mro__)
 
 
 # -- the plain form of a value --------------------------------------------------------------------------------

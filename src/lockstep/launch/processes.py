@@ -318,10 +318,6 @@ class RankProcesses:
                 return now
         return until
 
-    def _ended_well(self, rank: int, code: int | None) -> bool:
-        """Whether a rank has done all that it was to do: it has said so, or nobody knows better than its exit code."""
-        return rank in self._ended or (code == 0 and not self._is_busy(rank))
-
     def _watch(self, rank: int, process: _Started | Foreign, over: threading.Event) -> None:
         try:
             self._see_end(rank, process)
@@ -332,7 +328,8 @@ class RankProcesses:
         code, at = process.end(), time.monotonic()
         excused = self._is_excused(rank, code)
         with self._lock:
-            well = self._ended_well(rank, code)
+            # it has said that it has done all, or nobody knows better than its exit code
+            well = rank in self._ended or (code == 0 and not self._is_busy(rank))
             self._gone.add(rank)
             if well:
                 self._ended.setdefault(rank, at)
@@ -368,7 +365,8 @@ class _Started:
         if hasattr(os, "waitid"):  # not on macOS
             with contextlib.suppress(ChildProcessError):
                 info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-                code = None if info is None else _exit_code(info)
+                if info is not None:
+                    code = int(info.si_status if info.si_code == os.CLD_EXITED else -info.si_status)
         if code is None:
             code, self._buried = self._process.wait(), True
         self._over.set()
@@ -515,8 +513,3 @@ def _buried_code(descriptor: int | None) -> int | None:
         return None
     told, status = struct.unpack("Q52xi", info)
     return os.waitstatus_to_exitcode(status) if told & _EXIT else None
-
-
-def _exit_code(info: os.waitid_result) -> int:
-    """As ``Popen.returncode``."""
-    return int(info.si_status if info.si_code == os.CLD_EXITED else -info.si_status)

@@ -69,8 +69,6 @@ def pack(obj: object, file: IO[bytes]) -> None:
                 return _on_cpu(thing).__reduce_ex__(2)
             if isinstance(thing, CodeType):
                 return _with_file, (thing.co_filename, *self.dispatch_table[CodeType](thing))
-            if any(kind.__module__.startswith(TORCHS_HOOKS) for kind in type(thing).__mro__):
-                return _with_attributes, (type(thing), _attributes(thing))
             return super().reducer_override(thing)
 
     Pickler(file).dump(obj)
@@ -78,33 +76,6 @@ def pack(obj: object, file: IO[bytes]) -> None:
 
 def _with_file(name: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:
     return make(*parts).replace(co_filename=name)
-
-
-TORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
-"""Where torch has the states of its communication hooks, one of which asks for the default group when it is read."""
-
-
-def _attributes(state: object) -> dict[str, Any]:
-    """What a communication hook's state holds. A group belongs to its process; None stands for that of all ranks.
-
-    Raises:
-        ValueError: it has another one.
-    """
-    slots = [name for kind in type(state).__mro__ for name in vars(kind).get("__slots__", ())]
-    found = {**{name: getattr(state, name) for name in slots if hasattr(state, name)}, **getattr(state, "__dict__", {})}
-    for name, value in found.items():
-        if isinstance(value, dist.ProcessGroup):
-            if value is not dist.group.WORLD:
-                raise ValueError(f"{type(state).__name__}.{name} is a group of some ranks, which is this process's own")
-            found[name] = None
-    return found
-
-
-def _with_attributes(kind: type[T], attributes: dict[str, Any]) -> T:
-    made = kind.__new__(kind)
-    for name, value in attributes.items():
-        setattr(made, name, value)
-    return made
 
 
 def unpack(file: IO[bytes]) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoint import storage
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only, rank_zero_warn
 from lockstep.loggers.base import FolderLogger, as_dict, rank_zero_experiment, write_hparams
 
@@ -132,10 +131,6 @@ class CSVLogger(FolderLogger):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
-        if flush_logs_every_n_steps < 1:
-            raise MisconfigurationException(
-                f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): give a number of steps, at least 1."
-            )
         self._begun = False  # whether the table in the folder is this run's
         self._flush_logs_every_n_steps = flush_logs_every_n_steps
         self._flushed = 0  # how many times that many steps had passed when rows were last written

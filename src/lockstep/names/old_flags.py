@@ -318,11 +318,6 @@ def _gpus_of_text(text: str) -> int | list[int]:
         return False
 
 
-def _all_gpus(here: bool) -> int:
-    """How many there are; 2 stands for those of another machine."""
-    return CUDAAccelerator.auto_device_count() if here else 2
-
-
 def _gpus(value: object, here: bool) -> tuple[Any, int]:
     """(``devices`` of today, how many) for a value of ``gpus``; ``"3"`` was the GPU of this number, as ``"0, 1"`` is.
 
@@ -344,7 +339,8 @@ def _gpus(value: object, here: bool) -> tuple[Any, int]:
             f"devices={value!r}; to run on the CPU leave `gpus` out."
         )
     if isinstance(value, int):
-        return value, _all_gpus(here) if value == -1 else value
+        every = CUDAAccelerator.auto_device_count() if here else 2  # 2 stands for those of another machine
+        return value, every if value == -1 else value
     return list(value), len(value)
 
 

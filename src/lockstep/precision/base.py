@@ -62,7 +62,8 @@ class LossScaler:
         """
         self.left_out = False
         optimizer = _plain(optimizer)
-        if _has_gradients(optimizer) and not self.knows(optimizer):
+        gradients = (p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if any(gradients) and not self.knows(optimizer):
             with _scale_beside(self._grad_scaler, optimizer):
                 if self.unscale_gradients is None:
                     self._grad_scaler.unscale_(optimizer)
@@ -321,10 +322,6 @@ def _scale_beside(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Iterato
         yield
     finally:
         scaler._scale = scale
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 class Precision:

@@ -16,15 +16,12 @@ from lockstep.ground.device import has_autocast, has_float64, is_there
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import has_compiled
 from lockstep.ground.parameters import keeping_dtypes
-from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.tree import tree_map
 from lockstep.precision.base import LossScaler, Precision
 
 FLOAT8 = (8, 9)
 """The first compute capability that multiplies in float8."""
 
-SCALINGS = ("tensorwise", "rowwise")
-"""Of float8: a scale for each tensor, or for each row of it."""
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -138,7 +135,7 @@ class Float8Precision(MixedPrecision):
         compiles: whether the layers are compiled on a GPU.
 
     Raises:
-        MisconfigurationException: torchao is not installed, or the GPU does not compute in float8; another scaling.
+        MisconfigurationException: torchao is not installed, or the GPU does not compute in float8.
     """
 
     def __init__(
@@ -151,10 +148,6 @@ class Float8Precision(MixedPrecision):
     ) -> None:
         if device_type is None:
             device_type = "cuda" if is_there("cuda") else "cpu"
-        if scaling not in SCALINGS:
-            raise MisconfigurationException(
-                f"Float8Precision(scaling={scaling!r}): choose one of {', '.join(map(repr, SCALINGS))}"
-            )
         super().__init__("bf16-mixed", device_type)
         self.name, self.scaling, self.compiles = name, scaling, compiles
         if device_type not in ("cuda", "cpu"):
@@ -186,21 +179,10 @@ class Float8Precision(MixedPrecision):
             Float8LinearConfig.from_recipe_name(self.scaling), emulate=self.device_type == "cpu", pad_inner_dim=True
         )
         convert_to_float8_training(module, config=config, module_filter_fn=takes_part)
-        if self.device_type != "cpu" and not is_compiled:
-            self._compile([layer for layer in module.modules() if type(layer).__name__ == "Float8Linear"])
-        return module
-
-    def _compile(self, layers: list[torch.nn.Module]) -> None:
-        """Compile layers in place, where that is wanted and can be; else say what it costs."""
-        if self.compiles and has_triton():
-            for layer in layers:
+        if self.device_type != "cpu" and not is_compiled and self.compiles and has_triton():
+            for layer in [layer for layer in module.modules() if type(layer).__name__ == "Float8Linear"]:
                 layer.compile()
-        else:
-            why = "no Triton is here" if self.compiles else "compiles=False"
-            rank_zero_info(
-                f"precision={self.name!r} without torch.compile ({why}) is slower than 'bf16-mixed', as the casts to "
-                "float8 take longer than it wins: compile the model, or use 'bf16-mixed'."
-            )
+        return module
 
 
 # -- the table -----------------------------------------------------------------------------------------------

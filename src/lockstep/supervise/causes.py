@@ -135,12 +135,8 @@ def first_cause(
         return caught[0]
     if proof is not None:
         return proof
-    return _of_lost(noted, stands or {})
-
-
-def _of_lost(noted: list[Cause], stands: Mapping[int, Stand]) -> Cause | Divergence:
-    """The cause where all exceptions came out of collectives: a rank had left, or calls did not match."""
-    return _gone(noted, stands) or mismatch({c.rank: f"{c.doing} ({c.location})" for c in noted}) or noted[0]
+    # All exceptions came out of collectives: a rank had left, or calls did not match.
+    return _gone(noted, stands or {}) or mismatch({c.rank: f"{c.doing} ({c.location})" for c in noted}) or noted[0]
 
 
 def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> Ended | None:
@@ -261,20 +257,6 @@ class Judgement:
     code: int
 
 
-def _own_and_caught(
-    notes: Sequence[Cause], stands: Mapping[int, Stand], gone: Collection[int]
-) -> tuple[list[Cause], list[Cause]]:
-    """The exceptions of ranks' own that count as failures, and those that scripts have caught.
-
-    Args:
-        notes: of ranks on their exceptions.
-        stands: where the ranks stand.
-        gone: ranks that have failed, whatever they had caught.
-    """
-    own = [cause for cause in notes if not cause.lost and (cause.rank in gone or not was_caught(cause, stands))]
-    return own, [cause for cause in notes if cause not in own and was_caught(cause, stands)]
-
-
 def early_cause(
     failed: Sequence[Ended], notes: Sequence[Cause], stands: Mapping[int, Stand], left: Collection[int] = ()
 ) -> Cause | Ended | None:
@@ -288,7 +270,8 @@ def early_cause(
     """
     lost = {cause.rank for cause in notes if cause.lost}
     gone = {end.rank for end in failed} | set(left)
-    own, caught = _own_and_caught(notes, stands, gone)
+    own = [cause for cause in notes if not cause.lost and (cause.rank in gone or not was_caught(cause, stands))]
+    caught = [cause for cause in notes if cause not in own and was_caught(cause, stands)]
     silent = _silent_end([end for end in failed if end.rank not in lost], own, own)
     if silent is not None:
         return silent
@@ -338,12 +321,6 @@ OTHERS = 2
 """Ways in which other ranks failed that are told."""
 
 
-def _own_of_others(cause: First | None, notes: Iterable[Cause]) -> list[Cause]:
-    """The exceptions of other ranks' own."""
-    first = getattr(cause, "rank", None)
-    return [each for each in notes if not (each.lost or each.is_interrupt) and each.rank != first]
-
-
 def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> list[str]:
     """What ranks failed of beside the first cause, a line for each way of failing, and for all beyond `OTHERS`.
 
@@ -352,7 +329,8 @@ def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> 
         notes: of all ranks.
         host: the name of this machine, where it has to be told from others.
     """
-    own = _own_of_others(cause, notes)
+    first = getattr(cause, "rank", None)
+    own = [each for each in notes if not (each.lost or each.is_interrupt) and each.rank != first]
     like = sorted(each.rank for each in own if isinstance(cause, Cause) and each.is_like(cause))
     where = f" on {host}" if host else ""
     lines = [f"{named(like)}{where} failed alike"] if like else []

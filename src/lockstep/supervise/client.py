@@ -41,6 +41,9 @@ PATIENCE = 30.0
 STARTING = 60
 """Seconds that a supervisor gets to start: Python may lie on a disk that is far away."""
 
+ONE_SCREEN = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_ID", "JSM_NAMESPACE_SIZE")
+"""Variables of launchers that bring together on one screen what the nodes print."""
+
 MEETING = 10.0
 """Seconds in which a rank of a launcher looks for its node's supervisor; it does not wait for it."""
 
@@ -108,7 +111,7 @@ class Supervised:
                     "folder": started_in,
                     "name": "" if self._starts else meeting_name(world),
                     "scheduled": "SLURM_JOB_ID" in os.environ,
-                    "one_screen": _is_one_screen(os.environ),
+                    "one_screen": any(name in os.environ for name in ONE_SCREEN),
                 }
             )
         _leaving.append(self._finish)
@@ -215,11 +218,6 @@ def meeting_name(world: World, environ: Mapping[str, str] = os.environ) -> str:
     )
     words = [world.address, world.port, world.size, world.node_rank, *(environ.get(name) for name in names)]
     return f"lockstep-{os.getuid()}-{hashlib.sha256(repr(words).encode()).hexdigest()[:24]}"
-
-
-def _is_one_screen(environ: Mapping[str, str]) -> bool:
-    """Whether what the nodes print comes together on one screen."""
-    return any(name in environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_ID", "JSM_NAMESPACE_SIZE"))
 
 
 class FoundSupervisor:

@@ -191,7 +191,7 @@ class CollectiveTrace:
     def _begun(self, name: str, names: list[str], payload: str, numbered: bool) -> Callable[..., int]:
         """What notes that a call begins, and gives the note's index."""
         word, enter = self.memory.word("operation", name), self.memory.enter
-        payload_of = self._payload_of(names, payload) if payload else _none
+        payload_of = self._payload_of(names, payload) if payload else lambda args, kwargs: 0
         root_of = _root_of(names)
         location_of, phase_of = self._location, self._phase
         main, threads = threading.main_thread().ident, threading._active  # type: ignore[attr-defined]
@@ -347,11 +347,6 @@ class CollectiveTrace:
 
         self._watched.append(weakref.ref(group, gone))
         return known
-
-
-def _none(args: object, kwargs: object) -> int:
-    """The word for what a call without a payload brings."""
-    return 0
 
 
 def _root_of(names: list[str]) -> Callable[..., int] | None:

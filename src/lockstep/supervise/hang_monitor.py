@@ -323,7 +323,9 @@ class HangMonitor:
     def _answers(self, own: Iterable[RankSnapshot], now: float, wakes: bool) -> dict[int, RankSnapshot]:
         """This node's ranks with their stacks: those that are stopped, which go on then, or all others."""
         if wakes:
-            return {each.rank: _woken(each) for each in own if each.stopped >= HALTED}
+            # A stopped rank answers before it goes on, and then it is to be ended anyway.
+            halted = [(each, each.stand) for each in own if each.stopped >= HALTED]
+            return {each.rank: replace(each, stack=ask_stopped(at.process, at.answers)) for each, at in halted}
         return {each.rank: self._asked(each, now) for each in own}
 
     def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
@@ -360,11 +362,6 @@ def _runs(process: int) -> bool:
     except OSError:
         return True
     return False
-
-
-def _woken(snapshot: RankSnapshot) -> RankSnapshot:
-    """With the stack of a rank that is stopped: it answers before it goes on, and then it is to be ended anyway."""
-    return replace(snapshot, stack=ask_stopped(snapshot.stand.process, snapshot.stand.answers))
 
 
 def _say(found: Divergence, kill: float) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import errno
 import hmac
-import resource
 import secrets
 import socket
 import threading
@@ -133,7 +132,7 @@ class Hub:
         self._lock = threading.RLock()
         self._door: socket.socket | None = None
         self._token = ""
-        self._has_said_limit = self._has_said_broken = self._is_ending = False
+        self._has_said_broken = self._is_ending = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._ends = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -301,20 +300,9 @@ class Hub:
                 opened, _ = await asyncio.get_running_loop().sock_accept(door)
             except OSError as error:
                 if error.errno in _NO_FILES and not raise_limit():
-                    self._say_limit()
                     await asyncio.sleep(1.0)  # the door would be ready all the time
                 continue
             self._do(self._admit(_kept_alive(opened)))
-
-    def _say_limit(self) -> None:
-        """Say once that nodes wait outside."""
-        if not self._has_said_limit:
-            self._has_said_limit = True
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            say(
-                f"node {self.node} ({self.host}) may open {limit} files, and more nodes call than that: failures of "
-                "those that cannot join are told on their own screens only. Raise the limit (`ulimit -n`)"
-            )
 
     async def _admit(self, opened: socket.socket) -> None:
         """Hear who a caller is, and serve it if it is one of ours."""

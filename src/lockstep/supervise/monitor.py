@@ -140,10 +140,6 @@ class RankMonitor:
         """What ended a call on this node, and a script has caught."""
         return next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
 
-    def _gone_on(self, stands: Mapping[int, Stand]) -> Cause | None:
-        """What ended a call in which other ranks of this node still are, and a script has caught and gone on."""
-        return next((note for note in self._mailbox.read() if went_on(note, stands)), None)
-
     def _told(self, caught: Cause | None) -> str:
         return "" if caught is None else located(caught, self.host)
 
@@ -212,7 +208,9 @@ class RankMonitor:
             return None
         ending = bool(self._presses) or self._mailbox.is_someone_ending()
         outside = [stand for stand in own.values() if not stand.inside]
-        caught = (self._caught(own) if outside else None) or self._gone_on(own)
+        caught = self._caught(own) if outside else None
+        if caught is None:  # or a script has caught what ended a call in which others still are, and gone on
+            caught = next((note for note in self._mailbox.read() if went_on(note, own)), None)
         found = self.hangs.look(inside, self._seconds, now, outside, self._told(caught), ending)
         if found is None:
             return None

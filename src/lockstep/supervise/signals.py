@@ -31,20 +31,6 @@ _giving_way: list[object] = []
 """The handlers of :func:`handling` that one inside of them may replace."""
 
 
-def _is_users(handler: Any) -> bool:
-    """Whether a signal has a handler in Python, and not what it does by default."""
-    return callable(handler) and handler is not signal.SIG_IGN
-
-
-def _taken_over(before: Mapping[int, Any], replaceable: Collection[object], beside: Collection[int]) -> dict[int, Any]:
-    """Of the handlers that signals have, those whose place a note takes: replaceable ones, and users' ``beside`` it."""
-    return {
-        number: handler
-        for number, handler in before.items()
-        if handler in replaceable or (number in beside and _is_users(handler))
-    }
-
-
 @contextmanager
 def handling(
     numbers: Iterable[int], note: Callable[[int], None], gives_way: bool = False, beside: Collection[int] = ()
@@ -76,7 +62,8 @@ def handling(
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in numbers}
     replaceable = (signal.SIG_DFL, *_giving_way)
-    taken = _taken_over(before, replaceable, beside)
+    users = {number for number in beside if callable(before.get(number)) and before[number] is not signal.SIG_IGN}
+    taken = {n: handler for n, handler in before.items() if handler in replaceable or n in users}
     for number in taken:
         signal.signal(number, handle)
     if gives_way:

@@ -262,7 +262,7 @@ class Supervisor:
             "verdict": self._on_verdict,
             **self._deciding,
             "asked": self._on_asked,
-            "running": self._on_running,
+            "running": lambda _: self._channel.send({"do": "running", "ranks": self._processes.running}),
             "silent": self._on_silent,
             "hub": self._on_hub,
             "join": self._on_join,
@@ -403,9 +403,6 @@ class Supervisor:
         if not self._monitor.hangs.is_halted(self._rank):
             self._await_rank_zero(GRACE / 2)  # it may be waiting in a collective, which raises now
         self._conclude()
-
-    def _on_running(self, _: object) -> None:
-        self._channel.send({"do": "running", "ranks": self._processes.running})
 
     def _on_silent(self, words: str) -> None:
         """A node does not answer, and a scheduler that sees to it looks for another one: ending would be giving up."""

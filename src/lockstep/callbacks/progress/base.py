@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
-from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT
@@ -281,15 +280,10 @@ class PlainProgressBar(ProgressBar):
 
     Args:
         interval: least number of seconds between two lines; 0 writes one for each epoch.
-
-    Raises:
-        MisconfigurationException: ``interval`` is negative.
     """
 
     def __init__(self, interval: float = 30.0) -> None:
         super().__init__()
-        if interval < 0:
-            raise MisconfigurationException(f"PlainProgressBar(interval={interval}): seconds, at least 0.")
         self.interval = interval
         self._epoch = ""
         self._written: str | None = None
@@ -337,15 +331,10 @@ class DrawnProgressBar(ProgressBar):
         leave: keep the finished bar of each epoch on the screen.
         every: draw at every n-th batch only.
         interval: least number of seconds between two drawings.
-
-    Raises:
-        MisconfigurationException: ``refresh_rate`` is negative.
     """
 
     def __init__(self, refresh_rate: float, leave: bool, every: int = 1, interval: float = 0.1) -> None:
         super().__init__()
-        if refresh_rate < 0:
-            raise MisconfigurationException(f"{type(self).__name__}(refresh_rate={refresh_rate}): at least 0.")
         self._refresh_rate = refresh_rate
         self._leave = leave
         self._draws = False  # whether the bars that are there are drawn; decided where a loop starts

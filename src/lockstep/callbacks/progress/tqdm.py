@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -12,30 +11,23 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.callbacks.progress.base import DrawnProgressBar, Meter, in_notebook, is_terminal, number
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import STREAMS
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from lockstep.trainer import Trainer
 
 
 class TQDMProgressBar(DrawnProgressBar):
     """Draws bars with tqdm on stdout: one for training, one below it for the validation in between.
 
-    The time and speed of training leave validation out. Where the line is too narrow for all metrics, speed,
-    bar and times go first. What is printed meanwhile goes above the bars. To change how a bar looks, override
-    the method that makes it (:meth:`init_train_tqdm` and its like), or :meth:`get_metrics` for what stands
-    beside it. On ranks that draw nothing the bars are there too, disabled.
+    The time and speed of training leave validation out. What is printed meanwhile goes above the bars. To change
+    how a bar looks, override the method that makes it (:meth:`init_train_tqdm` and its like), or
+    :meth:`get_metrics` for what stands beside it. On ranks that draw nothing the bars are there too, disabled.
 
     Args:
         refresh_rate: draw at every n-th batch, yet at most ten times a second; 0 draws nothing.
         process_position: leave so many pairs of lines above the bars free, for bars of other processes.
         leave: keep the finished bar of each epoch on the screen.
-
-    Raises:
-        MisconfigurationException: ``refresh_rate`` or ``process_position`` is negative.
 
     Example::
 
@@ -52,8 +44,6 @@ class TQDMProgressBar(DrawnProgressBar):
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         super().__init__(refresh_rate, leave, every=refresh_rate)
-        if process_position < 0:
-            raise MisconfigurationException(f"TQDMProgressBar(process_position={process_position}): at least 0.")
         self._process_position = process_position
         self.train_progress_bar: Any = None
         """tqdm's bar of training, closed once the fit is over; None before one. It may be replaced by another one."""
@@ -244,31 +234,6 @@ def _write_above(shown: Sequence[Any], text: str, stream: TextIO) -> None:
         bar.refresh()
 
 
-# How a line is drawn, from all there is to say down to what has to be seen.
-_NARROWER = (
-    TQDMProgressBar.BAR_FORMAT,
-    "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-    "{l_bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-    "{l_bar} {n_fmt}/{total_fmt}{postfix}",
-    "{desc}{n_fmt}/{total_fmt}{postfix}",
-    "{n_fmt}/{total_fmt}{postfix}",
-)
-_LEAST_BAR = 6  # characters; a shorter one shows nothing
-
-
-def _fit(bar: tqdm[Any], shown: dict[str, Any]) -> None:
-    """Choose the fullest of our formats of which nothing is cut off at the terminal's width.
-
-    All but the first leave out the logger's version. Where even the briefest is too long, its end is cut off.
-    """
-    for form in _NARROWER:
-        around = {**shown, "ncols": None, "bar_format": form.replace("{bar}", "")}
-        if len(bar.format_meter(**around)) + _LEAST_BAR * ("{bar}" in form) <= shown["ncols"]:
-            break
-        shown["postfix"] = re.sub(r"(, )?v_num=[^,]*$", "", shown["postfix"] or "")
-    shown["bar_format"] = form
-
-
 def convert_inf(x: int | float | None) -> int | float | None:
     """A total as tqdm has it: None where it is not known."""
     return x if x is not None and math.isfinite(x) else None
@@ -282,7 +247,6 @@ def _tqdm() -> Any:
             from tqdm.auto import tqdm
         else:
             from tqdm import tqdm
-        from tqdm.utils import disp_trim
 
         class Tqdm(tqdm):
             # one thread of one process draws
@@ -300,13 +264,6 @@ def _tqdm() -> Any:
             @staticmethod
             def format_num(n: float) -> str:
                 return number(n)
-
-            def __str__(self) -> str:
-                shown = self.format_dict
-                if shown.get("ncols") and shown.get("bar_format") == TQDMProgressBar.BAR_FORMAT:
-                    _fit(self, shown)
-                line = self.format_meter(**shown)
-                return disp_trim(line, shown["ncols"]) if shown.get("ncols") else line  # tqdm 4.64 leaves it long
 
         _class = Tqdm
     return _class
