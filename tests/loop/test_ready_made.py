@@ -218,7 +218,7 @@ def test_a_list_of_ready_made_nests_was_taken_for_several_loaders(kind: str) -> 
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
-        ([{"scale": torch.tensor(2.0), "x": x} for x in BATCHES], "no dimension: each weighs 1."),
+        ([{"scale": torch.tensor(2.0), "x": x} for x in BATCHES], "the first one 1 (shape ())"),
         ([torch.zeros(0, dtype=torch.float64), *BATCHES], "the first one 4 (shape (4,))"),
     ],
 )
