@@ -128,7 +128,7 @@ class FitLoop(FitNames):
                     take_up_changes(session)
                     self.starts = False
                     fit.resume.hook_changes.begin(session.strategy, session.module)
-                    self._restore_randomness()
+                    self._restore_rank()
                     self.plays = True
                     try:
                         while self.ending.between_epochs() is None:
@@ -580,7 +580,7 @@ class FitLoop(FitNames):
         fit.resume.entry, self.ending.reason, fit.progress.ended = None, ending["stopped"], True
         return Result(**ending)
 
-    def _restore_randomness(self) -> None:
+    def _restore_rank(self) -> None:
         fit = self.session.fit
         if fit.resume.entry is not None:
             state.restore_rank(self.session, fit.resume.entry)
