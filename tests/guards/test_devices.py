@@ -19,7 +19,7 @@ CUDAS_ALONE = {
     "cli/env.py": "the CUDA that torch was built for",
     "cluster/nccl.py": "NCCL",
     "config/devices.py": "cuBLAS's workspaces",
-    "ground/throughput.py": "the operations a second of NVIDIA's GPUs, by name",
+    "extensions/extras/throughput.py": "the operations a second of NVIDIA's GPUs, by name",
     "launch/environment.py": "CUDA's environment variables",
     "module.py": "LightningModule.on_gpu, which says whether it is on CUDA, as Lightning's does",
     "engines/ddp/native_batch_norm.py": "torch's own kernels for batch norm over ranks",

@@ -81,6 +81,7 @@ EXTENSIONS: dict[str, Extension] = {
             "callbacks.stochastic_weight_avg": "stochastic_weight_avg",
             "callbacks.throughput_monitor": "throughput_monitor",
             "callbacks.weight_averaging": "weight_averaging",
+            "ground.throughput": "throughput",
             "tuner.batch_size": "tuner.batch_size",
             "tuner.lr_finder": "tuner.lr_finder",
             "tuner.trial": "tuner.trial",

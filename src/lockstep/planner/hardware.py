@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.ground.chips import CHIPS, TERA, TFLOAT32
 from lockstep.ground.device import device_name, devices_of, synchronize
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.memory_use import free_memory
-from lockstep.ground.throughput import CHIPS, TERA, TFLOAT32
 from lockstep.ground.transfer import pinned
 from lockstep.planner.engines import EngineCost, measure_engines
 

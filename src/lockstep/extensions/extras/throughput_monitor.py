@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lockstep.callbacks.base import Callback
+from lockstep.extensions.extras.throughput import Throughput, get_available_flops
 from lockstep.ground.device import synchronize
 from lockstep.ground.rank import rank_zero_warn
-from lockstep.ground.throughput import Throughput, get_available_flops
 from lockstep.ground.types import RunningStage
 
 if TYPE_CHECKING:
@@ -49,18 +49,18 @@ class ThroughputMonitor(Callback):
 
     Rank 0 measures, on the assumption that all ranks are equally fast. What is written, every
     ``log_every_n_steps`` steps (batches, in evaluation), are the metrics of
-    :class:`~lockstep.ground.throughput.Throughput` under ``train/...``, ``validate/...``, ``test/...`` and
+    :class:`~lockstep.utilities.throughput.Throughput` under ``train/...``, ``validate/...``, ``test/...`` and
     ``predict/...``. The time of validations is not counted as training time. On a GPU every batch is waited
     for, since there is no measuring time otherwise.
 
     If the module has an attribute or property ``flops_per_batch`` (see
-    :func:`~lockstep.ground.throughput.measure_flops`), operations per second are measured too, and on devices that
+    :func:`~lockstep.utilities.throughput.measure_flops`), operations per second are measured too, and on devices that
     are known what part of the device's peak that is.
 
     Args:
         batch_size_fn: number of samples of a batch.
         length_fn: number of items (tokens, say) of a batch; at least as many as samples.
-        **kwargs: for :class:`~lockstep.ground.throughput.Throughput`: ``window_size``, ``separator``.
+        **kwargs: for :class:`~lockstep.utilities.throughput.Throughput`: ``window_size``, ``separator``.
 
     Attributes:
         available_flops: operations per second of the device at most; None where they are not known.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.ground.throughput import get_available_flops, measure_flops
+from lockstep.extensions.extras.throughput import get_available_flops, measure_flops
 
 GPU = torch.device("cuda", 0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.ground.throughput import Throughput
+from lockstep.extensions.extras.throughput import Throughput
 
 
 def fed(throughput: object, *, flops: bool = True, lengths: bool = True, updates: int = 6) -> list[dict[str, float]]:
