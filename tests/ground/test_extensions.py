@@ -189,7 +189,7 @@ def test_the_tests_of_the_core_are_collected_and_some_run_without_extensions(wit
     run = pytest_on(without, "tests", "--ignore", "tests/extensions", "-k", files, seconds=380)
     assert run.returncode == 0, run.stdout[-4000:]
     passed, deselected = (int(re.findall(rf"(\d+) {word}", run.stdout)[-1]) for word in ("passed", "deselected"))
-    assert passed > 300
+    assert passed > 200
     assert passed + deselected > 9000
 
 
@@ -203,7 +203,7 @@ def test_without_one_extension_the_tests_of_the_others_are_collected(name: str, 
     copy_without(tmp_path, [name])
     run = pytest_on(tmp_path, "tests/extensions", "--ignore", f"tests/extensions/{name}", "--collect-only", seconds=180)
     assert run.returncode == 0, run.stdout[-4000:]
-    assert int(re.findall(r"(\d+)(?:/\d+)? tests collected", run.stdout)[-1]) > 300
+    assert int(re.findall(r"(\d+)(?:/\d+)? tests collected", run.stdout)[-1]) > 200
 
 
 def test_a_fit_imports_no_extension(tmp_path: Path) -> None:
