@@ -19,7 +19,7 @@ from engine import ranks
 from engine.pairs import interval, ratios
 from engine.stages import BLOCKS_OF_RANK, MILLISECONDS
 
-from lockstep.engines.pipeline.stages import SCHEDULES
+from lockstep.extensions.balancing.pipeline.stages import SCHEDULES
 
 SLOWED = (1.0, 2.0, 4.0)
 """By how much the second of two ranks is slower."""

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import torch
 
-from lockstep.planner.cost import Prediction, predict
-from lockstep.planner.hardware import hardware_of
-from lockstep.planner.partition import Device, partition
-from lockstep.planner.profile import ModelProfile
-from lockstep.plans.planning import profile_module
+from lockstep.extensions.balancing.planner.cost import Prediction, predict
+from lockstep.extensions.balancing.planner.hardware import hardware_of
+from lockstep.extensions.balancing.planner.partition import Device, partition
+from lockstep.extensions.balancing.planner.profile import ModelProfile
+from lockstep.extensions.balancing.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
+from tests.extensions.balancing.planner.models import MODELS, counted, made, timed
+from tests.extensions.balancing.planner.test_memory import WAYS
+from tests.extensions.balancing.planner.test_partition import large
 from tests.loop.pieces import quiet
-from tests.planner.models import MODELS, counted, made, timed
-from tests.planner.test_memory import WAYS
-from tests.planner.test_partition import large
 from tests.tools.pool import RankPool
 
 CPU = torch.device("cpu")

@@ -62,7 +62,7 @@ SECONDS_SLOW = 900
 PRELOAD = [
     "lockstep.trainer",
     "lockstep.engines.ddp.strategy",
-    "lockstep.engines.pipeline.strategy",
+    "lockstep.extensions.balancing.pipeline.strategy",
     "lockstep.engines.sharded.fsdp",
     "pytest",
     "torch.distributed.pipelining",
@@ -82,7 +82,7 @@ LONG = (
     "tests/launch/test_fork.py",
     "tests/extensions/search/test_local.py",
     "tests/ground/test_installed.py",
-    "tests/planner/test_memory.py",
+    "tests/extensions/balancing/planner/test_memory.py",
     "tests/gpu/test_parts.py",
 )
 """Files of few tests that take long. They come early: the last file of a run has to be a short one."""

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks import Callback
-from lockstep.data.shares import ShareControl
+from lockstep.extensions.balancing.shares import ShareControl
+from lockstep.extensions.balancing.window_times import WindowTimes
 from lockstep.ground.comm import RowsToCome
-from lockstep.ground.window_times import WindowTimes
 
 from .language import GPT, TINY, loss_of
 

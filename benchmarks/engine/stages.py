@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
-from lockstep.engines.pipeline.control import BlockCost, SplitControl, StageCost, StageLook
-from lockstep.engines.pipeline.measured_split import LATEST, MEASURED
-from lockstep.engines.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes, typical
+from lockstep.extensions.balancing.pipeline.control import BlockCost, SplitControl, StageCost, StageLook
+from lockstep.extensions.balancing.pipeline.measured_split import LATEST, MEASURED
+from lockstep.extensions.balancing.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes, typical
 from lockstep.ground.comm import RowsToCome
 from lockstep.strategies import BalancedStrategy
 

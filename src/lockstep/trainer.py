@@ -46,7 +46,7 @@ from lockstep.config.run import (
 )
 from lockstep.datamodule import LightningDataModule
 from lockstep.engines.strategy import Strategy
-from lockstep.engines.table import check_balances, drives_all_devices, make_strategy
+from lockstep.engines.table import drives_all_devices, make_strategy
 from lockstep.ground.accelerators import Accelerator, find_accelerator
 from lockstep.ground.device import creating
 from lockstep.ground.errors import MisconfigurationException, NotThere
@@ -54,7 +54,7 @@ from lockstep.ground.extensions import load
 from lockstep.ground.methods import kept
 from lockstep.ground.rank import rank_zero_only, warn_once
 from lockstep.ground.torch_support import warn_of_untried_torch
-from lockstep.ground.types import RunningStage, TrainerFn, Verified
+from lockstep.ground.types import Planned, RunningStage, TrainerFn, Verified
 from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher
 from lockstep.loggers.base import Logger
@@ -69,9 +69,6 @@ from lockstep.loop.loaders import RunLoaders
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 from lockstep.names.old_flags import old_flags_of, translate
-from lockstep.planner.plan import Plan
-from lockstep.plans import choice
-from lockstep.plans.prediction import PredictionCheck
 from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 
@@ -257,7 +254,7 @@ class Trainer(Attributes):
         self._precision = found.precision or make_precision(flags["precision"], kind)
         self._connect(made)
         if config.balance:
-            check_balances(made)
+            load("services", "balance").check(made)
         self._launch = launcher(made.launcher, placement, strategy)
         self._spawns = self._launch is not directly and made.launcher in ("spawn", "fork")
         loggers = make_loggers(flags["logger"], config)
@@ -269,7 +266,7 @@ class Trainer(Attributes):
             config,
         )
         if made.planned is not None:
-            own_callbacks = [PredictionCheck(*made.planned), *own_callbacks]
+            own_callbacks = [load("services", "prediction of a plan")(*made.planned), *own_callbacks]
         if placement.world.is_zero:
             check_root(config, flags["logger"], own_callbacks)
         apply_to_process(config, kind)
@@ -364,7 +361,7 @@ class Trainer(Attributes):
         batch: object = None,
         goal: Literal["speed", "memory"] = "speed",
         blocks: Sequence[str] = (),
-    ) -> Plan:
+    ) -> Planned:
         """Predict memory and seconds of a step under each way to train ``model`` on this Trainer's devices.
 
         Nothing is trained. Where the model fits, some steps are measured on this device, and put back; else seconds
@@ -389,8 +386,10 @@ class Trainer(Attributes):
 
             print(Trainer(accelerator="cpu", devices=2).plan(model, loader))
         """
+        plan_fit = load("services", "trainer.plan")
         self._attach(TrainerFn.FITTING, model, {"train": train_dataloaders}, datamodule)
-        return choice.plan_for(self, choice.first_batch(self) if batch is None else batch, goal=goal, named=blocks)
+        found: Planned = plan_fit(self, batch, goal, blocks)
+        return found
 
     def verify(
         self,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule, Trainer, seed_everything
+from lockstep.extensions.balancing.plans.planning import profile_module
 from lockstep.ground.accelerators import TorchAccelerator
-from lockstep.plans.planning import profile_module
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import check_equivalence

@@ -18,10 +18,10 @@ import torch
 
 from lockstep.checkpoint import format, sharded, storage
 from lockstep.checkpoint.sharded import INDEX, load, outline
+from lockstep.extensions.balancing.planner.plan import SavedPlan
 from lockstep.ground import plain_yaml
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.module import LightningModule
-from lockstep.planner.plan import SavedPlan
 
 VALUES: list[Any] = [
     None,

@@ -20,6 +20,7 @@ CALLED = ("signal.signal", "atexit.register")
 ASSIGNED = ("sys.excepthook", "sys.stdout", "sys.stderr", "sys.meta_path", "threading.excepthook", "sys.unraisablehook")
 
 IN_EXTENSIONS = (
+    "extensions/balancing/plan_command.py",
     "extensions/deepspeed/package.py",
     "extensions/deepspeed/partition.py",
     "extensions/lightning/unchanged.py",

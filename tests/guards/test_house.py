@@ -19,7 +19,6 @@ FLOORS = {
     "profilers": 1,
     "engines": 2,
     "memory": 2,
-    "planner": 2,
     "checkpoint": 2,
     "precision": 2,
     "callbacks": 2,
@@ -30,11 +29,9 @@ FLOORS = {
     "hooks": 2,
     "datamodule": 2,
     # on the third: STRATEGIES
-    "balance": 4,
     "config": 4,
     "loop": 4,
     "names": 4,
-    "plans": 4,
     "attributes": 5,
     "trainer": 5,
     "tuner": 6,
@@ -43,18 +40,16 @@ FLOORS = {
     "__main__": 6,
 }
 STRATEGIES = {
-    *("strategy", "engine", "ranks", "collectives", "table", "planned", "buffers", "copies"),
+    *("strategy", "engine", "ranks", "collectives", "table", "buffers", "copies"),
     "optimizer_states",
     *("ddp.strategy", "ddp.sharded_optimizer", "sharded.strategy", "sharded.fsdp"),
-    *("sharded.model_parallel", "pipeline.strategy"),
+    "sharded.model_parallel",
 }
 """Files of engines/ that know of a run; the others work in a loop by hand."""
 
-WINGS = ("ddp", "sharded", "pipeline")
+WINGS = ("ddp", "sharded")
 CROSSINGS = {
     "buffers": "ddp.consistency ddp.sync_batchnorm",
-    "planned": "ddp.strategy sharded.fsdp",
-    "pipeline.strategy": "ddp.consistency",
     "sharded.fsdp": "ddp.reducer ddp.strategy",
     "sharded.fully_shard": "ddp.consistency ddp.transport",
     "sharded.model_parallel": "ddp.consistency",
@@ -80,9 +75,9 @@ FACES = {
 # Users' overrides of hooks name the Trainer (`def on_fit_start(self, trainer: Trainer, ...)`), so the signatures that
 # they override name it, too. These parts may import exactly this one from above, for type checkers only.
 TRAINER = "lockstep.trainer"
-NAME_THE_TRAINER = {"callbacks", "loggers", "module", "datamodule", "loop", "plans"}
-ENGINES = ("engines", "memory", "planner", "precision", "data")
-ABOVE_ENGINES = ("trainer", "loop", "balance", "plans", "callbacks")
+NAME_THE_TRAINER = {"callbacks", "loggers", "module", "datamodule", "loop"}
+ENGINES = ("engines", "memory", "precision", "data")
+ABOVE_ENGINES = ("trainer", "loop", "callbacks")
 READS_ENVIRONMENT = ("cluster", "launch", "supervise", "testing")
 FORBIDDEN_NAMES = {
     "utils",
@@ -274,7 +269,7 @@ def strategies_are_not_told_apart(sources: Sources) -> Iterator[str]:
 def trainer_is_the_users(sources: Sources) -> Iterator[str]:
     """The loops hand the Trainer to hooks, and read the session; a profiler alone times the loops of the Trainer."""
     for source in sources.values():
-        if source.part not in ("loop", "balance") or source.path.name == "profiled.py":
+        if source.part != "loop" or source.path.name == "profiled.py":
             continue
         for node in source.nodes:
             if (
@@ -386,10 +381,10 @@ CASES = [
     (
         wings,
         {
-            "engines/ddp/reducer.py": "from lockstep.engines.pipeline import weights",
-            "engines/pipeline/weights.py": '"""A."""',
+            "engines/ddp/reducer.py": "from lockstep.engines.sharded import weights",
+            "engines/sharded/weights.py": '"""A."""',
         },
-        "reducer.py:1 imports lockstep.engines.pipeline",
+        "reducer.py:1 imports lockstep.engines.sharded",
     ),
     (floors, {"attic/a.py": ""}, "'attic' stands on no floor"),
     (floors, {"loop/fit.py": "from lockstep.testing.models import BoringModel"}, "which stands apart"),
@@ -409,8 +404,8 @@ CASES = [
     (faces, {"loop/__init__.py": '"""Loops."""\nfrom lockstep.loop.fit import FitLoop'}, "is no face"),
     (
         class_names,
-        {"loop/fit.py": '"""A."""\nclass Plan: ...', "planner/plan.py": '"""A."""\nclass Plan: ...'},
-        "planner/plan.py:2 has a class Plan, and so has lockstep/loop/fit.py",
+        {"loop/fit.py": '"""A."""\nclass Plan: ...', "memory/meter.py": '"""A."""\nclass Plan: ...'},
+        "memory/meter.py:2 has a class Plan, and so has lockstep/loop/fit.py",
     ),
     (names, {"ground/utils.py": '"""A."""'}, "'utils' is no noun"),
     (names, {"ground/tensor_utils.py": '"""A."""'}, "'tensor_utils' is no noun"),

@@ -21,7 +21,7 @@ SEAM = {
 
 MOST_METHODS, MOST_FLAGS = 25, 7
 OFFERED_BY = (*SEAM, "ModelCopies", "Collectives")
-ENGINES = ("lockstep.engines.", "lockstep.extensions.deepspeed.", "lockstep.extensions.parallel.")
+ENGINES = ("lockstep.engines.", *(f"lockstep.extensions.{name}." for name in ("balancing", "deepspeed", "parallel")))
 BASE = ("engine", "strategy", "gradients")
 """Files of engines/ that know of no engine."""
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
         RichProgressBarTheme as RichProgressBarTheme,
     )
     from lockstep.callbacks.progress.tqdm import TQDMProgressBar as TQDMProgressBar
-    from lockstep.callbacks.stage_timeline import StageTimeline as StageTimeline
-    from lockstep.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
     from lockstep.callbacks.timer import Timer as Timer
+    from lockstep.extensions.balancing.stage_timeline import StageTimeline as StageTimeline
+    from lockstep.extensions.balancing.straggler_monitor import StragglerMonitor as StragglerMonitor
     from lockstep.extensions.extras.pruning import ModelPruning as ModelPruning
     from lockstep.extensions.extras.spike import (
         SpikeDetection as SpikeDetection,
@@ -73,8 +73,6 @@ _FILES = {
     "RichModelSummary": "model_summary",
     "RichProgressBar": "progress.rich",
     "RichProgressBarTheme": "progress.rich",
-    "StageTimeline": "stage_timeline",
-    "StragglerMonitor": "straggler_monitor",
     "TQDMProgressBar": "progress.tqdm",
     "Timer": "timer",
 }

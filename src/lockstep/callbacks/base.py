@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT
-    from lockstep.ground.window_times import WindowTimes
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
 
@@ -112,8 +111,8 @@ class Callback:
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         """The same for :meth:`on_train_batch_end`."""
 
-    def _on_step_times(self, trainer: Trainer, by_rank: Sequence[WindowTimes]) -> None:
-        """What windows typically took each rank since the last call; every few windows, on all ranks alike."""
+    def _on_step_times(self, trainer: Trainer, by_rank: Sequence[Any]) -> None:
+        """Called every few windows on all ranks, with the times that windows took each rank since the last call."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Called before ``loss.backward()``."""

@@ -39,7 +39,6 @@ examples:
 COMMANDS = {
     "run": "start a script on all devices of one node or several",
     "checkpoint": "show what a checkpoint holds, convert it, or compare two",
-    "plan": "show memory and time of each way to train a script's model",
     "env": "show versions, devices, the cluster that was found, and the variables in force",
 }
 """The commands of the core, with a line of help. ``run`` is in this file; the others are functions in files of their

@@ -27,7 +27,6 @@ from lockstep.ground.parameters import beside, state_dicts_without
 from lockstep.ground.tree import tensors_in
 from lockstep.memory.recompute import Layers, Policy, Save
 from lockstep.module import LightningModule
-from lockstep.planner.plan import SavedPlan
 from lockstep.precision.base import Precision, multiply
 
 SYNCHRONIZED = "Where BatchNorm is synchronized (sync_batchnorm=True), all ranks go through it together"
@@ -82,7 +81,7 @@ class Strategy(Engine):
         self.replicas = ReplicaMap.each(World.single())
         self.peers: comm.Group = None
         self.members: comm.Group = None
-        self.planned: tuple[SavedPlan, str] | None = None
+        self.planned: tuple[object, str] | None = None
         self.plugins: list[object] = []
         self.devices = [self.root_device]
         self.accelerator_backend = ""

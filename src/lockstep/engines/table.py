@@ -10,7 +10,6 @@ from typing import Any
 from lockstep.engines.strategy import SingleDeviceStrategy, Strategy
 from lockstep.ground import extensions
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.planner.plan import SavedPlan
 
 SPAWN, FORK = {"start_method": "spawn"}, {"start_method": "fork"}
 DDP, FSDP = "ddp.strategy.DDPStrategy", "sharded.fsdp.FSDPStrategy"
@@ -33,7 +32,6 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": (FSDP, {}),
     "fsdp_cpu_offload": (FSDP, {"cpu_offload": True}),
     "model_parallel": ("sharded.model_parallel.ModelParallelStrategy", {}),
-    "balanced": ("pipeline.strategy.BalancedStrategy", {}),
 }
 """Name to arguments, and to the file and class below `lockstep.engines`. A name that is here is not refused.
 
@@ -92,7 +90,7 @@ def drives_all_devices(asked: str | Strategy) -> bool:
     if not isinstance(asked, str):
         return bool(getattr(asked, "drives_all_devices", False))
     if is_plan(asked):
-        return SavedPlan.read(asked).strategy == "dp"
+        return bool(extensions.load("services", "saved plans").drives_all_devices(asked))
     name = asked.lower()
     # another distribution may have a function in the place of a class: what it makes has a device for each rank
     return is_strategy(name) and bool(getattr(class_of(name), "drives_all_devices", False))
@@ -111,7 +109,8 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
         MisconfigurationException: for a name that is not known or refused, or a strategy of one rank for several.
     """
     if isinstance(asked, str) and is_plan(asked):
-        return _by_plan(asked, world_size, interactive)
+        by_plan: Strategy = extensions.load("services", "saved plans").strategy_by(asked, world_size, interactive)
+        return by_plan
     if isinstance(asked, str):
         asked = asked.lower()
     if asked == "auto" and world_size > 1:
@@ -124,38 +123,6 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
             f"Trainer(strategy={name}) is for one rank, and devices and num_nodes make {world_size}: use devices=1, or "
             'strategy="ddp".'
         )
-    return made
-
-
-def check_balances(strategy: Strategy, why: str = "") -> None:
-    """Refuse ``Trainer(balance=True)`` where ranks cannot take unequal shares; one device alone has nothing to share.
-
-    Raises:
-        MisconfigurationException: with the way out.
-    """
-    several = strategy.world.size > 1 or strategy.drives_all_devices
-    # each rank sees samples of its own, and the loop weighs the losses that the engine goes back from
-    takes = strategy.replicas.count == strategy.world.size and not strategy.drives_all_devices
-    takes = takes and not strategy.steps_itself and strategy.window is None
-    if why or (several and not takes):
-        raise MisconfigurationException(
-            f"Trainer(balance=True): {type(strategy).__name__} cannot give its ranks unequal shares of a global batch"
-            f'{why}. Use strategy="ddp" or "fsdp", or leave `balance` out.'
-        )
-
-
-def _by_plan(path: str, world_size: int, interactive: bool) -> Strategy:
-    from lockstep.engines.planned import strategy_of
-
-    saved, where = SavedPlan.read(path), f'Trainer(strategy="{path}")'
-    ranks = 1 if saved.strategy == "dp" else saved.devices * saved.nodes
-    if ranks != world_size:
-        raise MisconfigurationException(
-            f"{where}: the plan was made for devices={saved.devices} and num_nodes={saved.nodes}, and this Trainer has "
-            f"{world_size} rank(s): give it those devices and nodes, or make a plan for these."
-        )
-    made = strategy_of(saved.candidate, "spawn" if interactive else "popen")
-    made.planned = saved, where
     return made
 
 

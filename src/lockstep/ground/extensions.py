@@ -56,6 +56,34 @@ _DEEPSPEED: dict[str, dict[str, Any]] = {
 }
 
 EXTENSIONS: dict[str, Extension] = {
+    "balancing": Extension(
+        strategies={"balanced": ("pipeline.strategy:BalancedStrategy", {})},
+        commands={"plan": ("plan_command:plan", "show memory and time of each way to train a script's model")},
+        services={
+            "balance": "balance.balance",
+            "plan of an automatic choice": "plans.choice:reconsider",
+            "prediction of a plan": "plans.prediction:PredictionCheck",
+            "saved plans": "planned",
+            "trainer.plan": "plans.choice:plan_fit",
+        },
+        names={
+            "callbacks.StageTimeline": "stage_timeline",
+            "callbacks.StragglerMonitor": "straggler_monitor",
+            "strategies.BalancedStrategy": "pipeline.strategy",
+        },
+        paths={
+            "balance": "balance",
+            "callbacks.stage_timeline": "stage_timeline",
+            "callbacks.straggler_monitor": "straggler_monitor",
+            "cli.plan": "plan_command",
+            "data.shares": "shares",
+            "engines.pipeline": "pipeline",
+            "engines.planned": "planned",
+            "ground.window_times": "window_times",
+            "planner": "planner",
+            "plans": "plans",
+        },
+    ),
     "deepspeed": Extension(
         strategies={name: ("strategy:DeepSpeedStrategy", arguments) for name, arguments in _DEEPSPEED.items()},
         services={"folders of DeepSpeed's engine": "folder"},

@@ -120,12 +120,6 @@ MODULE_HOOKS = Installation(
     ("engines/ddp/late_parameters.py",),
     "tell of what comes late; a hook for each model could go in torch's loop over the hooks",
 )
-PLANNED_PARAMETERS = Installation(
-    "torch's hook on parameters that are registered",
-    ("cli/plan.py",),
-    "while lockstep plan runs a script for another machine, parameters have no memory",
-    stays=False,
-)
 TORCH_COLLECTIVES = Installation(
     "torch's collectives",
     ("supervise/collective_trace.py",),

@@ -19,16 +19,13 @@ from lockstep.ground.rank import warn_once
 EVERYTHING = "lockstep"
 DDP = "DistributedDataParallel"
 FSDP = "FSDPStrategy and ModelParallelStrategy"
-PIPELINES = "BalancedStrategy"
-ONE_PROCESS = "BalancedStrategy(one_process=True)"
-PLAN = "strategy='auto' and lockstep plan"
 SCALER = "precision='16-mixed'"
 MEMORY = "the activations of trainer.memory()"
 INIT = "drawing weights in shards"
 COMPILE = "compiled modules"
 TRACE = "the trace of collectives"
 
-ASKED_FOR = (DDP, FSDP, PIPELINES, ONE_PROCESS, PLAN, SCALER, INIT)
+ASKED_FOR = (DDP, FSDP, SCALER, INIT)
 """What is refused without its parts. All else is used with care: without its part it does less."""
 
 
@@ -55,21 +52,19 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 _STATE = f"{_FSDP}._fsdp_state.FSDPState"
 _GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
 _PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
-_STAGE = "torch.distributed.pipelining.stage"
-_SCHEDULES = "torch.distributed.pipelining.schedules"
 _HOOKS = "torch._C._autograd"
 
 PARTS: tuple[Part, ...] = (
     # imported with the package
     Part(
         "torch.utils._pytree",
-        "data/combined.py data/stream.py plans/choice.py data/weighing.py engines/sharded/sharded_init.py",
+        "data/combined.py data/stream.py data/weighing.py engines/sharded/sharded_init.py",
         "the tensors of a nested batch, and the batch again",
         EVERYTHING,
     ),
     Part(
         "torch.nn.modules.batchnorm._BatchNorm",
-        "callbacks/finetuning.py balance/balance.py engines/ddp/sync_batchnorm.py engines/pipeline/strategy.py",
+        "callbacks/finetuning.py engines/ddp/sync_batchnorm.py",
         "which layers have statistics of batches",
         EVERYTHING,
     ),
@@ -93,13 +88,13 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch.nn.Module._non_persistent_buffers_set",
-        "loop/window_start.py engines/pipeline/moves.py",
+        "loop/window_start.py",
         "buffers that no state_dict has",
         EVERYTHING,
     ),
     Part(
         "torch.UntypedStorage._cdata",
-        "checkpoint/io.py ground/transfer.py engines/ planner/trace.py",
+        "checkpoint/io.py ground/transfer.py engines/",
         "which tensors share memory",
         EVERYTHING,
     ),
@@ -222,13 +217,13 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(f"{_PARAM}._unsharded_param", "engines/", "the whole parameter, for its gradient's hooks", FSDP),
     Part(f"{_PARAM}._module_info", "engines/", "the layers that a parameter belongs to", FSDP),
-    Part("torch.distributed.tensor.DTensor._local_tensor", "ground/parameters.py planner/trace.py", "a shard", FSDP),
+    Part("torch.distributed.tensor.DTensor._local_tensor", "ground/parameters.py", "a shard", FSDP),
     Part(
         "torch.distributed.tensor._dtensor_spec.DTensorSpec", "engines/sharded/fully_shard.py", "shards of states", FSDP
     ),
     Part("torch.distributed.tensor._dtensor_spec.TensorMeta", "engines/sharded/fully_shard.py", "as above", FSDP),
     # weights that are drawn a layer at a time
-    Part("torch.utils._python_dispatch.TorchDispatchMode", "engines/ planner/trace.py", "each operation", INIT),
+    Part("torch.utils._python_dispatch.TorchDispatchMode", "engines/", "each operation", INIT),
     Part(
         "torch.utils._python_dispatch._disable_current_modes",
         "engines/sharded/sharded_init.py",
@@ -238,79 +233,16 @@ PARTS: tuple[Part, ...] = (
     Part("torch._C.DisableTorchFunction", "engines/sharded/sharded_init.py", "as above", INIT),
     Part(
         "torch._ops.OpOverload._schema",
-        "engines/sharded/sharded_init.py planner/trace.py",
+        "engines/sharded/sharded_init.py",
         "what an operation changes",
         INIT,
     ),
-    # pipelines
-    Part(
-        f"{_SCHEDULES}.PipelineScheduleMulti._prepare_schedule_with_comms"
-        f"|{_SCHEDULES}._PipelineScheduleRuntime._prepare_schedule_with_comms",
-        "engines/pipeline/stages.py",
-        "who sends what, with the last stage on the first rank",
-        PIPELINES,
-    ),
     Part(
         "torch.Tensor._post_accumulate_grad_hooks",
-        "engines/pipeline/split_check.py engines/sharded/fsdp_groups.py",
+        "engines/sharded/fsdp_groups.py",
         "whether somebody waits for a gradient",
-        PIPELINES,
+        FSDP,
     ),
-    Part(
-        f"{_SCHEDULES}._PipelineScheduleRuntime",
-        "engines/pipeline/stages.py",
-        "all stages of one process",
-        ONE_PROCESS,
-    ),
-    Part(f"{_SCHEDULES}._Action", "engines/pipeline/stages.py", "as above", ONE_PROCESS),
-    Part(f"{_SCHEDULES}._ComputationType", "engines/pipeline/stages.py", "as above", ONE_PROCESS),
-    Part(
-        f"{_STAGE}.PipelineStage._warmup_forward_vote",
-        "engines/pipeline/stages.py",
-        "a message between stages of several devices, before the first step",
-        "nothing: earlier releases send none",
-        since="2.12",
-    ),
-    Part(
-        f"{_STAGE}.PipelineStage._get_init_p2p_neighbors_ops",
-        "engines/pipeline/stages.py",
-        "a message between ranks that one process has nobody for",
-        "nothing: it is replaced where torch has it",
-    ),
-    Part(
-        f"{_STAGE}.PipelineStage._get_grad_send_meta",
-        "engines/pipeline/stages.py",
-        "whether a stage without a gradient sends zeros by itself",
-        "nothing: it is made to",
-        since="2.13",
-    ),
-    Part(
-        f"{_SCHEDULES}._PipelineSchedule._initialize_pipeline_distributed_state",
-        "engines/pipeline/stages.py",
-        "stages of several devices",
-        "nothing: earlier releases do not look",
-        since="2.15",
-    ),
-    Part(
-        f"{_STAGE}.PipelineStage._user_meta",
-        "engines/pipeline/stages.py",
-        "whether a frozen stage waits for a gradient",
-        "nothing: before, it does",
-        since="2.12",
-    ),
-    # the planner
-    Part("torch._subclasses.fake_tensor.FakeTensorMode", "planner/profile.py", "tensors without memory", PLAN),
-    Part(
-        "torch._subclasses.fake_tensor.DataDependentOutputException",
-        "plans/planning.py",
-        "models that look at values",
-        PLAN,
-    ),
-    Part("torch._subclasses.fake_tensor.DynamicOutputShapeException", "plans/planning.py", "as above", PLAN),
-    Part("torch.autograd._get_sequence_nr", "planner/trace.py", "the forward that a backward belongs to", PLAN),
-    Part("torch._C._current_autograd_node", "planner/trace.py", "as above", PLAN),
-    Part("torch.autograd.graph.Node._sequence_nr", "planner/trace.py", "as above", PLAN),
-    Part("torch._ops.OpOverload._overloadpacket", "planner/trace.py", "the name of an operation", PLAN),
     # memory
     Part(f"{_HOOKS}._top_saved_tensors_default_hooks", "memory/meter.py", "hooks of saved tensors beside ours", MEMORY),
     Part(f"{_HOOKS}._pop_saved_tensors_default_hooks", "memory/meter.py", "as above", MEMORY),
@@ -360,7 +292,6 @@ PARTS: tuple[Part, ...] = (
         "as above",
         COMPILE,
     ),
-    Part("torch.nn.Module._call_impl", "engines/pipeline/chain.py", "forward with the hooks around it", PIPELINES),
     Part(
         "torch.nn.Module._compiled_call_impl",
         "ground/methods.py",

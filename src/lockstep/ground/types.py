@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from torch import Tensor
@@ -179,6 +180,28 @@ class TrainerState:
     def stopped(self) -> bool:
         """Whether the call is over."""
         return self.status.stopped
+
+
+class Planned(Protocol):
+    """What `Trainer.plan` returns: each way to train with its memory and seconds, and a choice. Print it to read it."""
+
+    @property
+    def rows(self) -> Sequence[Any]:
+        """All ways."""
+
+    @property
+    def choice(self) -> Any:
+        """The best way; None where nothing fits."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is the best."""
+
+    def lines(self, everything: bool = False) -> Iterator[str]:
+        """The lines of the table; ``everything``: also ways that are not worth choosing."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the choice to a file for ``Trainer(strategy="plan.yaml")``."""
 
 
 class Verified(Protocol):

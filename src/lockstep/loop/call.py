@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
@@ -23,6 +24,7 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.engines.optimizer_states import states_to_cpu
 from lockstep.engines.strategy import Strategy
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed, words_of
+from lockstep.ground.extensions import MissingExtension, load
 from lockstep.ground.hyperparameters import merged_hyperparameters
 from lockstep.ground.memory_use import empty_cache, is_oom_error
 from lockstep.ground.methods import replace_until
@@ -46,7 +48,6 @@ from lockstep.loop.optimizers import parse
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals, undisturbed
 from lockstep.module import LightningModule
-from lockstep.plans.choice import reconsider
 from lockstep.profilers.base import PassThroughProfiler
 from lockstep.supervise import status
 from lockstep.supervise.collective_trace import set_location
@@ -54,6 +55,8 @@ from lockstep.supervise.signals import ENDED, interruptible
 from lockstep.supervise.stack import stack_of
 
 LOGS = ("log", "log_dict")
+PLANNED_FROM = 50_000_000
+"""Parameters of a model that may not fit a device; a smaller one fits any: 0.8 GB of states."""
 STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
 
 
@@ -211,7 +214,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
         ends: closed when all of the call has ended, after the last hooks.
     """
     session.connect()
-    reconsider(session)
+    _reconsider(session)
     module, strategy, signals, fn = session.module, session.strategy, asked.signals, asked.fn
     session.results = LogCollector.of(strategy, module)
     session.callbacks = _with_model_callbacks(session)
@@ -258,6 +261,20 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack, ends: ExitStack)
         state.restore_training(session, checkpoint)
     strategy.barrier("run")
     module.zero_grad()
+
+
+def _reconsider(session: Session) -> None:
+    """Let a plan replace the strategy that "auto" has chosen for the fit of a large model, where plans can be made."""
+    if not session.chooses or not session.fitting:
+        return
+    # what configure_model will build is not looked at: the hook may do anything, and is called once
+    if sum(each.numel() for each in session.module.parameters() if not is_lazy(each)) < PLANNED_FROM:
+        return
+    try:
+        reconsider = load("services", "plan of an automatic choice")
+    except MissingExtension:
+        return
+    reconsider(session)
 
 
 def configured_optimizers(session: Session) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from lockstep.data.feed import Feed
 from lockstep.data.window import Window
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.extensions import load
 from lockstep.ground.methods import kept
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states_of
@@ -40,7 +41,18 @@ from lockstep.loop.validation_timing import ValidationTiming
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.balance.balance import Balance
+
+class StepMeasure(Protocol):
+    """Measures the steps of a fit for callbacks and for ranks' shares; the extension balancing has it."""
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Measure within."""
+
+    def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
+        """Called before an epoch is opened, or what is left of one."""
+
+    def window_ended(self, window: Window) -> None:
+        """Called at the end of a window."""
 
 
 class FitLoop(FitNames):
@@ -69,7 +81,7 @@ class FitLoop(FitNames):
         self.starts = False  # `on_train_start` runs
         self.begun = False  # set-up is over: the optimizers are those that the fit steps
         self.plays = False  # its epochs run
-        self.balance: Balance | None = None  # where somebody wants to know how long steps take
+        self.balance: StepMeasure | None = None  # where somebody wants to know how long steps take
         self._stops = False
         self._epochs_by_default = epochs_by_default  # the user gave no `max_epochs`
 
@@ -211,9 +223,7 @@ class FitLoop(FitNames):
         session = self.session
         listeners = [callback for callback in session.callbacks if callback._hears_step_times is True]
         if session.config.balance or listeners:
-            from lockstep.balance.balance import measure
-
-            self.balance = measure(session, self.step, self.validation, listeners)
+            self.balance = load("services", "balance").measure(session, self.step, self.validation, listeners)
         if self.balance is not None:
             measured.enter_context(self.balance.attached())
 

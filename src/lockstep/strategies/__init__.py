@@ -8,16 +8,15 @@ from lockstep.names.finder import late, listed
 
 if TYPE_CHECKING:
     from lockstep.engines.ddp.strategy import DDPStrategy as DDPStrategy
-    from lockstep.engines.pipeline.strategy import BalancedStrategy as BalancedStrategy
     from lockstep.engines.sharded.fsdp import FSDPStrategy as FSDPStrategy
     from lockstep.engines.sharded.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from lockstep.engines.strategy import SingleDeviceStrategy as SingleDeviceStrategy
     from lockstep.engines.strategy import Strategy as Strategy
+    from lockstep.extensions.balancing.pipeline.strategy import BalancedStrategy as BalancedStrategy
     from lockstep.extensions.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
 
 # Imported when they are asked for, as all names of a face.
 _FILES = {
-    "BalancedStrategy": ".engines.pipeline.strategy",
     "DDPStrategy": ".engines.ddp.strategy",
     "FSDPStrategy": ".engines.sharded.fsdp",
     "ModelParallelStrategy": ".engines.sharded.model_parallel",

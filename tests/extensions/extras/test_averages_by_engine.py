@@ -17,8 +17,8 @@ from lockstep.ground.extensions import is_there
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.engines.called_layers import Bare, Forward, Submodule
-from tests.engines.pipeline.test_balanced_contract import trained
 from tests.equivalence.models import rows
+from tests.extensions.balancing.pipeline.test_balanced_contract import trained
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankFailure, RankPool
 

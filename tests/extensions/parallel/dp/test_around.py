@@ -13,8 +13,8 @@ from lockstep.extensions.parallel.dp.replicas import DataParallel
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.memory.recompute import recompute
 from lockstep.testing import check_equivalence
-from tests.callbacks.test_straggler_monitor import run
 from tests.cluster.test_environments import ELASTIC, Gpus, put
+from tests.extensions.balancing.test_straggler_monitor import run
 from tests.loop.pieces import quiet
 from tests.loop.test_lazy_layers import Lazy
 from tests.loop.test_lazy_layers import rows as lazy_rows

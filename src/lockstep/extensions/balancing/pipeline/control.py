@@ -1,0 +1,280 @@
+"""Which blocks each stage of a pipeline takes: what a micro-batch costs a stage, the best split, and when to change it.
+
+Pure: the same numbers give the same split on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from statistics import median
+
+from lockstep.extensions.balancing.planner.partition import Block, Device, DoesNotFit, partition
+from lockstep.extensions.balancing.shares import LARGE, SMALL, Votes
+
+PAYS_WITHIN = 200
+"""Windows within which a move of blocks has to save the time that it takes."""
+UNKNOWN_LINK = 1e9
+"""Bytes a second between ranks, until blocks have moved once."""
+SET_UP = 0.1
+"""Seconds, beside those of the messages, until stages run again after blocks have moved."""
+ALIKE = 1.5
+"""Blocks of one kind whose times differ by less than this factor are taken to cost the same."""
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """What a block of the chain costs.
+
+    Attributes:
+        share: of the seconds of the whole chain.
+        moves: bytes that go to another rank with it: parameters, optimizer states, buffers.
+        stays: bytes that it takes on its rank for the whole of a step: these and the gradients.
+        keeps: bytes that its forward of a micro-batch keeps for the backward.
+    """
+
+    share: float
+    moves: float = 0.0
+    stays: float = 0.0
+    keeps: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage's ranks do with a micro-batch.
+
+    Attributes:
+        chain: seconds in which they would run all blocks of the chain, forward and backward.
+        outside: seconds of what runs there beside the blocks: the step before the chain, or behind it.
+        memory: bytes that a rank has for the blocks of a stage.
+        in_flight: micro-batches whose activations it holds at the same time.
+        place: of its rank in the pipeline; None: each stage has a rank of its own, in the order of the looks.
+    """
+
+    chain: float
+    outside: float = 0.0
+    memory: float = math.inf
+    in_flight: float = 1
+    place: int | None = None
+
+
+@dataclass(frozen=True)
+class StageLook:
+    """Measured seconds of a micro-batch on a rank, without waiting: of its blocks, and of what is outside of them."""
+
+    blocks: float
+    outside: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of both."""
+        return self.blocks + self.outside
+
+
+@dataclass(frozen=True)
+class Resplit:
+    """A change of the split.
+
+    Attributes:
+        before, after: the numbers of blocks, by stage.
+        seconds: of a micro-batch on each stage before, as measured.
+        predicted: the same behind it.
+        reason: in words.
+        step: optimizer steps before it, where somebody has counted them.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    seconds: tuple[float, ...]
+    predicted: tuple[float, ...]
+    reason: str
+    step: int = 0
+
+    @property
+    def gain(self) -> float:
+        """By how much a micro-batch passes the slowest stage faster: 2.0 is twice as fast."""
+        return max(self.seconds) / max(self.predicted)
+
+    def __str__(self) -> str:
+        """One line of the log."""
+        after, before = (", ".join(map(str, counts)) for counts in (self.after, self.before))
+        took, takes = (", ".join(f"{s * 1e3:.3g}" for s in seconds) for seconds in (self.seconds, self.predicted))
+        if self.before == self.after:
+            return f"stages keep {after} blocks ({self.reason}): {took} ms of a micro-batch"
+        return (
+            f"stages take {after} blocks in place of {before} ({self.reason}). A micro-batch should take them {takes} "
+            f"ms in place of {took}: the slowest is {self.gain:.2f} x as fast"
+        )
+
+
+def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -> list[float]:
+    """The share of each block in the seconds of the chain, by the measurements of several ranks.
+
+    Args:
+        seconds: of each block, by rank.
+        kinds: of the blocks; see `ALIKE`.
+
+    Example:
+        >>> shares_of_blocks([[1.0, 3.0], [2.0, 6.0]], ["a", "b"])
+        [0.25, 0.75]
+    """
+    parts = [[each / sum(of_rank) for each in of_rank] for of_rank in seconds]
+    found = [median(of_block) for of_block in zip(*parts, strict=True)]
+    for kind in set(kinds):
+        members = [block for block, other in enumerate(kinds) if other == kind]
+        typical = median(found[block] for block in members)
+        for block in members:
+            if typical / ALIKE < found[block] < typical * ALIKE:
+                found[block] = typical
+    total = sum(found)
+    return [each / total for each in found]
+
+
+@dataclass
+class SplitControl:
+    """Decides, look by look, which blocks each stage takes.
+
+    A look is what a micro-batch took each rank, without waiting. How fast a stage's ranks run blocks is taken from the
+    newest look; which part of them each block is, from a measurement of all blocks. A split that makes the slowest
+    stage much faster is taken at once, one that makes it a little faster when several looks ask for it, and none whose
+    move costs more time than it saves.
+
+    Args:
+        blocks: of the chain.
+        stages: their ranks.
+        counts: blocks of each stage now.
+
+    Attributes:
+        warning: why memory is left out of account; "" where it is not.
+        link: bytes a second at which blocks move.
+
+    Example:
+        >>> control = SplitControl([BlockCost(0.25, 8)] * 4, [StageCost(0.4), StageCost(1.2)], (2, 2))
+        >>> control.first("measured", micro_batches=4).after
+        (3, 1)
+    """
+
+    blocks: Sequence[BlockCost]
+    stages: Sequence[StageCost]
+    counts: tuple[int, ...]
+    warning: str = ""
+    link: float = UNKNOWN_LINK
+    _votes: Votes = field(default_factory=Votes)
+    _expected: tuple[float, ...] = ()
+    _settled: tuple[float, ...] = ()  # seconds of each stage for which no other split was better
+
+    def __post_init__(self) -> None:
+        self.adopt(self.counts)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether another split was better in the newest look, and more looks have to ask for it."""
+        return not self._settled
+
+    def adopt(self, counts: tuple[int, ...]) -> None:
+        """These are the blocks of each stage from here on."""
+        self.counts, self._expected, self._settled = counts, self.predict(counts), ()
+
+    def predict(self, counts: Sequence[int]) -> tuple[float, ...]:
+        """Seconds of a micro-batch on each stage."""
+        ends = list(accumulate(counts, initial=0))
+        return tuple(
+            stage.outside + stage.chain * sum(block.share for block in self.blocks[start:stop])
+            for stage, (start, stop) in zip(self.stages, pairwise(ends), strict=True)
+        )
+
+    def best(self) -> tuple[int, ...]:
+        """The split whose slowest stage is the fastest, within the memory of all."""
+        chain = [Block(b.share, states=b.stays, kept=b.keeps, working=b.keeps) for b in self.blocks]
+        first, last = self.stages[0], self.stages[-1]  # these alone have something outside of their blocks
+        chain[0] = replace(chain[0], seconds=chain[0].seconds + first.outside / first.chain)
+        chain[-1] = replace(chain[-1], seconds=chain[-1].seconds + last.outside / last.chain)
+        row = [Device(1.0 / stage.chain, stage.memory, in_flight=stage.in_flight) for stage in self.stages]
+        try:
+            found = partition(chain, row, spare=False)
+        except DoesNotFit as error:
+            self.warning = str(error)
+            found = partition(chain, [replace(device, memory=math.inf) for device in row], spare=False)
+        return tuple(stage.stop - stage.start for stage in found.stages)
+
+    def first(self, reason: str, micro_batches: int) -> Resplit:
+        """The split to begin with, right after the blocks were measured; it may be the one of now.
+
+        What is measured in a moment has to show a large gain; a smaller one is taken when windows ask for it.
+        """
+        now, after = self.predict(self.counts), self.best()
+        then = self.predict(after)
+        if max(then) > (1 - LARGE) * max(now) or not self._pays(max(now) - max(then), after, micro_batches):
+            after, then = self.counts, now
+        found = Resplit(self.counts, after, now, then, reason)
+        self.adopt(after)
+        return found
+
+    def look(self, looks: Sequence[StageLook], micro_batches: int) -> Resplit | None:
+        """The change to make after a look; None: none.
+
+        Args:
+            looks: what a micro-batch took each rank of a pipeline.
+            micro_batches: of a window.
+        """
+        if any(not look.blocks > 0 or not math.isfinite(look.total) for look in looks):
+            return None  # a clock too coarse for such stages tells nothing of them
+        self._learn(looks)
+        now = self.predict(self.counts)
+        if self._settled and all(abs(a - b) <= SMALL * b for a, b in zip(now, self._settled, strict=True)):
+            return None
+        after = self.best()
+        then = self.predict(after)
+        saved = 1 - max(then) / max(now) if after != self.counts else 0.0
+        self._settled = now if saved < SMALL else ()
+        giver = max(range(len(now)), key=lambda stage: (self.counts[stage] - after[stage], -stage))
+        if not self._votes.are_enough(saved, giver):
+            return None
+        if not self._pays(max(now) - max(then), after, micro_batches):
+            self._settled = now
+            return None
+        self._votes.reset()
+        found = Resplit(self.counts, after, now, then, self._reason(now))
+        self.adopt(after)
+        return found
+
+    def _learn(self, looks: Sequence[StageLook]) -> None:
+        """How fast the ranks are: a rank's seconds are those of all of its stages."""
+        ends = list(accumulate(self.counts, initial=0))
+        shares = [sum(block.share for block in self.blocks[start:stop]) for start, stop in pairwise(ends)]
+        places = [at if stage.place is None else stage.place for at, stage in enumerate(self.stages)]
+        of_rank = [
+            sum(share for share, at in zip(shares, places, strict=True) if at == place) for place in range(len(looks))
+        ]
+        last = len(self.stages) - 1
+        self.stages = [
+            replace(
+                stage,
+                chain=looks[place].blocks / of_rank[place],
+                # a rank runs what is before the chain beside the first stage, and what is behind it beside the last one
+                outside=looks[place].outside if at in (0, last) else 0.0,
+            )
+            for at, (stage, place) in enumerate(zip(self.stages, places, strict=True))
+        ]
+
+    def _reason(self, now: Sequence[float]) -> str:
+        slowest = max(range(len(now)), key=now.__getitem__)
+        took, expected = now[slowest], self._expected[slowest]
+        if took <= expected:
+            return f"stage {slowest} is the slowest"
+        return f"stage {slowest} takes {took * 1e3:.3g} ms of a micro-batch, {took / expected:.2f} x what was predicted"
+
+    def _pays(self, saved: float, after: Sequence[int], micro_batches: int) -> bool:
+        return SET_UP + self.moved_between(self.counts, after) / self.link <= PAYS_WITHIN * saved * micro_batches
+
+    def moved_between(self, before: Sequence[int], after: Sequence[int]) -> float:
+        """Bytes that go to other ranks when the split changes."""
+        stages = [[stage for stage, count in enumerate(counts) for _ in range(count)] for counts in (before, after)]
+        return sum(block.moves for block, one, other in zip(self.blocks, *stages, strict=True) if one != other)
+
+    def note_move(self, size: float, seconds: float) -> None:
+        """Blocks have moved: so fast is the link."""
+        if size > 0 and seconds > 0:
+            self.link = size / seconds

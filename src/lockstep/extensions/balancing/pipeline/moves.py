@@ -1,0 +1,208 @@
+"""Blocks that go from one rank of a pipeline to another, with all that belongs to them.
+
+What goes: parameters, gradients that are there, states of optimizers, buffers, and what a layer's ``get_extra_state``
+gives. Values are not changed on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.extensions.balancing.pipeline.layout import Ownership
+from lockstep.ground import comm
+
+SMALL = 64
+"""Elements of a tensor, at most, that goes along with the message that announces it."""
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """Stands for a tensor that follows by itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Enclosed:
+    """A tensor that goes along with the announcement."""
+
+    tensor: Tensor
+    on_device: bool
+    """Whether its place is the rank's device; else it is the CPU, as of a count of steps."""
+
+
+PARAMETER, BUFFER, EXTRA = range(3)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Something that goes from this rank to another.
+
+    Attributes:
+        kind: a parameter, a buffer, or the extra state of a layer.
+        name: in the module; of a layer with extra state, the layer's.
+        target: the rank.
+    """
+
+    kind: int
+    name: str
+    target: int
+
+
+class _Post:
+    """Messages that one rank sends and receives in a move.
+
+    Args:
+        group: the ranks.
+        device: of this rank.
+    """
+
+    def __init__(self, group: comm.Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._members, self._wire = comm.ranks_of(group), comm.carrier(group, device)
+        self._under_way: list[tuple[Any, Tensor]] = []
+        self._arrived: list[tuple[Tensor, Tensor]] = []
+        self._operations: list[Any] = []
+        self.size = 0
+
+    def announce(self, value: Any) -> Any:
+        """What is told of a value beforehand: all of it, or what it is like."""
+        if isinstance(value, Tensor):
+            on_device = value.device.type == self._device.type
+            if on_device and value.numel() > SMALL and value.layout is torch.strided:
+                return _Announced(value.shape, value.dtype)
+            return _Enclosed(value.detach().cpu().clone(), on_device)
+        return value
+
+    def send(self, value: Any, target: int) -> None:
+        """What was announced as a tensor that follows."""
+        if isinstance(self.announce(value), _Announced):
+            data = value.detach().contiguous().reshape(-1).view(torch.uint8).to(self._wire)
+            self._operations.append(dist.P2POp(dist.isend, data, self._members[target], self._group))
+            self.size += data.numel()
+
+    def receive(self, told: Any, source: int) -> Any:
+        """What stands for a value that was told; tensors have their values after :meth:`exchange`."""
+        if isinstance(told, _Announced):
+            tensor = torch.empty(told.shape, dtype=told.dtype, device=self._device)
+            flat = tensor.reshape(-1).view(torch.uint8)
+            data = flat if flat.device == self._wire else torch.empty_like(flat, device=self._wire)
+            self._operations.append(dist.P2POp(dist.irecv, data, self._members[source], self._group))
+            self._arrived.append((flat, data))
+            return tensor
+        if isinstance(told, _Enclosed):
+            return told.tensor.to(self._device) if told.on_device else told.tensor
+        return told
+
+    def exchange(self) -> None:
+        """Let all messages go, and wait for them."""
+        for work in dist.batch_isend_irecv(self._operations) if self._operations else ():
+            work.wait()
+        for flat, data in self._arrived:
+            if flat is not data:
+                flat.copy_(data)
+
+
+def move(
+    module: nn.Module,
+    before: Ownership,
+    after: Ownership,
+    optimizers: Sequence[Optimizer],
+    group: comm.Group,
+    device: torch.device,
+) -> int:
+    """Bring to each rank what it holds ``after`` and did not hold ``before``. Collective.
+
+    What ranks hold no longer is left to them.
+
+    Args:
+        module: with no values for what others hold.
+        before, after: of this rank.
+        optimizers: that keep states for the parameters.
+        group: the ranks of the pipeline.
+        device: of this rank.
+
+    Returns:
+        bytes that this rank has sent, small tensors apart.
+    """
+    post, place = _Post(group, device), before.place
+    mine: list[tuple[_Item, dict[Any, Any]]] = []
+    for item in _items(module, before, after):
+        values = _values(module, item, optimizers)
+        mine.append((item, {key: post.announce(value) for key, value in values.items()}))
+        for value in values.values():
+            post.send(value, item.target)
+    arrived: list[tuple[_Item, dict[Any, Any]]] = []
+    # what a rank announces is what it has: a layer may have made a buffer in its forward, which others do not know of
+    for source, announced in enumerate(comm.all_gather_object(mine, group)):
+        for item, told in announced:
+            if item.target == place:
+                arrived.append((item, {key: post.receive(value, source) for key, value in told.items()}))
+    post.exchange()
+    for item, values in arrived:
+        _take(module, item, values, optimizers)
+    return post.size
+
+
+def _items(module: nn.Module, before: Ownership, after: Ownership) -> Iterator[_Item]:
+    """What goes from this rank to others."""
+    place = before.place
+    for name, parameter in module.named_parameters():
+        if before.owner(parameter) == place:
+            for target in sorted(after.holders(parameter) - before.holders(parameter)):
+                yield _Item(PARAMETER, name, target)
+    for name, _ in module.named_buffers():
+        if before.owner_of(name) == place != after.owner_of(name):
+            yield _Item(BUFFER, name, after.owner_of(name))
+    for name, layer in module.named_modules():
+        inside, has_state = f"{name}.", type(layer).get_extra_state is not nn.Module.get_extra_state
+        if has_state and before.owner_of(inside) == place != after.owner_of(inside):
+            yield _Item(EXTRA, name, after.owner_of(inside))
+
+
+def _values(module: nn.Module, item: _Item, optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
+    """All that goes with an item, by a key."""
+    if item.kind == EXTRA:
+        return {"extra": module.get_submodule(item.name).get_extra_state()}
+    if item.kind == BUFFER:
+        layer, _, name = item.name.rpartition(".")
+        persists = name not in module.get_submodule(layer)._non_persistent_buffers_set
+        return {"value": module.get_buffer(item.name), "persists": persists}
+    parameter = module.get_parameter(item.name)
+    values: dict[Any, Any] = {"value": parameter}
+    if parameter.grad is not None:
+        values["gradient"] = parameter.grad
+    for number, optimizer in enumerate(optimizers):
+        if parameter in optimizer.state:
+            values[number, None] = None  # it has a state, if an empty one
+            values.update({(number, key): value for key, value in optimizer.state[parameter].items()})
+    return values
+
+
+def _take(module: nn.Module, item: _Item, values: dict[Any, Any], optimizers: Sequence[Optimizer]) -> None:
+    """Put what has arrived into its place."""
+    if item.kind == EXTRA:
+        module.get_submodule(item.name).set_extra_state(values["extra"])
+        return
+    if item.kind == BUFFER:
+        layer, _, name = item.name.rpartition(".")
+        own = module.get_submodule(layer)
+        if own._buffers.get(name) is None:
+            own.register_buffer(name, values["value"], values["persists"])
+        else:
+            module.get_buffer(item.name).data = values["value"]
+        return
+    parameter = module.get_parameter(item.name)
+    parameter.data, parameter.grad = values.pop("value"), values.pop("gradient", None)
+    for (number, name), value in values.items():
+        state = optimizers[number].state[parameter]
+        if name is not None:
+            state[name] = value

@@ -1,0 +1,598 @@
+"""A model in stages: each rank has some of the blocks of a chain, and micro-batches go from rank to rank.
+
+Or one process has all stages, and micro-batches go from device to device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.checkpoint import pretrained
+from lockstep.checkpoint.first_values import leave_meta, stand_in
+from lockstep.checkpoint.io import CheckpointIO
+from lockstep.cluster.world import World
+from lockstep.engines.collectives import ReplicaMap
+from lockstep.engines.ddp.consistency import check_same_module
+from lockstep.engines.engine import EngineState, MicroBatch
+from lockstep.engines.ranks import HALF_AN_HOUR, RankedStrategy
+from lockstep.extensions.balancing.pipeline import gradients
+from lockstep.extensions.balancing.pipeline.block_random import BlockRandom
+from lockstep.extensions.balancing.pipeline.chain import Chain
+from lockstep.extensions.balancing.pipeline.control import Resplit
+from lockstep.extensions.balancing.pipeline.layout import Layout, Ownership, StagePlacement, equal_split, torn_apart
+from lockstep.extensions.balancing.pipeline.measured_split import MeasuredSplit
+from lockstep.extensions.balancing.pipeline.micro_batches import BatchPart, cut
+from lockstep.extensions.balancing.pipeline.moves import move
+from lockstep.extensions.balancing.pipeline.stages import SCHEDULES, SPLITS_BACKWARD, Stages, Turn, goes_in_rounds
+from lockstep.extensions.balancing.pipeline.times import StageTimes
+from lockstep.extensions.balancing.pipeline.weights import WholeModule
+from lockstep.extensions.balancing.planner.timeline import IN_ROUNDS, STAGES_OF_RANK
+from lockstep.extensions.balancing.torch_parts import ONE_PROCESS, PARTS, PIPELINES
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.methods import has_compiled, innermost
+from lockstep.ground.parameters import beside, clip_by_value, stands_in
+from lockstep.ground.rank import does, rank_zero_info, warn_once
+from lockstep.ground.torch_support import refuse_without
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.memory.recompute import Layers, Policy, Save
+from lockstep.module import LightningModule
+from lockstep.precision.base import Precision
+
+ONE_DEVICE = (
+    "BalancedStrategy splits a model over devices, and this run has one: give devices=2 or more, or leave the strategy "
+    "out."
+)
+STAGES = (
+    "BalancedStrategy(stages={stages!r}): the run has {world} ranks, {why}: give a number above 1 that divides {world}."
+)
+ONE_PIPELINE = (
+    "BalancedStrategy(stages={stages!r}, one_process=True): one process makes one pipeline of its {devices} devices, "
+    "without replicas: leave `stages` out, or leave one_process out, so that each device has a rank."
+)
+SEVERAL_RANKS = (
+    "BalancedStrategy(one_process=True): one process drives the devices of one node, and this run has {ranks} ranks on "
+    "{nodes} node(s): give num_nodes=1, and let no launcher start several ranks, or leave one_process out."
+)
+TORN = (
+    "BalancedStrategy(one_process=True): {one!r} and {other!r} are one tensor, {why}: give `split` numbers of blocks "
+    "that keep both on one device (what is outside of the chain is where the last stage is, on {root}), untie them, or "
+    "leave one_process out: ranks add up the gradients of what they share."
+)
+TWO_DEVICES = "and would be on {one} and on {other}"
+MAY_MOVE = 'and with split="measured" blocks move between devices'
+KINDS = ("measured", "equal")
+ROUNDS = (
+    "BalancedStrategy(micro_batches={count}, schedule={schedule!r}): micro-batches go through {ranks} ranks in rounds "
+    "of equal size: give a multiple of {ranks}, or None."
+)
+SPLIT = (
+    'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage: {stages} '
+    "numbers above 0, whose sum is {blocks}, the blocks of the chain {chain!r}."
+)
+NO_FIT = (
+    "BalancedStrategy: {why}. This follows from bytes that were measured before the first step; the split by speed "
+    "alone is taken."
+)
+NOT_IN_A_FIT = "BalancedStrategy.resplit: blocks move while a fit runs, between two windows: call it in a hook of one."
+FEW_BLOCKS = (
+    "BalancedStrategy: the chain {chain!r} has {blocks} blocks for {stages} stages: take fewer ranks or stages of a "
+    "rank, or cut its blocks into smaller ones."
+)
+NO_MANUAL = (
+    "BalancedStrategy plays the micro-batches of a window by a schedule, and {module} has "
+    'automatic_optimization=False: use automatic optimization, or strategy="ddp".'
+)
+BATCH_NORM = (
+    "BalancedStrategy: {name!r} ({kind}) would take its statistics from parts of a batch, and from samples that only "
+    'fill up the last part: use GroupNorm or LayerNorm, call its eval(), or use strategy="ddp" and sync_batchnorm=True.'
+)
+COMPILED = (
+    "BalancedStrategy(schedule='zero-bubble') runs the backward of a block in two parts, and {name!r} is compiled, "
+    'which has one: leave torch.compile out, or use schedule="interleaved".'
+)
+STRANGE = (
+    "{optimizer} holds a parameter of shape {shape} that the module does not have, so that nobody knows its stage: "
+    "make it an attribute of the module."
+)
+ELSEWHERE = (
+    "A step used {name!r} outside of its block, which is on another rank: share the parameter with a layer outside "
+    "of the chain, `self.head.weight = self.layers[0].weight` say, and use that one."
+)
+OWN_BACKWARD = "BalancedStrategy calls no `backward` of the module's own: change the loss in `training_step`."
+ALONE = (
+    "rank {rank} cannot save by itself: each rank has the weights of its own blocks, and the others are not asked when "
+    "one has failed. Save while all are well, by ModelCheckpoint(every_n_train_steps=...)."
+)
+
+
+class BalancedStrategy(RankedStrategy):
+    """A pipeline: the blocks of a chain are split over ``stages`` ranks, each of which holds its blocks' weights alone.
+
+    The chain is an ``nn.Sequential`` or ``nn.ModuleList`` of the module, whose blocks each take the output of the one
+    before. ``training_step`` stays as it is: it calls the chain once. What stands in it before that call runs on the
+    first stage, and all of it on the last one, with the chain's output in the place of the call; so do
+    ``validation_step``, ``test_step`` and ``predict_step``. The ranks are stages x replicas; the last stage of a
+    replica is on its first rank.
+
+    Args:
+        stages: ranks of a pipeline; "all": one pipeline of all ranks.
+        micro_batches: parts into which each batch of a loader is cut; those of all batches of a window go through the
+            stages one after another. Default: twice the stages.
+        schedule: "1f1b" (a stage holds activations of as many micro-batches as stages follow it), "gpipe" (of all),
+            "interleaved" (1F1B with several stages on each rank, which wait less for one another) or "zero-bubble" (a
+            backward in two parts, so that the stage before waits for its input's gradient alone).
+        split: "measured": by the seconds that each block takes the ranks, within their memory; blocks move to other
+            ranks where their speed changes. "equal" numbers of blocks, or the number of blocks of each stage, [3, 5]
+            say: these stay.
+        chain: its name in the module, "model.layers" say; None: the only one that the module has.
+        stages_per_rank: with "interleaved" (default: 2) and "zero-bubble" (default: 1); the stages go round the ranks.
+        one_process: this process drives all devices of its node, a place in the pipeline each, and no other process is
+            started. Stages are then on devices as otherwise on ranks; what is outside of the chain is on the first.
+        activation_checkpointing: compute activations again in the backward: True (of the repeated blocks), or classes.
+        activation_checkpointing_policy: the same by classes or a policy function.
+        activation_checkpointing_save: what is kept of such layers all the same.
+        others: as of `lockstep.engines.ranks.RankedStrategy`.
+
+    Raises:
+        MisconfigurationException: for arguments that do not go together; when a call begins, for a module that cannot
+            be split.
+
+    Attributes:
+        decisions: on the split, of the fits so far.
+        times: what windows take the devices of this rank, by their places in the pipeline, while a call runs.
+
+    Example::
+
+        trainer = Trainer(devices=4, strategy=BalancedStrategy(stages=2, micro_batches=8))
+    """
+
+    def __init__(
+        self,
+        stages: int | Literal["all"] = "all",
+        micro_batches: int | None = None,
+        schedule: str = "1f1b",
+        split: str | Sequence[int] = "measured",
+        chain: str | None = None,
+        *,
+        stages_per_rank: int | None = None,
+        one_process: bool = False,
+        activation_checkpointing: Layers | Literal[False] | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        activation_checkpointing_save: Save = None,
+        cluster_environment: object = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: object = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = HALF_AN_HOUR,
+        start_method: str = "popen",
+        nccl: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, start_method, nccl
+        )
+        _check_arguments(stages, micro_batches, schedule, split, stages_per_rank, one_process)
+        self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        self.drives_all_devices = one_process
+        self._stages_per_rank = stages_per_rank or STAGES_OF_RANK.get(schedule, 1)
+        self._asked_stages, self._asked_split, self._chain_name = stages, split, chain
+        self._micro_batches, self._schedule = micro_batches, schedule
+        self._chain: Chain | None = None
+        self._stages: Stages | None = None
+        self._owned: Ownership | None = None
+        self._whole: WholeModule | None = None
+        self._drawn: BlockRandom | None = None
+        self._measured: MeasuredSplit | None = None
+        self._counts_now: tuple[int, ...] = ()
+        self.times: dict[int, StageTimes] = {}
+        self.decisions: list[Resplit] = []
+
+    # -- set up
+
+    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+        """As of any ranks, of which those of a pipeline see the same samples."""
+        super().connect(world, device, precision)
+        size = self._size(world)
+        if not self.drives_all_devices:
+            of_rank = tuple(rank // size for rank in range(world.size))
+            self.replicas = ReplicaMap(of_rank[world.rank], world.size // size, of_rank)
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Blocks of each stage now; none before the first call."""
+        return self._counts_now
+
+    def _size(self, world: World) -> int:
+        """Places of a pipeline: ranks, or devices of one process."""
+        if self.drives_all_devices and world.size > 1:
+            raise MisconfigurationException(SEVERAL_RANKS.format(ranks=world.size, nodes=world.num_nodes))
+        size = len(self.devices) if self.drives_all_devices else world.size
+        if size == 1:
+            raise MisconfigurationException(ONE_DEVICE)
+        stages = size if self._asked_stages == "all" else int(self._asked_stages)
+        if self.drives_all_devices and stages != size:
+            raise MisconfigurationException(ONE_PIPELINE.format(stages=stages, devices=size))
+        if size % stages:
+            why = f"which {stages} does not divide"
+            raise MisconfigurationException(STAGES.format(stages=self._asked_stages, world=size, why=why))
+        count = self._micro_batches
+        if count is not None and self._schedule in IN_ROUNDS and not goes_in_rounds(count, stages):
+            raise MisconfigurationException(ROUNDS.format(count=count, schedule=self._schedule, ranks=stages))
+        return stages
+
+    def _depth(self) -> int:
+        """Stages of a pipeline."""
+        return self._size(self.world) * self._stages_per_rank
+
+    @contextmanager
+    def building(self, module: LightningModule) -> Iterator[None]:
+        """As of one process, but what a folder fills stays as it is until it is known which rank holds it."""
+        yield
+        leave_meta(module, torch.device("cpu"))
+
+    @does("splitting the module into stages")
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        """Split rank 0's module; until a fit begins each rank has all weights, those of others on the CPU."""
+        if not pretrained.is_planned(module):  # else what is not here is in the folder still
+            self._refuse_parts(module)
+        if own_backward is not None and innermost(own_backward) is not LightningModule.backward:
+            raise MisconfigurationException(OWN_BACKWARD)
+        self.module = self.precision.convert_module(module)  # type: ignore[assignment]  # the same object
+        sources = stand_in(module)
+        check_same_module(module)
+        made = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in sources]
+        comm.broadcast_tensors([tensor.detach() for tensor in made], 0, None)
+        self._begin_recomputation()
+        self._close()
+        self._chain = chain = Chain(module, self._chain_name)
+        self.step_device = self.root_device
+        self._refuse_compiled(chain)
+        self.times = {place: StageTimes(device) for place, device in self._places().items()}
+        self._measured = None
+        self._drawn = BlockRandom(self._places())
+        placement = self._lay_out(self._counts(chain))
+        self._whole = self.copies.parts = WholeModule(module, self._ownership, self.members, placement)
+        self.gradients = gradients.StageGradients(self, self._whole)
+        if sources:
+            self._whole.read(sources)
+        self._whole.place()
+        chain.attach()
+
+    def _places(self) -> dict[int, torch.device]:
+        """The devices of this process, by their places in the pipeline."""
+        return dict(enumerate(self.devices)) if self.drives_all_devices else {comm.rank(self.members): self.root_device}
+
+    def _refuse_compiled(self, chain: Chain) -> None:
+        """A compiled graph has one backward, which gives all gradients at once."""
+        for name, block in zip(chain.names, chain.blocks, strict=True):
+            if self._schedule == SPLITS_BACKWARD and has_compiled(block):
+                raise MisconfigurationException(COMPILED.format(name=name))
+
+    def _lay_out(self, counts: tuple[int, ...]) -> StagePlacement:
+        """Say which blocks are on which rank and device."""
+        assert self._chain is not None
+        layout, places = Layout(counts, self._size(self.world)), self._places()
+        placement = StagePlacement(self._chain, layout, places)
+        if len(set(places.values())) > 1:
+            self._refuse_torn(self._chain, placement)
+        self._counts_now = counts
+        of_ranks = Layout(counts, 1) if self.drives_all_devices else layout
+        self._owned = Ownership(self.module, self._chain, of_ranks, comm.rank(self.members))
+        if self._stages is not None:
+            self._stages.close()
+        self._stages = Stages(
+            self._chain,
+            layout,
+            self.members,
+            places,
+            self._schedule,
+            self.precision.context,
+            self.times,
+            self._owned.held,
+            self._drawn,
+        )
+        return placement
+
+    def _refuse_torn(self, chain: Chain, placement: StagePlacement) -> None:
+        """A parameter or buffer of one process is on one device."""
+        torn, moves = torn_apart(self.module, placement.device_of), self._asked_split == "measured"
+        if torn is not None:
+            one, other = (str(placement.device_of(name)) for name in torn)
+            why = TWO_DEVICES.format(one=one, other=other)
+            raise MisconfigurationException(TORN.format(one=torn[0], other=torn[1], why=why, root=placement.root))
+        torn = torn_apart(self.module, chain.block_of) if moves else None
+        if torn is not None:
+            raise MisconfigurationException(TORN.format(one=torn[0], other=torn[1], why=MAY_MOVE, root=placement.root))
+
+    def _counts(self, chain: Chain) -> tuple[int, ...]:
+        stages, blocks, split = self._depth(), len(chain.blocks), self._asked_split
+        if blocks < stages:
+            raise MisconfigurationException(FEW_BLOCKS.format(chain=chain.name, blocks=blocks, stages=stages))
+        if split == "measured" and (len(self._counts_now), sum(self._counts_now)) == (stages, blocks):
+            return self._counts_now  # of the call before
+        if isinstance(split, str):
+            return equal_split(blocks, stages)
+        if len(split) != stages or sum(split) != blocks:
+            raise MisconfigurationException(SPLIT.format(split=split, stages=stages, blocks=blocks, chain=chain.name))
+        return tuple(split)
+
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """Take the optimizers, and let go of the weights of other ranks' blocks."""
+        module = self.module
+        if not module.automatic_optimization:
+            raise MisconfigurationException(NO_MANUAL.format(module=type(module).__name__))
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+                raise MisconfigurationException(BATCH_NORM.format(name=name, kind=type(layer).__name__))
+        for optimizer in optimizers:
+            for parameter in beside(module, [optimizer]).values():
+                shape, name = tuple(parameter.shape), type(optimizer).__name__
+                raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape))
+        super().setup_optimizers(optimizers, configs)
+        pretrained.forget(module)
+        self._parts.free(optimizers)
+        if self.precision.scaler is not None:
+            self.precision.scaler.scale(torch.zeros((), device=self.root_device))  # the last stage alone sees losses
+        if self._asked_split == "measured" and max(self._counts_now) > 1:  # else there is one split only
+            size = self._size(self.world)
+            self._measured = MeasuredSplit(self.times, size, size if self.drives_all_devices else self.world.local_size)
+
+    @property
+    def _ownership(self) -> Ownership:
+        assert self._owned is not None  # a call has begun
+        return self._owned
+
+    @property
+    def _parts(self) -> WholeModule:
+        assert self._whole is not None  # a call has begun
+        return self._whole
+
+    def _close(self) -> None:
+        if self._stages is not None:
+            self._stages.close()
+        if self._chain is not None:
+            self._chain.detach()
+        if self._measured is not None:
+            self._measured.close()
+        self._chain = self._stages = self._measured = self.step_device = None
+
+    def teardown(self) -> None:
+        """Let the module's blocks be called by anybody again."""
+        self._close()
+        super().teardown()
+
+    # -- one window
+
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        """A step of an evaluation, through all stages; what a ``predict_step`` returns is there on each of them."""
+        assert self._stages is not None
+        output = self._stages.evaluate(partial(fn, *args))
+        if getattr(fn, "__name__", "") == "predict_step":
+            output = comm.broadcast_object(output, 0, self.members)
+        return output
+
+    def _turns(
+        self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch], count: int
+    ) -> list[tuple[int, Turn]]:
+        """What a window plays: ``count`` parts of each micro-batch that is not empty, with the micro-batch's number."""
+        needed = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        turns: list[tuple[int, Turn]] = []
+        for number, each in enumerate(micro_batches):
+            if not each.empty and each.args[0] is not None:
+                turns += [(number, self._turn(step, each, part, needed)) for part in cut(each.args[0], count)]
+        return turns
+
+    def _refuse_freed_gradients(self) -> None:
+        """A parameter of another rank's stage, which has no memory here, got a gradient on the user's own way."""
+        if any(parameter.grad is not None for parameter in self._ownership.freed):
+            name = next(n for n, p in self.module.named_parameters() if p.grad is not None and stands_in(p))
+            raise MisconfigurationException(ELSEWHERE.format(name=name))
+
+    def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
+        """Forwards and backwards of a window by the schedule; then gradients are those of the whole batch."""
+        count = self._micro_batches or 2 * self._size(self.world)
+        turns = self._turns(step, micro_batches, count)
+        self._follow([turn for _, turn in turns])
+        owned, stages = self._ownership, self._stages
+        assert stages is not None
+        if self.replicas.count > 1 or owned.outside_buffers:
+            self._parts.align_buffers(self.peers if self.replicas.count > 1 else None)
+        outputs: list[list[Any]] = [[] for _ in micro_batches]
+        with ExitStack() as windows:
+            for times in self.times.values():
+                windows.enter_context(times.window(len(turns)))
+            for run in _alike(turns):
+                for (number, _), returned in zip(run, stages.train([turn for _, turn in run]), strict=True):
+                    outputs[number].append(returned)
+        self._refuse_freed_gradients()
+        gradients.reduce(owned, self.members, self.peers, self.replicas.count)
+        self.rounds += 1
+        return [_put_together(each) for each in outputs]
+
+    def _turn(self, step: Callable[..., Any], micro_batch: MicroBatch, part: BatchPart, needed: Hashable) -> Turn:
+        others = micro_batch.args[1:]
+        return Turn(
+            partial(micro_batch.enter, part.part),
+            partial(step, part.filled, *others),
+            partial(step, part.batch, *others),
+            partial(micro_batch.loss, part=part.part),
+            part.samples,
+            part.rows,
+            (gradients.shapes_of(part.filled), needed),
+        )
+
+    def _follow(self, turns: Sequence[Turn]) -> None:
+        """Before a window: let the split follow what the ranks have measured."""
+        measured, stages = self._measured, self._stages
+        if measured is None:
+            return
+        assert stages is not None
+        found = measured.at_boundary(stages, self._ownership, self.optimizers, turns)
+        if found is None:
+            return
+        assert measured.control is not None
+        if measured.control.warning:
+            warn_once(NO_FIT.format(why=measured.control.warning), key="stages do not fit")
+        found = replace(found, step=self.module.global_step)
+        self.decisions.append(found)
+        rank_zero_info(f"balanced: step {found.step}: {found}.")
+        if found.after != found.before:
+            size = measured.control.moved_between(found.before, found.after)
+            measured.control.note_move(size, self.resplit(found.after))
+
+    @does("moving blocks to other ranks")
+    def resplit(self, split: Sequence[int]) -> float:
+        """Let the stages have so many blocks from here on, which move to their ranks with all that belongs to them.
+
+        To be called on all ranks between two windows of a fit, in ``on_train_batch_start`` say. Collective.
+
+        Args:
+            split: blocks of each stage.
+
+        Returns:
+            the seconds that it took the slowest rank.
+
+        Raises:
+            MisconfigurationException: numbers that make no split of the chain; no fit is under way.
+        """
+        if self._chain is None or not self._parts.is_freed:
+            raise MisconfigurationException(NOT_IN_A_FIT)
+        blocks, stages = len(self._chain.blocks), self._depth()
+        if len(split) != stages or sum(split) != blocks or min(split) < 1:
+            raise MisconfigurationException(
+                SPLIT.format(split=split, stages=stages, blocks=blocks, chain=self._chain.name)
+            )
+        begin, before = time.perf_counter(), self._ownership
+        placement = self._lay_out(tuple(split))
+        move(self.module, before, self._ownership, self.optimizers, self.members, self.root_device)
+        self._parts.change_owners(self._ownership, placement, self.optimizers)
+        if self._measured is not None and self._measured.control is not None:
+            self._measured.control.adopt(self._counts_now)
+        took = torch.tensor(time.perf_counter() - begin, dtype=torch.float32, device=self.root_device)
+        return comm.all_reduce(took, "max").item()
+
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
+        """Clip the whole gradient, of which each rank has a part. Collective."""
+        assert self._owned is not None
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if algorithm == "norm":
+            return gradients.clip_by_norm(parameters, self._owned, value, self.members, self.root_device)
+        clip_by_value(parameters, value)
+        return None
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """As the base does it; with a loss scale, all ranks leave the step out that one of them has to leave out."""
+        if self.precision.scaler is not None:
+            self.precision.scaler.share_overflow(optimizer, partial(comm.all_reduce, op="max"), self.root_device)
+        return super().step(optimizer, closure, **options)
+
+    # -- what it holds
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Each parameter and gradient, from a rank that has it."""
+        return self._parts.whole_parameters()
+
+    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
+        """Module and optimizers as of one process, on rank 0; the others take part, and hold no values of them."""
+        if alone and self.world.size > 1:
+            raise MisconfigurationException(ALONE.format(rank=self.world.rank))
+        sends = self.replicas.index == 0
+        module = self._parts.state_dict(sends, self.collectives.gather_on_zero)
+        if weights_only:
+            return EngineState(module)
+        states: list[dict[str, Any] | None] = [
+            self._parts.optimizer_state(o, sends, self.collectives.gather_on_zero) for o in self.optimizers
+        ]
+        drawn = None if self._drawn is None else self._drawn.state_dict()
+        by_rank = [drawn] if alone else self.collectives.gather_on_zero(drawn)
+        return EngineState(module, states, {"split": list(self._counts_now)}, by_rank)
+
+    def load(self, state: EngineState) -> None:
+        """Take what this rank holds of a whole state; the split is the saved one, if it is of this chain and ranks."""
+        if state.module is not None:
+            self._parts.load_state_dict(state.module, self.module.strict_loading)
+        for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
+            if saved is not None:
+                self._parts.load_optimizer(optimizer, saved)
+        split = (state.own or {}).get("split", ())
+        same = (len(split), sum(split)) == (len(self._counts_now), sum(self._counts_now))
+        if self._asked_split == "measured" and same and tuple(split) != self._counts_now:
+            self.resplit(split)
+        if self._drawn is not None and len(state.by_rank) == self.world.size:
+            self._drawn.load_state_dict(state.by_rank[self.world.rank])
+
+
+def _is_number(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_arguments(
+    stages: object, micro_batches: object, schedule: object, split: object, stages_per_rank: object, one_process: object
+) -> None:
+    if stages != "all" and not _is_number(stages, 2):
+        raise MisconfigurationException(
+            f'BalancedStrategy(stages={stages!r:.100}): give a number of ranks above 1, or "all".'
+        )
+    if micro_batches is not None and not _is_number(micro_batches, 1):
+        raise MisconfigurationException(
+            f"BalancedStrategy(micro_batches={micro_batches!r:.100}): give a number above 0, or None for twice the "
+            "stages."
+        )
+    if schedule not in SCHEDULES:
+        raise MisconfigurationException(
+            f"BalancedStrategy(schedule={schedule!r:.100}): choose {', '.join(map(repr, SCHEDULES))}."
+        )
+    if stages_per_rank is not None and not _is_number(stages_per_rank, 1):
+        raise MisconfigurationException(
+            f"BalancedStrategy(stages_per_rank={stages_per_rank!r:.100}): give a number above 0."
+        )
+    if stages_per_rank not in (None, 1) and schedule not in IN_ROUNDS:
+        raise MisconfigurationException(
+            f"BalancedStrategy(stages_per_rank={stages_per_rank}, schedule={schedule!r}): each rank has one stage by "
+            f"this schedule: choose {' or '.join(map(repr, IN_ROUNDS))}."
+        )
+    if not isinstance(one_process, bool):
+        raise MisconfigurationException(f"BalancedStrategy(one_process={one_process!r:.100}): give True or False.")
+    refuse_without(PIPELINES, "BalancedStrategy", "take DDPStrategy(shard_optimizer=True)", PARTS)
+    if one_process:
+        refuse_without(ONE_PROCESS, "BalancedStrategy(one_process=True)", "leave one_process out", PARTS)
+    _check_split(split)
+
+
+def _check_split(split: object) -> None:
+    numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(_is_number(n, 1) for n in split)
+    if split not in KINDS and not numbers:
+        raise MisconfigurationException(
+            f'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage, '
+            "each above 0: [3, 5] say."
+        )
+
+
+def _alike(turns: list[tuple[int, Turn]]) -> list[list[tuple[int, Turn]]]:
+    """Turns in runs of one shape, in their order."""
+    runs: list[list[tuple[int, Turn]]] = []
+    for each in turns:
+        if runs and runs[-1][-1][1].shape == each[1].shape:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return runs
+
+
+def _put_together(returned: list[Any]) -> Any:
+    """What ``on_train_batch_end`` is shown of the parts of a batch: of a dict a list of values for each key."""
+    if len(returned) == 1:
+        return returned[0]
+    if returned and all(isinstance(each, dict) for each in returned):
+        return {key: [each.get(key) for each in returned] for key in returned[0]}
+    return None

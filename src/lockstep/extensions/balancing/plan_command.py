@@ -1,0 +1,199 @@
+"""``lockstep plan``: what each way to train a script's model would need and take, on these devices or on others."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import Parameter, UninitializedParameter
+
+from lockstep.cli.outputs import check_file
+from lockstep.cli.run import CommandParser, check_script, number_from, split
+from lockstep.extensions.balancing.planner.hardware import Hardware, bytes_said, described
+from lockstep.extensions.balancing.planner.plan import Plan, SavedPlan
+from lockstep.extensions.balancing.plans import choice
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.installed import Installation
+from lockstep.ground.types import TrainerFn
+from lockstep.module import LightningModule
+from lockstep.trainer import Trainer
+
+USAGE = "lockstep plan [options] script.py [options] [arguments of the script]"
+ABOUT = """\
+Run a script up to its trainer.fit(), and print memory and seconds of a step under each way to train its model: what
+fits, what does not and why, the choice and its reason. Nothing is trained.
+
+Without --memory, --link, --nodes and --chip the devices are those of this machine: some steps are measured. With one
+of them they are elsewhere: the model is made without memory, and seconds come from a cost model.
+Options may stand before the script and directly behind it; what follows is the script's own.
+"""
+EXAMPLES = """\
+examples:
+  lockstep plan train.py --devices 2
+  lockstep plan train.py --devices 8 --nodes 8 --memory 80GB --link 25GB/s --save plan.yaml
+"""
+PLANNED_PARAMETERS = Installation(
+    "torch's hook on parameters that are registered",
+    (),
+    "while lockstep plan runs a script for another machine, parameters have no memory",
+    stays=False,
+)
+ELSEWHERE = ("nodes", "memory", "link", "chip")
+
+
+class _Planned(BaseException):
+    """The script has come to its fit, and its plan is made; no ``except Exception`` of a script is in the way."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+
+def plan(words: Sequence[str]) -> int:
+    """The command; gives its exit code: 0 where something fits, 1 where nothing does.
+
+    Args:
+        words: behind ``lockstep plan``.
+
+    Raises:
+        MisconfigurationException: for what cannot be planned, with the way out.
+    """
+    given, script = split(list(words), _parser())
+    check_script("lockstep plan", None, script)
+    if given.save is not None:
+        if not given.save.endswith((".yaml", ".yml")):
+            raise MisconfigurationException(f"--save {given.save}: give a name that ends with .yaml")
+        check_file("--save", given.save)
+    if given.csv is not None:
+        check_file("--csv", given.csv)
+    found = _plan_of(given, script)
+    print("\n".join(found.lines(everything=given.all)))
+    if given.save is not None and found.choice is not None:
+        found.save(given.save)
+        saved = SavedPlan.of(found)
+        nodes = "" if saved.nodes == 1 else f", num_nodes={saved.nodes}"
+        print(f'\n{given.save}: use it by Trainer(strategy="{given.save}", devices={saved.devices}{nodes})')
+    if given.csv is not None:
+        write_csv(found, given.csv)
+    return 0 if found.choice is not None else 1
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("lockstep plan", USAGE, ABOUT, EXAMPLES)
+    add = parser.add_argument
+    add("--devices", type=number_from(1), metavar="N", help="of each node; default: as the script's Trainer says")
+    add("--nodes", type=number_from(1), metavar="M", help="machines; default: 1")
+    add("--memory", metavar="BYTES", help="of each device: 80GB, 24GiB")
+    add("--link", metavar="BYTES/S", help="of the slowest link: 25GB/s; between nodes, where there are several")
+    add("--chip", metavar="NAME", help="GPU for whose arithmetic the seconds are: H100, A100, RTX 3090")
+    add("--goal", default="speed", choices=("speed", "memory"), help="what the choice is to be best in; default: speed")
+    add("--blocks", metavar="NAMES", help="submodules that are blocks, with commas between them; default: found")
+    add("--all", action="store_true", help="also show pipelines, and variants of a way, that gain nothing")
+    add("--save", metavar="FILE", help="write the choice, for Trainer(strategy=FILE); a name that ends with .yaml")
+    add("--csv", metavar="FILE", help="write seconds of a step and bytes of a device under each way")
+    return parser
+
+
+def _plan_of(given: argparse.Namespace, script: list[str]) -> Plan:
+    elsewhere = any(getattr(given, name) is not None for name in ELSEWHERE)
+    memory = None if given.memory is None else bytes_said("--memory", given.memory)
+    link = None if given.link is None else bytes_said("--link", given.link)
+    named = [name for name in (given.blocks or "").split(",") if name]
+
+    def fit(trainer: Trainer, model: LightningModule, *args: Any, **kwargs: Any) -> NoReturn:
+        hardware: Hardware | None
+        if elsewhere:
+            hardware = described(given.devices or trainer.world_size, given.nodes or 1, memory, link, given.chip)
+        else:
+            hardware = _here(trainer, given.devices)
+        loader, data = args[0] if args else kwargs.get("train_dataloaders"), kwargs.get("datamodule")
+        trainer._attach(TrainerFn.FITTING, model, {"train": loader}, data)
+        batch = choice.first_batch(trainer)
+        found = choice.plan_for(
+            trainer, batch, hardware=hardware, goal=given.goal, named=named, measure=None if elsewhere else True
+        )
+        raise _Planned(found)
+
+    return _run(script, fit, elsewhere)
+
+
+def _here(trainer: Trainer, devices: int | None) -> Hardware | None:
+    """So many devices of this machine; None where they are those of the trainer."""
+    if devices is None or devices == trainer.world_size:
+        return None
+    from lockstep.extensions.balancing.planner.hardware import hardware_of
+
+    return hardware_of(trainer.strategy.root_device, devices)
+
+
+def _run(script: list[str], fit: Any, elsewhere: bool) -> Plan:
+    """The script as ``python script.py`` runs it, up to its fit."""
+    before, words, path = Trainer.fit, sys.argv, list(sys.path)
+    Trainer.fit = fit  # type: ignore[method-assign]
+    sys.argv = list(script)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
+    try:
+        with _without_memory(elsewhere):
+            runpy.run_path(script[0], run_name="__main__")
+    except _Planned as planned:
+        return planned.plan
+    except SystemExit as ended:
+        if ended.code:
+            raise MisconfigurationException(f"{script[0]} ended with {ended.code!r} before its trainer.fit()") from None
+    finally:
+        Trainer.fit = before  # type: ignore[method-assign]
+        sys.argv, sys.path[:] = words, path
+    raise MisconfigurationException(
+        f"{script[0]} has ended without a trainer.fit(model): a plan needs the call. If the script asks for arguments, "
+        "give them behind it."
+    )
+
+
+@contextmanager
+def _without_memory(elsewhere: bool) -> Iterator[None]:
+    """Let parameters have no memory as soon as a module has them: a model may be larger than this machine."""
+
+    def place(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
+        if parameter is None or parameter.is_meta or isinstance(parameter, UninitializedParameter):
+            return parameter
+        return Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+
+    if not elsewhere:
+        yield
+        return
+    hook: Any = place  # torch's annotation knows no hook that replaces a parameter
+    with PLANNED_PARAMETERS.inside():
+        handle = register_module_parameter_registration_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+# -- the file of numbers -----------------------------------------------------------------------------------------------
+
+
+def write_csv(found: Plan, path: str) -> None:
+    """Write what each way would take, a row for each.
+
+    Args:
+        found: the plan.
+        path: of the file.
+    """
+    rows = [row for row in found.rows if row.parts]
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row.parts))
+    with open(path, "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["way", "devices", "fits", "samples a second", "compute", "sent", "update", "bytes", *kinds])
+        for row in sorted(rows, key=lambda row: (not row.fits, -row.rate)):
+            seconds = (row.compute, row.sent, row.update)
+            bytes_of = [row.parts.get(kind, 0.0) for kind in kinds]
+            table.writerow([row.candidate.name, row.devices, row.fits, row.rate, *seconds, row.memory, *bytes_of])

@@ -1,0 +1,668 @@
+"""The memory and the seconds of a step under each way to train: formulas over a profile and hardware, nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import takewhile
+
+import torch
+
+from lockstep.engines.ddp.bucket import ALIGNMENT, ParameterInfo, in_order_of_arrival, plan_buckets
+from lockstep.engines.owners import owners_of
+from lockstep.extensions.balancing.planner.hardware import Hardware
+from lockstep.extensions.balancing.planner.partition import Block, Device, DoesNotFit, Split, Stage, partition
+from lockstep.extensions.balancing.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
+from lockstep.extensions.balancing.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, actions_of, held, play
+from lockstep.extensions.balancing.planner.trace import BACKWARD, FORWARD, REST, UPDATE, OperationWork
+from lockstep.ground.comm import PIECE
+
+MIB = 2**20
+BUCKET_MB = 25.0
+"""Of a bucket of ddp by default."""
+NAMES = {
+    "sharded": "ddp, sharded optimizer",
+    "fsdp_grads": "fsdp, SHARD_GRAD_OP",
+    "fsdp_offload": "fsdp_cpu_offload",
+}
+"""Of kinds in the table, where they are others."""
+GROUP_CALLS = 20
+"""Operations that gather, or cut, the parameters of a block."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train.
+
+    Attributes:
+        kind: "single", "dp", "ddp", "sharded" (ddp with a sharded optimizer), "fsdp", "fsdp_grads", "fsdp_offload",
+            "deepspeed" or "pipeline".
+        stage: of deepspeed.
+        offload: of deepspeed: optimizer states, and under stage 3 parameters, are on the host.
+        recomputed: repeated blocks are computed again; a pipeline chooses the blocks.
+        hook: "" or "bf16": how gradients of ddp travel.
+        bucket_mb: MiB of a bucket of ddp.
+        micro_batches: of a pipeline.
+        schedule: of a pipeline: "GPipe", "1F1B", "interleaved" or "zero-bubble".
+        precision: as of ``Trainer(precision=...)``.
+    """
+
+    kind: str
+    stage: int = 0
+    offload: bool = False
+    recomputed: bool = False
+    hook: str = ""
+    bucket_mb: float = BUCKET_MB
+    micro_batches: int = 1
+    schedule: str = ""
+    precision: str = "32-true"
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether model states are in the host's memory."""
+        return self.offload or self.kind == "fsdp_offload"
+
+    @property
+    def plain(self) -> Candidate:
+        """The way without its variants."""
+        return replace(self, bucket_mb=BUCKET_MB, hook="", offload=False, recomputed=False)
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        name = NAMES.get(self.kind, self.kind)
+        if self.kind == "deepspeed":
+            name = f"deepspeed_stage_{self.stage}" + "_offload" * self.offload
+        variants = (
+            (self.kind == "pipeline", f"{self.schedule}, {self.micro_batches} micro-batches"),
+            (self.hook, f"{self.hook} hook"),
+            (self.bucket_mb != BUCKET_MB, f"buckets of {self.bucket_mb:g} MiB"),
+            (self.recomputed, "recomputation"),
+        )
+        return ", ".join([name, *(text for holds, text in variants if holds)])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a candidate would take, on the rank that takes most.
+
+    Attributes:
+        candidate: which.
+        devices: how many it uses.
+        parts: bytes by what they are for.
+        memory: bytes at the peak.
+        host: bytes on the host, for all devices of a node.
+        compute, sent, update: seconds of forward and backward, of waiting for messages, and of the update.
+        samples: of a step, over all devices.
+        missing: bytes above what there is; 0 where it fits.
+        why: what does not fit.
+        split: of a pipeline.
+        obstacle: why it cannot be run although it may fit; "".
+        other: what differs in the numbers: a precision, a compression; "".
+    """
+
+    candidate: Candidate
+    devices: int
+    parts: dict[str, float]
+    memory: float
+    compute: float
+    sent: float
+    update: float
+    samples: float
+    host: float = 0.0
+    missing: float = 0.0
+    why: str = ""
+    split: Split | None = field(default=None, compare=False)
+    obstacle: str = ""
+    other: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.compute + self.sent + self.update
+
+    @property
+    def rate(self) -> float:
+        """Samples a second, over all devices."""
+        return self.samples / self.seconds if self.seconds else math.inf
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is memory for it."""
+        return self.missing <= 0
+
+    @property
+    def eligible(self) -> bool:
+        """Whether a plan may choose it."""
+        return self.fits and not self.obstacle and not self.other
+
+
+# -- bytes of model states -----------------------------------------------------------------------------------------
+
+
+def _gradients(parameters: Iterable[ParameterProfile]) -> float:
+    return float(sum(p.size for p in parameters if p.trainable))
+
+
+def _states(parameters: Iterable[ParameterProfile]) -> float:
+    return float(sum(p.like * p.elements + p.fixed for p in parameters))
+
+
+def shard_elements(p: ParameterProfile, ranks: int) -> int:
+    """Elements of a rank's part under FSDP: whole rows, filled up."""
+    if not p.shape:
+        return 1
+    return -(-p.shape[0] // ranks) * (p.elements // max(p.shape[0], 1))
+
+
+def _model_states(parameters: Sequence[ParameterProfile]) -> dict[str, float]:
+    """Of parameters that are whole, with gradients of their own."""
+    size = float(sum(p.size for p in parameters))
+    return {"parameters": size, "gradients": _gradients(parameters), "optimizer states": _states(parameters)}
+
+
+def _unit_sizes(profile: ModelProfile) -> dict[int, float]:
+    """Bytes of the parameters that FSDP gathers together: of a repeated block, and of all the rest."""
+    sizes: dict[int, float] = {REST: 0.0}
+    for p in profile.parameters:
+        unit = p.unit if p.unit != REST and profile.blocks[p.unit].repeated else REST
+        sizes[unit] = sizes.get(unit, 0.0) + p.size
+    return sizes
+
+
+# -- seconds -------------------------------------------------------------------------------------------------------
+
+
+def span_seconds(span: SpanProfile, hardware: Hardware, precision: str) -> float:
+    """Measured seconds, or those of the cost model: products, then what is moved, and the calls at least."""
+    if span.seconds is not None:
+        return span.seconds
+    work = span.work
+    return max(work.products / hardware.speed(precision) + work.moved / hardware.moved, work.calls * hardware.call)
+
+
+def phase_seconds(spans: Iterable[SpanProfile], profile: ModelProfile, hardware: Hardware, phase: str) -> float:
+    """Seconds of the spans of a phase on one device."""
+    return sum(span_seconds(span, hardware, profile.precision) for span in spans if span.phase == phase)
+
+
+def ring(size: float, ranks: int, hardware: Hardware, passes: int = 2) -> float:
+    """Seconds of an all-reduce of ``size`` bytes by a ring; of an all-gather or a reduce-scatter with one pass."""
+    bandwidth, latency = hardware.slowest_link()
+    return passes * ((ranks - 1) / ranks * size / bandwidth + (ranks - 1) * latency)
+
+
+# -- the ways, each with its formulas --------------------------------------------------------------------------------
+
+
+class _Single:
+    """One process with the whole model. The other ways derive from it, and say what differs.
+
+    Attributes:
+        ranks: devices that take part.
+        on_host: model states that are in the host's memory where the candidate offloads.
+    """
+
+    alone = True
+    """There is one device."""
+    cuts_batch = False
+    """The batch of one device is cut over all."""
+
+    def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
+        self.profile, self.candidate, self.hardware = profile, candidate, hardware
+        self.ranks = 1 if self.alone else hardware.world
+        self.step = profile.step(candidate.recomputed)
+        self.trained = _gradients(profile.parameters)
+        self.on_host: tuple[str, ...] = ()
+
+    def predict(self) -> Prediction:
+        """Memory and seconds of a step."""
+        profile, hardware = self.profile, self.hardware
+        rest = {"buffers": float(profile.buffers), "batches": float(profile.batch)}
+        parts = {**self.states(), **rest, "activations": float(self.working())}
+        away = self.on_host if self.candidate.uses_host else ()
+        host = sum((parts[name] for name in away), 0.0) * hardware.devices
+        parts |= dict.fromkeys(away, 0.0)
+        memory = sum(parts.values())
+        compute, sent, update = self.seconds()
+        if self.ranks > 1 and hardware.kind == "cpu":  # ranks of a host share its memory, and perhaps its cores
+            busy = 1 + (hardware.contention - 1) * (hardware.devices - 1)
+            compute, update = busy * compute, busy * update
+        samples = profile.samples * (1 if self.cuts_batch else self.ranks)
+        found = Prediction(self.candidate, self.ranks, parts, memory, compute, sent, update, samples, host)
+        if host > hardware.host_memory:
+            return replace(found, missing=host - hardware.host_memory, why="the host's memory")
+        if memory > hardware.memory:
+            return replace(found, missing=memory - hardware.memory, why=max(parts, key=lambda name: parts[name]))
+        return found
+
+    def states(self) -> dict[str, float]:
+        """Bytes of parameters, gradients, optimizer states and buckets on the rank that has most."""
+        return {**_model_states(self.profile.parameters), "buckets": 0.0}
+
+    def working(self) -> float:
+        """Bytes beside the model states at the moment when all together are most, less states that are not there."""
+        return max(map(self.beside, self.step.spans))
+
+    def beside(self, span: SpanProfile) -> float:
+        """The same while a span runs."""
+        return span.peak if span.phase == FORWARD else span.grown - self.trained
+
+    def seconds(self) -> tuple[float, float, float]:
+        """Of computation, of waiting for messages, and of the update."""
+        compute, sent = self.exchange(self.phase(FORWARD) + self.phase(BACKWARD))
+        return compute, sent, self.phase(UPDATE)
+
+    def phase(self, name: str) -> float:
+        """Seconds of a phase on one device."""
+        return phase_seconds(self.step.spans, self.profile, self.hardware, name)
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        """Seconds of computation, given those of one device alone, and of waiting for messages."""
+        return compute, 0.0
+
+
+class _DataParallel(_Single):
+    """One process for all devices, over which it cuts the batch."""
+
+    alone, cuts_batch = False, True
+
+    def beside(self, span: SpanProfile) -> float:
+        return super().beside(span) / self.ranks
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        each = self.profile.size / self.hardware.link + self.hardware.latency
+        return compute / self.ranks, 2 * (self.ranks - 1) * each
+
+
+class _DDP(_Single):
+    """Each rank has the whole model, and gradients in buckets, which travel while the backward runs."""
+
+    alone = False
+
+    @cached_property
+    def buckets(self) -> tuple[list[list[str]], list[list[str]]]:
+        """The names in each bucket, in order of registration, and as they are laid out anew: as gradients come."""
+        device, bucket = torch.device("cpu"), self.candidate.bucket_mb
+        trained = [p for p in self.profile.parameters if p.trainable]
+        infos = [ParameterInfo(p.name, p.size, torch.uint8, device) for p in trained]
+        came = [p.name for p in sorted(trained, key=lambda p: p.arrival) if p.arrival >= 0]
+        caps = [min(1.0, bucket) * MIB, bucket * MIB]
+        return plan_buckets(infos, caps), plan_buckets(in_order_of_arrival(infos, came), caps)
+
+    @cached_property
+    def first(self) -> float:
+        """Bytes of the first gradients, where buckets are laid out anew, in the order in which gradients come.
+
+        They lie in the first buckets, which are in order of registration, until they are dropped behind a forward.
+        """
+        registered, arrived = self.buckets
+        return self.trained if registered != arrived else 0.0
+
+    def waiting(self, came: float) -> float:
+        """Bytes of gradients in memory of their own, of so many that have come: they go into a bucket together."""
+        sizes = {p.name: p.size for p in self.profile.parameters}
+        for bucket in self.buckets[1]:
+            size = sum(sizes[name] for name in bucket)
+            if came <= size:
+                return max(came, 0.0)
+            came -= size
+        return 0.0
+
+    def states(self) -> dict[str, float]:
+        # each gradient begins at a multiple of 16 bytes, and has a flag
+        sizes = [-(-p.size // ALIGNMENT) * ALIGNMENT + p.itemsize for p in self.profile.parameters if p.trainable]
+        return {**super().states(), "buckets": sum(sizes) - self.trained}
+
+    def beside(self, span: SpanProfile) -> float:  # the buckets are there all the time
+        if span.phase == BACKWARD:
+            return max(float(span.added), span.peak + self.waiting(span.grown - span.peak))
+        return span.peak + (self.first if span.phase == FORWARD else 0.0)
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        return compute, self.exposed()
+
+    def exposed(self) -> float:
+        """Seconds for which buckets are waited for when the backward has ended.
+
+        They travel one after another, each when its gradients are there; or all behind the backward, where messages
+        do not travel while a device computes.
+        """
+        hardware, bucket = self.hardware, self.candidate.bucket_mb * MIB
+        spans = [span for span in self.step.spans if span.phase == BACKWARD]
+        last = {span.unit: index for index, span in enumerate(spans)}
+        arriving: dict[int, float] = {}
+        for p in self.profile.parameters:
+            if p.trainable and p.unit in last:
+                arriving[last[p.unit]] = arriving.get(last[p.unit], 0.0) + p.size
+        now = end = waiting = 0.0
+        for index, span in enumerate(spans):
+            took = span_seconds(span, hardware, self.profile.precision) if hardware.overlaps else 0.0
+            size = arriving.get(index, 0.0)
+            pieces = max(1, math.ceil(size / bucket))
+            for piece in range(1, pieces + 1):
+                waiting += size / pieces
+                if waiting >= bucket:
+                    end = max(end, now + took * piece / pieces) + self.summed(waiting)
+                    waiting = 0.0
+            now += took
+        if waiting:
+            end = max(end, now) + self.summed(waiting)
+        return max(end - now, 0.0)
+
+    def summed(self, size: float) -> float:
+        """Seconds of an all-reduce of gradients: in shared memory, where ranks of one host have it, else by a ring."""
+        size *= 0.5 if self.candidate.hook == "bf16" else 1.0
+        if self.hardware.shared and self.hardware.nodes == 1:
+            return self.hardware.shared_latency + self.ranks / 2 * size / self.hardware.shared
+        return ring(size, self.ranks, self.hardware)
+
+
+class _SharedUpdate(_DDP):
+    """Each rank updates a part of the model. What an engine costs was measured, on ranks of one host's CPU."""
+
+    @property
+    def engine(self) -> str:
+        """The engine's name among those that were measured."""
+        return self.candidate.kind
+
+    def seconds(self) -> tuple[float, float, float]:
+        hardware, profile = self.hardware, self.profile
+        compute = self.phase(FORWARD) + self.phase(BACKWARD)
+        cost = dict(hardware.engines).get(self.engine) if hardware.nodes == 1 else None
+        if cost is None:
+            compute, sent = self.exchange(compute)
+        else:
+            sent = cost.seconds(self.groups(), len(profile.parameters), profile.size, self.ranks)
+        return compute, sent, self.on_the_host() if self.candidate.uses_host else self.phase(UPDATE) / self.ranks
+
+    def groups(self) -> int:
+        """How many groups of parameters are gathered one by one: the repeated blocks, and all the rest."""
+        return sum(block.repeated for block in self.profile.blocks) + 1
+
+    def on_the_host(self) -> float:
+        """Seconds of an update by the host: gradients go there, weights come back."""
+        hardware, work = self.hardware, OperationWork()
+        for span in self.step.spans:
+            if span.phase == UPDATE:
+                work.add(span.work)
+        moved = work.moved / self.ranks * hardware.devices / hardware.host_moved
+        return max(moved + 2 * self.trained / self.ranks / hardware.host_link, work.calls / self.ranks * hardware.call)
+
+
+class _Sharded(_SharedUpdate):
+    """ddp with a sharded optimizer: each parameter has an owner, which updates it. No parameter is cut."""
+
+    def states(self) -> dict[str, float]:
+        trained = [p for p in self.profile.parameters if p.trainable]
+        owners = owners_of([p.size for p in trained], [0] * self.ranks)
+        owned: list[list[ParameterProfile]] = [[] for _ in range(self.ranks)]
+        for p, owner in zip(trained, owners, strict=True):
+            owned[owner].append(p)
+        return {**super().states(), "optimizer states": max(map(_states, owned))}
+
+    def beside(self, span: SpanProfile) -> float:
+        if span.phase != UPDATE:
+            return super().beside(span)
+        # the owners' new values, a message of each under way
+        sends = min(float((self.ranks + 1) * PIECE), self.trained)
+        return max(span.peak / self.ranks, sends)
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        return compute, self.exposed() + ring(self.trained, self.ranks, self.hardware, 1)
+
+
+class _FullySharded(_SharedUpdate):
+    """FSDP: each rank has a part of each parameter, and gathers a block's while that runs."""
+
+    def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
+        super().__init__(profile, candidate, hardware)
+        self.keeps = candidate.kind == "fsdp_grads"
+        self.on_host = ("optimizer states", "parameters", "gradients")
+
+    @property
+    def engine(self) -> str:
+        return "fsdp_grads" if self.keeps else "fsdp"
+
+    def states(self) -> dict[str, float]:
+        parts = [(p, shard_elements(p, self.ranks)) for p in self.profile.parameters]
+        return {
+            "parameters": float(sum(count * p.itemsize for p, count in parts)),
+            "gradients": float(sum(count * p.itemsize for p, count in parts if p.trainable)),
+            "optimizer states": float(sum(p.like * count + p.fixed for p, count in parts)),
+            "buckets": 0.0,
+        }
+
+    def working(self) -> float:
+        """What is gathered, and gradients before they are cut.
+
+        A gather makes one flat copy, and from it the parameters, so that both are there for a moment. While a block's
+        backward runs, the flat copy of the block before it comes; gradients are copied into one flat tensor, and cut.
+        """
+        sizes, peaks = _unit_sizes(self.profile), list[float]()
+        gathered = root = sizes.pop(REST)
+        for span in self.step.spans:
+            size = sizes.get(span.unit, 0.0)
+            if span.phase == FORWARD:
+                peaks.append(span.peak + gathered + size)
+                gathered += size if self.keeps else 0.0
+            elif span.phase == BACKWARD:
+                before = sizes.get(span.unit - 1, 0.0) if size else 0.0
+                here = root + (sum(sizes.values()) if self.keeps else size + before)
+                peaks.append(span.peak + here + (size or root))
+            else:
+                peaks.append(span.peak / self.ranks)
+        return max(peaks)
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        hardware, size, groups = self.hardware, self.profile.size, self.groups()
+        gathers = 1 if self.keeps else 2
+        total = gathers * ring(size, self.ranks, hardware, 1) + ring(self.trained, self.ranks, hardware, 1)
+        latency = hardware.slowest_link()[1]
+        total += (gathers + 1) * (groups - 1) * (self.ranks - 1) * latency
+        if hardware.overlaps:
+            return compute, max(total - compute, total / (groups + 1))
+        copied = (gathers + 1) * 2 * size / hardware.moved  # between flat tensors and parameters or gradients
+        return compute + (copied + (gathers + 1) * groups * GROUP_CALLS * hardware.call), total
+
+
+class _DeepSpeed(_FullySharded):
+    """DeepSpeed's engine, which steps weights of its own in float32."""
+
+    def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
+        super().__init__(profile, candidate, hardware)
+        self.cuts_parameters = candidate.stage == 3
+        if not self.cuts_parameters:
+            self.on_host = ("optimizer states",)
+
+    @property
+    def engine(self) -> str:
+        return f"deepspeed {self.candidate.stage}"
+
+    def states(self) -> dict[str, float]:
+        trained = [p for p in self.profile.parameters if p.trainable]
+        itemsize = max((p.itemsize for p in trained), default=4)
+        like = max((p.like for p in trained), default=0) + 4
+        fixed = max((p.fixed for p in trained), default=0)
+        if self.cuts_parameters:
+            part = float(sum(-(-p.elements // self.ranks) for p in trained))
+            parameters = gradients = part * itemsize
+        else:  # all parameters are padded together
+            unit = 2 * self.ranks
+            padded = -(-sum(p.elements for p in trained) // unit) * unit
+            part, parameters, gradients = padded / self.ranks, float(padded * itemsize), 0.0
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer states": part * like + fixed,
+            "buckets": 0.0,
+        }
+
+    def working(self) -> float:
+        """Gradients are gathered in buckets, and in stages 1 and 2 the update makes whole ones."""
+        sizes = _unit_sizes(self.profile)
+        peaks = []
+        for span in self.step.spans:
+            if self.cuts_parameters:
+                peaks.append(span.peak + sizes[REST] + 2 * sizes.get(span.unit, 0.0))
+            elif span.phase == UPDATE:
+                peaks.append(span.peak / self.ranks + 2 * self.trained)
+            else:
+                peaks.append(span.grown + self.trained / self.ranks)
+        return max(peaks)
+
+    def exchange(self, compute: float) -> tuple[float, float]:
+        return super().exchange(compute) if self.cuts_parameters else (compute, self.exposed())
+
+
+WAYS: dict[str, type[_Single]] = {
+    "single": _Single,
+    "dp": _DataParallel,
+    "ddp": _DDP,
+    "sharded": _Sharded,
+    "fsdp": _FullySharded,
+    "fsdp_grads": _FullySharded,
+    "fsdp_offload": _FullySharded,
+    "deepspeed": _DeepSpeed,
+}
+
+
+def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
+    """Memory and seconds of a step under a candidate.
+
+    Args:
+        profile: of the model, in the candidate's precision.
+        candidate: the way to train.
+        hardware: the devices.
+    """
+    if candidate.kind == "pipeline":
+        return _pipeline(profile, candidate, hardware)
+    return WAYS[candidate.kind](profile, candidate, hardware).predict()
+
+
+# -- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def _outside(step: StepProfile) -> tuple[list[SpanProfile], list[SpanProfile]]:
+    """What runs outside of blocks: before the first one, in forward or backward; and behind it. Without the update."""
+    early: list[SpanProfile] = []
+    late: list[SpanProfile] = []
+    for phase, direction in ((FORWARD, 1), (BACKWARD, -1)):
+        spans = [span for span in step.spans if span.phase == phase][::direction]
+        before = list(takewhile(lambda span: span.unit == REST, spans))
+        early += before[::direction]
+        late += [span for span in spans[len(before) :] if span.unit == REST][::direction]
+    return early, late
+
+
+def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Iterator[Block]:
+    """The blocks as a chain; what runs before the first and behind the last one goes with these.
+
+    Parameters outside of blocks are on all ranks, and in no block here.
+    """
+    step, count = profile.steps["kept"], candidate.micro_batches
+    last, (before, behind) = len(profile.blocks) - 1, profile.outside
+    early, late = _outside(step)
+    there = before  # bytes that the forwards up to a block keep
+    for number, block in enumerate(profile.blocks):
+        own = [s for s in step.spans if s.unit == number]
+        ahead, after = early if number == 0 else [], late if number == last else []
+        spans = own + ahead + after
+        forward = phase_seconds(spans, profile, hardware, FORWARD)
+        backward = phase_seconds(spans, profile, hardware, BACKWARD)
+        mine = [p for p in profile.parameters if p.unit == number]
+        there += block.kept
+        kept = block.kept + (before if number == 0 else 0) + (behind if number == last else 0)
+        working = max((s.peak for s in own if s.phase == BACKWARD), default=0) - there
+        working = max([working, *(s.peak - there - behind for s in after)])
+        yield Block(
+            (forward + backward) / count,
+            forward / count if block.repeated else math.inf,
+            sum(_model_states(mine).values()),
+            kept / count,
+            min(block.sends, block.kept) / count,
+            max(working, block.sends) / count,
+            block.sends / count,
+        )
+
+
+def _at_borders(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> tuple[float, float]:
+    """What stages receive (inputs, and gradients of outputs), and the outputs that no backward needs.
+
+    Received are those of all micro-batches; an output is there until its gradient has come.
+    """
+    followed = [stage for stage in stages if stage.stop < len(profile.blocks)]
+    inputs = [profile.blocks[stage.start - 1].sends for stage in stages if stage.start]
+    outputs = [profile.blocks[stage.stop - 1] for stage in followed]
+    not_kept = [max(block.sends - block.kept, 0) for block in outputs]
+    return (
+        sum(inputs) + sum(block.sends for block in outputs),
+        sum(flights[stage.device] * size for stage, size in zip(followed, not_kept, strict=True)),
+    )
+
+
+def _of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> dict[str, float]:
+    """What a rank of a pipeline holds: its stages, and what is outside of blocks.
+
+    Args:
+        profile: of the model.
+        stages: of the rank.
+        flights: by device of the row: the part of a batch whose activations it holds at the same time.
+    """
+    inside = {number for stage in stages for number in range(stage.start, stage.stop)}
+    mine = [p for p in profile.parameters if p.unit == REST or p.unit in inside]
+    states = sum(_model_states([p for p in mine if p.unit != REST]).values())
+    received, sent = _at_borders(profile, stages, flights)
+    update = max((s.peak for s in profile.steps["kept"].spans if s.phase == UPDATE), default=0)
+    return {
+        **_model_states(mine),
+        "buckets": 0.0,
+        "buffers": float(profile.buffers),
+        "batches": float(profile.batch),
+        "activations": max(sum(stage.memory for stage in stages) - states + sent, float(update)) + received,
+    }
+
+
+def _row(profile: ModelProfile, hardware: Hardware, each: int, in_flight: Sequence[float]) -> list[Device]:
+    """The devices in the order of the stages, ``each`` stages on one, with the memory that a stage may fill there."""
+    bandwidth, latency = hardware.slowest_link()
+    everywhere = sum(_of_rank(profile, (), ()).values())
+    received = 2 * each * max(block.sends for block in profile.blocks)
+    memory = (hardware.memory - everywhere - received) / each
+    return [Device(1.0, memory, bandwidth, latency, most) for most in in_flight]
+
+
+def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
+    """One batch in micro-batches through stages, of which each device has one, or several that go round the devices."""
+    schedule, count = candidate.schedule.lower(), candidate.micro_batches
+    each = STAGES_OF_RANK.get(schedule, 1)
+    ranks = min(hardware.world, len(profile.blocks) // each)
+    actions = actions_of(schedule, ranks, count, each)
+    in_flight = [held(actions[at % ranks])[at] for at in range(each * ranks)]
+    row = _row(profile, hardware, each, in_flight)
+    blank = Prediction(candidate, ranks, {}, math.inf, 0.0, 0.0, 0.0, profile.samples)
+    spares = schedule not in IN_ROUNDS
+    try:
+        split = partition(list(_chain(profile, candidate, hardware)), row, spares)
+    except DoesNotFit as error:
+        return replace(blank, missing=error.missing, why=str(error))
+    if spares and len(split.stages) < ranks:
+        ranks = len(split.stages)
+        actions = actions_of(schedule, ranks, count)
+    played = play([stage.seconds for stage in split.stages], actions)
+    of_ranks = [split.stages[rank::ranks] for rank in range(ranks)]
+    compute = count * max(sum(stage.seconds for stage in stages) for stages in of_ranks)
+    flights = [most / count for most in in_flight]
+    parts = max((_of_rank(profile, stages, flights) for stages in of_ranks), key=lambda part: sum(part.values()))
+    return replace(
+        blank,
+        devices=ranks,
+        parts=parts,
+        memory=sum(parts.values()),
+        compute=compute,
+        sent=max(each.end for each in played) - compute,
+        update=phase_seconds(profile.steps["kept"].spans, profile, hardware, UPDATE) / ranks,
+        split=split,
+    )

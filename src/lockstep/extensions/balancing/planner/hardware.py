@@ -1,0 +1,425 @@
+"""What devices and links can do: measured in seconds and kept in a file, or said by the user for machines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.extensions.balancing.planner.engines import EngineCost, measure_engines
+from lockstep.ground.chips import CHIPS, TERA, TFLOAT32
+from lockstep.ground.device import device_name, devices_of, synchronize
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.memory_use import free_memory
+from lockstep.ground.transfer import pinned
+
+GB = 10**9
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": GB, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def bytes_said(flag: str, text: str) -> float:
+    """Bytes as people write them: "80GB", "24 GiB", "25GB/s", or a number.
+
+    Args:
+        flag: for the error.
+        text: what was given.
+
+    Raises:
+        MisconfigurationException: it is no such number, or not above 0.
+
+    Example:
+        >>> bytes_said("--memory", "80GB"), bytes_said("--link", "1.5 GiB/s")
+        (80000000000.0, 1610612736.0)
+    """
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Z]*)(/S)?", text.strip().upper())
+    value = 0.0 if found is None else float(found[1]) * UNITS.get(found[2], 0)
+    if value <= 0:
+        raise MisconfigurationException(f"{flag} {text}: give bytes above 0 with a unit: 80GB, 24GiB, 25GB/s")
+    return value
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Devices that are alike, on nodes that are alike.
+
+    Attributes:
+        devices: of a node.
+        nodes: machines.
+        memory: bytes of a device that a run can use.
+        products: floating-point operations a second of matrix products, by the name of a dtype.
+        moved: bytes a second that an operation reads and writes.
+        call: seconds that an operation takes at least.
+        link: bytes a second between devices of a node.
+        latency: seconds of a message there.
+        shared, shared_latency: bytes of gradients a second, and seconds at least, of an all-reduce in memory that two
+            ranks on one host share; 0 where there is none.
+        engines: by name, what an engine adds to a step of ranks on one host's CPU.
+        contention: how many times as long a rank computes while another one of this host does, too.
+        node_link, node_latency: the same between nodes.
+        host_memory: bytes of a node's host, for all its devices.
+        host_link: bytes a second between a device and the host.
+        host_moved: bytes a second that the host's processor reads and writes.
+        overlaps: messages travel while a device computes.
+        kind: type of the devices.
+        name: of the device.
+        host: the machine on which it was measured; "" for what was said.
+    """
+
+    devices: int = 1
+    nodes: int = 1
+    memory: float = 80 * GB
+    products: tuple[tuple[str, float], ...] = (("float32", 100 * TERA), ("bfloat16", 200 * TERA))
+    moved: float = 1500 * GB
+    call: float = 6e-6
+    link: float = 100 * GB
+    latency: float = 1e-5
+    shared: float = 0.0
+    shared_latency: float = 0.0
+    engines: tuple[tuple[str, EngineCost], ...] = ()
+    contention: float = 1.0
+    node_link: float = 25 * GB
+    node_latency: float = 2e-5
+    host_memory: float = 512 * GB
+    host_link: float = 20 * GB
+    host_moved: float = 80 * GB
+    overlaps: bool = True
+    kind: str = "cuda"
+    name: str = "a device as described"
+    host: str = ""
+
+    @property
+    def world(self) -> int:
+        """The number of devices."""
+        return self.devices * self.nodes
+
+    def speed(self, precision: str) -> float:
+        """Operations a second of matrix products in a precision as of ``Trainer(precision=...)``."""
+        table = dict(self.products)
+        kinds = (("bf16", "bfloat16"), ("16", "float16"), ("64", "float64"))
+        wanted = next((dtype for key, dtype in kinds if key in precision), "float32")
+        if wanted == "float64":
+            return table.get(wanted, table["float32"] / 2)
+        return table.get(wanted) or table.get("bfloat16" if wanted == "float16" else "float16") or table["float32"]
+
+    def slowest_link(self) -> tuple[float, float]:
+        """Bandwidth and latency of the slowest link of a ring over all devices."""
+        if self.nodes > 1 and self.devices > 1:
+            return min(self.link, self.node_link), max(self.latency, self.node_latency)
+        return (self.node_link, self.node_latency) if self.nodes > 1 else (self.link, self.latency)
+
+
+def described(
+    devices: int, nodes: int = 1, memory: float | None = None, link: float | None = None, chip: str | None = None
+) -> Hardware:
+    """Devices that are not here.
+
+    Args:
+        devices: of a node.
+        nodes: machines.
+        memory: bytes of a device; None: 80 GB.
+        link: bytes a second of the slowest link: between nodes, or between devices where there is one node.
+        chip: name of a GPU, for its arithmetic speed: "H100", "A100", "RTX 3090"; None: a modest one of 2020.
+
+    Raises:
+        MisconfigurationException: no device, or a chip that is not known.
+    """
+    for flag, value in (("--devices", devices), ("--nodes", nodes)):
+        if value < 1:
+            raise MisconfigurationException(f"{flag} {value}: give a number from 1")
+    made = Hardware(devices, nodes, name="a device as described")
+    if memory is not None:
+        made = replace(made, memory=memory * 0.92)  # the rest is the driver's, and lost between allocations
+    if link is not None:
+        made = replace(made, node_link=link) if nodes > 1 else replace(made, link=link)
+    if chip is not None:
+        table = next((rates for pattern, rates in CHIPS if re.search(pattern, chip.lower())), None)
+        if table is None:
+            raise MisconfigurationException(
+                f"--chip {chip}: not known; give the name of an NVIDIA GPU: H100, A100, L40, RTX 3090"
+            )
+        products = {_name(key): rate * TERA * 0.5 for key, rate in table.items()}  # what products of real sizes reach
+        products["float32"] = products.pop(TFLOAT32, products["float32"])
+        made = replace(made, products=tuple(products.items()), name=chip)
+    return made
+
+
+def _name(dtype: Any) -> str:
+    return dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+
+
+# -- measured ----------------------------------------------------------------------------------------------------
+
+
+SMALL = 384
+"""Rows of the matrices that are multiplied on a CPU, and first of all on another device."""
+
+
+def _median(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Seconds of a call, the median of some."""
+
+    run()
+    found = []
+    for _ in range(times):
+        synchronize(device)
+        begun = time.perf_counter()
+        run()
+        synchronize(device)
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found)
+
+
+def _rate_of_products(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a product of matrices: the larger they are, the more of a device is busy.
+
+    A device that is slow in a dtype is asked for small ones.
+    """
+    size, most = SMALL, SMALL if device.type == "cpu" else 4096
+    while True:
+        drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+        a = drawn.to(device, dtype)  # of equal numbers a GPU multiplies more, as they take less power
+        seconds = _median(partial(torch.mm, a, a), device)
+        if size >= most or seconds > 0.01:
+            return 2.0 * size**3 / seconds
+        size = min(2 * size, most)
+
+
+def measure_device(device: torch.device) -> Hardware:
+    """One device of this machine: seconds of products, copies and small operations; takes about a second.
+
+    Args:
+        device: where.
+    """
+    on_cpu = device.type == "cpu"
+    dtypes = (torch.float32, torch.bfloat16) if on_cpu else (torch.float32, torch.bfloat16, torch.float16)
+    products = {_name(dtype): _rate_of_products(device, dtype) for dtype in dtypes}
+    wide = torch.ones((16 if on_cpu else 256) * 2**20 // 4, device=device)
+    out = torch.empty_like(wide)
+    moved = 3 * wide.nbytes / _median(lambda: torch.add(wide, wide, out=out), device)
+    small = torch.ones(8, device=device)
+
+    def calls() -> None:
+        for _ in range(200):
+            small.add_(1.0)
+
+    found = Hardware(
+        memory=usable_memory(device),
+        products=tuple(products.items()),
+        moved=moved,
+        call=_median(calls, device) / 200,
+        host_memory=usable_memory(torch.device("cpu")),
+        overlaps=not on_cpu,
+        kind=device.type,
+        name=device_name(device),
+        host=platform.node(),
+    )
+    if on_cpu:
+        return replace(found, host_link=moved, host_moved=moved)
+    source = pinned(torch.empty(64 * 2**20, dtype=torch.uint8), device)
+    there = torch.empty_like(source, device=device)
+    host_link = source.nbytes / _median(lambda: there.copy_(source, non_blocking=True), device)
+    return replace(found, host_link=host_link, link=_link_to_neighbour(device) or host_link / 2)
+
+
+def _link_to_neighbour(device: torch.device, seconds: float = 60.0) -> float | None:
+    """Bytes a second from a device to the one beside it; None where it is alone, or they could not be measured.
+
+    By a process of its own: what opens a device keeps some of its memory until it ends.
+    """
+    numbers = [other.index for other in devices_of(device.type)]
+    mine = device.index or 0
+    if len(numbers) < 2:
+        return None
+    other = mine + 1 if mine + 1 in numbers else mine - 1
+    code = f"from {__name__} import copying; print(copying({device.type!r}, {mine}, {other}))"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
+        return float(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def copying(kind: str, one: int, other: int) -> float:
+    """Bytes a second of copies between two devices of a kind, by their numbers."""
+    device = torch.device(kind, one)
+    there = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)
+    beside = torch.empty_like(there, device=torch.device(kind, other))
+    return there.nbytes / _median(lambda: beside.copy_(there), device)
+
+
+def usable_memory(device: torch.device) -> float:
+    """Bytes that a run can use on a device, what torch's allocator keeps for it included."""
+    free = free_memory(device)
+    if free is None:
+        return 16 * GB
+    return float(free) if device.type == "cpu" else free * 0.95
+
+
+def _small_step() -> Callable[[], None]:
+    """A step of some milliseconds: products, and an update of more memory than a core has for itself."""
+    net = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4)])
+    optimizer, x = torch.optim.AdamW(net.parameters(), 1e-6), torch.ones(64, 512)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def probe(rank: int, folder: str) -> None:
+    """One of two processes that measure how ranks of this host talk; rank 0 leaves what it found in ``folder``.
+
+    Args:
+        rank: 0 or 1.
+        folder: where they meet.
+    """
+    from lockstep.engines.ddp.reducer import Reducer
+
+    cpu = torch.device("cpu")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    sent = []
+    for count in (1, 2**21):
+        values = torch.zeros(count)
+        sent.append(_median(lambda v=values: dist.all_reduce(v), cpu, 9))  # type: ignore[misc]
+    extra = []
+    for width in (8, 1448):
+        seconds = []
+        for reduced in (False, True):
+            layer = torch.nn.Linear(width, width, bias=False)
+            reducer = Reducer(layer.named_parameters()) if reduced else None
+            x = torch.ones(1, width)
+
+            def step(layer: Any = layer, reducer: Any = reducer, x: Any = x) -> None:
+                layer.zero_grad()
+                if reducer is not None:
+                    reducer.prepare()
+                layer(x).sum().backward()
+                if reducer is not None:
+                    reducer.finish()
+
+            for _ in range(3):  # buckets are laid out by the first ones
+                step()
+            seconds.append(_median(step, cpu, 9))
+        extra.append(max(seconds[1] - seconds[0], 1e-6))
+    size = 4.0 * 1448 * 1448
+    work = _small_step()
+    alone = _median(work, cpu, 25) if rank == 0 else 0.0
+    dist.barrier()
+    together = _median(work, cpu, 25)
+    dist.barrier()
+    if rank == 0:
+        alone = min(alone, _median(work, cpu, 25))
+    dist.barrier()
+    tiny = torch.zeros(1)
+
+    def work_and_meet() -> None:
+        work()
+        dist.all_reduce(tiny)
+
+    meeting = _median(work_and_meet, cpu, 9) - together  # ranks that compute do not come at the same time
+    found: dict[str, Any] = {
+        "contention": max(together / alone, 1.0) if rank == 0 else 1.0,
+        "link": 4 * 2**21 / max(sent[1] - sent[0], 1e-9),  # between two ranks a ring sends each byte once over a link
+        "latency": max(sent[0], meeting) / 2,
+        "shared": size / max(extra[1] - extra[0], 1e-9),
+        "shared_latency": extra[0],
+    }
+    found["engines"] = [(name, asdict(cost)) for name, cost in measure_engines().items()]
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_links(seconds: float = 120.0) -> dict[str, Any]:
+    """How two ranks of this host's CPU talk, and what engines cost there, by two processes of its own; about 15 s.
+
+    Args:
+        seconds: after which it is given up.
+
+    Returns:
+        the fields of `Hardware` of these names; nothing where the processes fail.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        code = f"import sys; from {__name__} import probe; probe(int(sys.argv[1]), sys.argv[2])"
+        ranks = []
+        for rank in (0, 1):
+            asked = [f"RANK={rank}", f"LOCAL_RANK={rank}", "WORLD_SIZE=2", "DS_ACCELERATOR=cpu"]  # by DeepSpeed
+            front = ["env", "GLOO_SOCKET_IFNAME=lo", *asked] if sys.platform == "linux" else []
+            words = [*front, sys.executable, "-c", code, str(rank), folder]
+            ranks.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        try:
+            for process in ranks:
+                process.wait(seconds)
+            return _fields(json.loads(Path(folder, "found.json").read_text()))
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            return {}
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+# -- kept --------------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept."""
+    return Path.home() / ".cache" / "lockstep"
+
+
+def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: Path | None = None) -> Hardware:
+    """This machine's devices: as kept in a file, or measured now. Free memory is always that of now.
+
+    Args:
+        device: one of them; the others are taken to be like it.
+        devices, nodes: how many.
+        folder: where measurements are kept; None: `cache_folder`. A folder that cannot be written to is left alone.
+
+    Returns:
+        with the host's name in it. The memory of a CPU is shared by its ranks.
+    """
+    on_cpu = device.type == "cpu"
+    kind = "cpu" if on_cpu else device_name(device)
+    name = re.sub(r"\W+", "-", f"{platform.node()}-{kind}-{torch.__version__}-{torch.get_num_threads()}")
+    path = (cache_folder() if folder is None else folder) / f"hardware-{name}.json"
+    known = _read(path)
+    found = known or measure_device(device)
+    if on_cpu and devices > 1 and not found.engines:
+        found = replace(found, **measure_links())
+    if found is not known:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(asdict(found), indent=1))
+    memory = usable_memory(device) / (devices if on_cpu else 1)
+    return replace(found, devices=devices, nodes=nodes, memory=memory)
+
+
+def _fields(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Hardware` as JSON has them."""
+    made = {name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in given.items()}
+    return {**made, "engines": tuple((name, EngineCost(**cost)) for name, cost in made.get("engines", ()))}
+
+
+def _read(path: Path) -> Hardware | None:
+    try:
+        return Hardware(**_fields(json.loads(path.read_text())))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,566 @@
+"""What a model's step costs, block by block: bytes from a trace, seconds from a clock or left to a cost model."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.engines.owners import NOT_ELEMENTWISE, TOGETHER
+from lockstep.engines.sharded.fully_shard import find_blocks
+from lockstep.extensions.balancing.planner.trace import (
+    BACKWARD,
+    FORWARD,
+    REST,
+    OperationWork,
+    StepTrace,
+    TracedAllocation,
+    TracedStep,
+    fake,
+    play,
+    trace_step,
+)
+from lockstep.extensions.balancing.torch_parts import PARTS, PLAN
+from lockstep.ground.device import current_device, has_timed_events, synchronize, timed_event
+from lockstep.ground.optimizers import parts_of
+from lockstep.ground.seed import isolate_rng
+from lockstep.ground.torch_support import refuse_without
+from lockstep.ground.tree import tensors_in
+from lockstep.memory.recompute import recompute
+
+# -- blocks ------------------------------------------------------------------------------------------------------
+
+
+def find_units(module: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """The blocks of a model by name: those named; else its repeated blocks; else the parts of its largest part.
+
+    Args:
+        module: the model.
+        named: names of submodules, as of ``named_modules``.
+
+    Raises:
+        ValueError: a name that the model does not have.
+
+    Example:
+        >>> list(find_units(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))))
+        ['0', '2']
+    """
+    there = dict(module.named_modules())
+    for name in named:
+        if name not in there or not name:
+            raise ValueError(f"blocks: {type(module).__name__} has no submodule {name!r}")
+    if named:
+        return {name: there[name] for name in named}
+    found = find_blocks(module)
+    if not found:
+        found = [module]
+        while len(found) == 1:
+            found = [layer for layer in found[0].children() if list(layer.parameters())]
+    names = {id(layer): name for name, layer in there.items()}
+    return {names[id(layer)]: layer for layer in found}
+
+
+def kind_of(layer: nn.Module) -> str:
+    """What blocks of one kind have in common: class, parameters and configuration."""
+    shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in layer.named_parameters()]
+    text = f"{type(layer).__qualname__} {shapes} {layer}"
+    return f"{type(layer).__name__} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+# -- what is known of a model ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParameterProfile:
+    """A parameter; tied ones are one.
+
+    Attributes:
+        name: its first.
+        shape: whole.
+        itemsize: bytes of an element.
+        trainable: it gets gradients.
+        unit: the number of the block that has it; REST.
+        like: bytes for each element of optimizer states of its shape.
+        fixed: bytes of the other optimizer states: counts of steps.
+        arrival: the place of its gradient in the order in which they come; -1: it gets none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+    unit: int
+    like: int = 0
+    fixed: int = 0
+    arrival: int = -1
+
+    @property
+    def elements(self) -> int:
+        """Of the whole parameter."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class SpanProfile:
+    """A part of a step that belongs to one block, or to none; bytes are those that come and go within a step.
+
+    Attributes:
+        phase, unit: as of `lockstep.extensions.balancing.planner.trace.Span`.
+        peak: bytes at most, without gradients of parameters.
+        grown: the same with the gradients that are there by then.
+        added: the same where each gradient is added to another memory and freed.
+        work: operations.
+        seconds: measured; None where they were not.
+    """
+
+    phase: str
+    unit: int
+    peak: int
+    grown: int
+    added: int
+    work: OperationWork
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """A block in the chain.
+
+    Attributes:
+        name: of its module.
+        kind: alike for blocks of equal class and shapes.
+        repeated: it is one of those side by side that FSDP gathers, and recomputation computes again, by themselves.
+        kept: bytes that its forward keeps for its backward.
+        sends: bytes of its output.
+    """
+
+    name: str
+    kind: str
+    repeated: bool
+    kept: int
+    sends: int
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """One way to play the step.
+
+    Attributes:
+        spans: in the order in which they run.
+        spread: the middle half of the measured steps' seconds over their median.
+    """
+
+    spans: tuple[SpanProfile, ...]
+    spread: float = 0.0
+
+    def seconds(self, phase: str, unit: int | None = None) -> float | None:
+        """Measured seconds of a phase, or of one block in it; None where nothing was measured."""
+        found = [s.seconds for s in self.spans if s.phase == phase and unit in (None, s.unit)]
+        return None if None in found else float(sum(value or 0.0 for value in found))
+
+    def work(self, phase: str, unit: int | None = None) -> OperationWork:
+        """The operations of a phase, or of one block in it."""
+        total = OperationWork()
+        for span in self.spans:
+            if span.phase == phase and unit in (None, span.unit):
+                total.add(span.work)
+        return total
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model, its batch, its optimizers and its precision, as far as a plan needs them.
+
+    Attributes:
+        name: of its class.
+        samples: of the batch of one device.
+        precision: as of ``Trainer(precision=...)``.
+        parameters: all.
+        buffers: bytes.
+        batch: bytes.
+        blocks: in the order of the chain.
+        steps: "kept", and "recomputed" where repeated blocks are computed again.
+        elementwise: optimizers work element by element, so that slices of parameters can be updated.
+        parameter_wise: they work parameter by parameter, so that ranks can share parameters out.
+        device: the type of the device on which seconds were measured; "" where none were.
+        outside: bytes that the forward keeps of what runs before the first block, and behind the last one.
+    """
+
+    name: str
+    samples: int
+    precision: str
+    parameters: tuple[ParameterProfile, ...]
+    buffers: int
+    batch: int
+    blocks: tuple[BlockProfile, ...]
+    steps: dict[str, StepProfile] = field(default_factory=dict)
+    elementwise: bool = True
+    parameter_wise: bool = True
+    device: str = ""
+    outside: tuple[int, int] = (0, 0)
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parameters."""
+        return sum(parameter.size for parameter in self.parameters)
+
+    def step(self, recomputed: bool) -> StepProfile:
+        """The way to play the step in which repeated blocks, if there are any, are computed again, or are not."""
+        return self.steps["recomputed" if recomputed and "recomputed" in self.steps else "kept"]
+
+    @property
+    def key(self) -> str:
+        """What tells models apart; see `key_of`."""
+        return key_of((p.name, p.shape, p.trainable) for p in self.parameters)
+
+
+def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
+    """What tells models apart: name and shape of each parameter, and whether it is trained."""
+    return hashlib.sha256(repr([(name, tuple(shape), t) for name, shape, t in parameters]).encode()).hexdigest()[:16]
+
+
+# -- from a trace ---------------------------------------------------------------------------------------------------
+
+
+def _timeline(trace: StepTrace, counted: Iterable[tuple[TracedAllocation, float]]) -> list[int]:
+    """Bytes while each operation runs, of some allocations, each with its end."""
+    change = [0] * (trace.operations + 3)
+    for made, end in counted:
+        change[made.born] += made.size
+        change[int(min(end, trace.operations + 1)) + 1] -= made.size
+    return list(accumulate(change))
+
+
+def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
+    """The spans of a trace, with their bytes."""
+
+    def dies(made: TracedAllocation) -> float:
+        """When its memory is free, if a gradient is added to another memory at the end of its node."""
+        end = made.born
+        if made.kind != "gradient":
+            return made.died
+        while end + 1 < len(trace.nodes) and trace.nodes[end + 1] == made.node:
+            end += 1
+        return end
+
+    lines = [
+        _timeline(trace, [(made, made.died) for made in trace.allocations if not made.kind]),
+        _timeline(trace, [(made, made.died) for made in trace.allocations if made.kind != "state"]),
+        _timeline(trace, [(made, dies(made)) for made in trace.allocations if made.kind != "state"]),
+    ]
+    found = []
+    for span in trace.spans:
+        if span.stop > span.start:
+            peak, most, once = (max(line[span.start + 1 : span.stop + 1]) for line in lines)
+            found.append(SpanProfile(span.phase, span.unit, peak, most, once, span.work))
+    return tuple(found)
+
+
+BEHIND = -2
+"""Of :func:`_kept`: what runs behind the last block. `REST` is what runs before the first one, and between blocks."""
+
+
+def _kept(trace: StepTrace) -> dict[int, int]:
+    """Bytes that the forward of each block keeps, and of what is outside of blocks; but for the loss itself."""
+    forwards = [at for at, span in enumerate(trace.spans) if span.phase == FORWARD]
+    end = max(trace.spans[at].stop for at in forwards)
+    last = max((at for at in forwards if trace.spans[at].unit != REST), default=-1)
+    over = max((span.stop for span in trace.spans if span.phase == BACKWARD), default=end)
+    kept: dict[int, int] = {}
+    for made in trace.allocations:
+        span = trace.spans[made.span]
+        if span.phase == FORWARD and made.died > end:
+            unit = BEHIND if made.span > last else span.unit
+            if unit == BEHIND and made.died >= over:
+                continue
+            kept[unit] = kept.get(unit, 0) + made.size
+    return kept
+
+
+def _parameters(
+    module: nn.Module, units: dict[str, nn.Module], optimizers: Sequence[Optimizer], trace: StepTrace
+) -> list[ParameterProfile]:
+    owners = {id(p): number for number, unit in enumerate(units.values()) for p in unit.parameters()}
+    states: dict[int, tuple[int, int]] = {}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            like = [v for v in tensors_in(list(state.values()), 6) if v.shape == parameter.shape and v.dim()]
+            every = sum(v.numel() * v.element_size() for v in tensors_in(list(state.values()), 6))
+            shaped = sum(v.element_size() for v in like)
+            states[id(parameter)] = shaped, every - shaped * parameter.numel()
+    return [
+        ParameterProfile(
+            name,
+            tuple(p.shape),
+            p.element_size(),
+            p.requires_grad,
+            owners.get(id(p), REST),
+            *states.get(id(p), (0, 0)),
+            trace.arrivals.get(id(p), -1),
+        )
+        for name, p in module.named_parameters()
+    ]
+
+
+def profile_step(
+    step: TracedStep,
+    *,
+    samples: int,
+    batch: object = None,
+    precision: str = "32-true",
+    named: Sequence[str] = (),
+    recomputed: bool = True,
+) -> ModelProfile:
+    """What a step allocates and computes, by tracing it with tensors that have shapes and no memory.
+
+    Args:
+        step: what is played. Its module is as before afterwards; it may be on the meta device.
+        samples: of the batch.
+        batch: what the step's loss is computed from, so that it does not count.
+        precision: for the record; the step's context makes it.
+        named: blocks, by name.
+        recomputed: trace a second time with repeated blocks computed again.
+
+    Raises:
+        ValueError: a name that is no submodule; a step whose control flow depends on values.
+
+    Example::
+
+        step = Step(model, lambda: model(x).sum(), lambda: [torch.optim.Adam(model.parameters())], nullcontext)
+        profile = profile_step(step, samples=16)
+    """
+    units = find_units(step.module, named)
+    repeated = {id(block) for block in find_blocks(step.module)}
+    kept = _traced(step, units, batch, again=False)
+    steps = {"kept": StepProfile(spans_of(kept.trace))}
+    if recomputed and repeated:
+        steps["recomputed"] = StepProfile(spans_of(_traced(step, units, batch, again=True).trace))
+    order = list(dict.fromkeys(span.unit for span in kept.trace.spans if span.unit != REST))
+    sizes = _kept(kept.trace)
+    place = {unit: number for number, unit in enumerate(order)}
+    buffers = {id(buffer): buffer for buffer in step.module.buffers()}
+    return ModelProfile(
+        type(step.module).__name__,
+        samples,
+        precision,
+        tuple(replace(p, unit=place.get(p.unit, REST)) for p in kept.parameters),
+        sum(b.numel() * b.element_size() for b in buffers.values()),
+        sum(t.numel() * t.element_size() for t in tensors_in(batch, 6)),
+        tuple(_blocks(kept.trace, units, order, repeated, sizes)),
+        {name: _renumbered(found, place) for name, found in steps.items()},
+        elementwise=not set(kept.optimizers) & set(NOT_ELEMENTWISE),
+        parameter_wise=not set(kept.optimizers) & set(TOGETHER),
+        outside=(sizes.get(REST, 0), sizes.get(BEHIND, 0)),
+    )
+
+
+class _Traced(NamedTuple):
+    """A trace, what it told of the parameters, and the names of the optimizers' classes."""
+
+    trace: StepTrace
+    parameters: list[ParameterProfile]
+    optimizers: list[str]
+
+
+def _traced(step: TracedStep, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
+    """Trace a step on fake tensors; its module is as before afterwards."""
+    refuse_without(PLAN, "a plan", "name a strategy", PARTS)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with isolate_rng(), FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as after:
+        after.callback(fake(step.module, step.dtype))
+        if again:
+            after.callback(recompute(step.module))
+        # views of the batch are views of these, and no memory of the step's
+        stand_ins = [mode.from_tensor(tensor) for tensor in tensors_in(batch, 6)]
+        trace, optimizers = trace_step(step, list(units.values()), [batch, stand_ins])
+        parameters = _parameters(step.module, units, optimizers, trace)
+    parts = [part for optimizer in optimizers for part in parts_of(optimizer)]
+    return _Traced(trace, parameters, [type(part).__name__ for part in parts])
+
+
+def _blocks(
+    trace: StepTrace, units: dict[str, nn.Module], order: Sequence[int], repeated: set[int], kept: dict[int, int]
+) -> Iterator[BlockProfile]:
+    """The blocks in the order in which they run, with the bytes that they keep."""
+    names = list(units)
+    for unit in order:
+        layer = units[names[unit]]
+        sends = trace.sends.get(unit, 0)
+        yield BlockProfile(names[unit], kind_of(layer), id(layer) in repeated, kept.get(unit, 0), sends)
+
+
+def _renumbered(step: StepProfile, place: dict[int, int]) -> StepProfile:
+    return StepProfile(tuple(replace(span, unit=place.get(span.unit, REST)) for span in step.spans), step.spread)
+
+
+# -- from a clock ---------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Moments at which forwards and backwards of blocks begin and end, in one step."""
+
+    def __init__(self, units: Sequence[nn.Module], device: torch.device) -> None:
+        self.units, self.device = {id(unit): number for number, unit in enumerate(units)}, device
+        self.moments: list[tuple[str, int, Any]] = []
+        # by events in a device's work: to wait for it at each block's edge would count each block's launches
+        self._by_events = has_timed_events(device)
+        self._forward = False
+
+    def now(self) -> Any:
+        if not self._by_events:
+            return time.perf_counter()
+        event = timed_event(self.device)
+        event.record()
+        return event
+
+    def note(self, phase: str, unit: int) -> None:
+        """From now on a block runs."""
+        self.moments.append((phase, unit, self.now()))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, a phase runs."""
+        self._forward = name == FORWARD
+        self.note(name, REST)
+        yield
+        self.note(name, REST)
+
+    def enter(self, layer: nn.Module, args: object) -> None:
+        """A forward begins; a hook of the blocks. One that is computed again in a backward belongs to that."""
+        if self._forward:
+            self.note(FORWARD, self.units[id(layer)])
+
+    def leave(self, layer: nn.Module, args: object, output: object) -> None:
+        """A forward ends; a hook of the blocks."""
+        if not self._forward:
+            return
+        unit = self.units[id(layer)]
+        self.note(FORWARD, REST)
+        for tensor in tensors_in(output, 3):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.note(BACKWARD, unit))
+                return
+
+    def seconds(self) -> dict[tuple[str, int], float]:
+        """By phase and block."""
+        found: dict[tuple[str, int], float] = {}
+        synchronize(self.device)
+        for (phase, unit, begun), (_, _, ended) in zip(self.moments, self.moments[1:], strict=False):
+            took = begun.elapsed_time(ended) / 1e3 if self._by_events else ended - begun
+            found[phase, unit] = found.get((phase, unit), 0.0) + took
+        return found
+
+
+def measure_step(
+    profile: ModelProfile,
+    step: TracedStep,
+    device: torch.device,
+    *,
+    warm_up: int = 2,
+    steps: int = 7,
+    patience: float = 20.0,
+) -> ModelProfile:
+    """The same profile with measured seconds: medians over some steps, and over blocks of one kind.
+
+    Args:
+        profile: of the same step.
+        step: its module and batch are on ``device``. Parameters, buffers and random states are put back afterwards.
+        device: where it runs.
+        warm_up: steps that do not count.
+        steps: those that do.
+        patience: seconds after which no further step begins, if two have been measured.
+
+    Returns:
+        a profile whose spans have seconds.
+    """
+    by_name = dict(step.module.named_modules())
+    units = [by_name[block.name] for block in profile.blocks]
+    found: list[dict[tuple[str, int], float]] = []
+    begun = time.perf_counter()
+    with _put_back(step.module):
+        optimizers = list(step.optimizers())
+        for number in range(warm_up + steps):
+            clock = _Clock(units, device)
+            step.module.zero_grad()
+            with current_device(device):
+                play(step, optimizers, units, clock)
+            if number >= warm_up:
+                found.append(clock.seconds())
+            if time.perf_counter() - begun > patience and len(found) >= 2:
+                break
+    return replace(profile, steps=_timed_steps(profile, found), device=device.type)
+
+
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """Parameters, buffers and random states are on leaving what they were on entering; gradients are dropped."""
+    tensors = [*module.parameters(), *module.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    try:
+        with isolate_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+        for tensor in tensors:
+            tensor.grad = None
+
+
+def _timed_steps(profile: ModelProfile, found: list[dict[tuple[str, int], float]]) -> dict[str, StepProfile]:
+    """The steps of a profile with seconds, given those of each block in each step that was measured."""
+    medians = _pooled(profile, {key: statistics.median([one.get(key, 0.0) for one in found]) for key in found[0]})
+    totals = sorted(sum(one.values()) for one in found)
+    spread = (totals[(3 * len(totals)) // 4] - totals[len(totals) // 4]) / statistics.median(totals)
+    timed = {"kept": _timed(profile.steps["kept"], medians, spread)}
+    if "recomputed" in profile.steps:
+        again = dict(medians)
+        for number, block in enumerate(profile.blocks):
+            if block.repeated:
+                again[BACKWARD, number] = medians.get((BACKWARD, number), 0.0) + medians.get((FORWARD, number), 0.0)
+        timed["recomputed"] = _timed(profile.steps["recomputed"], again, spread)
+    return timed
+
+
+def _pooled(profile: ModelProfile, seconds: dict[tuple[str, int], float]) -> dict[tuple[str, int], float]:
+    """Blocks of one kind take equally long: the median of theirs."""
+    pooled = dict(seconds)
+    for kind in {block.kind for block in profile.blocks}:
+        alike = [number for number, block in enumerate(profile.blocks) if block.kind == kind]
+        for phase in (FORWARD, BACKWARD):
+            value = statistics.median([seconds.get((phase, number), 0.0) for number in alike])
+            pooled.update({(phase, number): value for number in alike})
+    return pooled
+
+
+def _timed(step: StepProfile, seconds: dict[tuple[str, int], float], spread: float) -> StepProfile:
+    """Seconds of a block, or of what belongs to none, shared out over its spans by what they move."""
+    spans = []
+    for span in step.spans:
+        total = step.work(span.phase, span.unit).moved
+        share = span.work.moved / total if total else 1.0
+        spans.append(replace(span, seconds=seconds.get((span.phase, span.unit), 0.0) * share))
+    return StepProfile(tuple(spans), spread)

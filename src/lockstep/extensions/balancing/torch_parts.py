@@ -1,0 +1,114 @@
+"""The private parts of torch that this extension uses."""
+
+from lockstep.ground.torch_support import EVERYTHING, Part
+
+PIPELINES = "BalancedStrategy"
+ONE_PROCESS = "BalancedStrategy(one_process=True)"
+PLAN = "strategy='auto' and lockstep plan"
+
+_HERE = "extensions/balancing/"
+_STAGE = "torch.distributed.pipelining.stage"
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+
+PARTS = (
+    Part(
+        "torch.utils._pytree",
+        f"{_HERE}plans/choice.py",
+        "the tensors of a nested batch, and the batch again",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.nn.modules.batchnorm._BatchNorm",
+        f"{_HERE}balance/balance.py {_HERE}pipeline/strategy.py",
+        "which layers have statistics of batches",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.nn.Module._non_persistent_buffers_set",
+        f"{_HERE}pipeline/moves.py",
+        "buffers that no state_dict has",
+        EVERYTHING,
+    ),
+    Part(
+        "torch.UntypedStorage._cdata",
+        f"{_HERE}planner/trace.py",
+        "which tensors share memory",
+        EVERYTHING,
+    ),
+    Part("torch.distributed.tensor.DTensor._local_tensor", f"{_HERE}planner/trace.py", "a shard", PLAN),
+    Part("torch.utils._python_dispatch.TorchDispatchMode", f"{_HERE}planner/trace.py", "each operation", PLAN),
+    Part(
+        "torch._ops.OpOverload._schema",
+        f"{_HERE}planner/trace.py",
+        "what an operation changes",
+        PLAN,
+    ),
+    Part(
+        f"{_SCHEDULES}.PipelineScheduleMulti._prepare_schedule_with_comms"
+        f"|{_SCHEDULES}._PipelineScheduleRuntime._prepare_schedule_with_comms",
+        f"{_HERE}pipeline/stages.py",
+        "who sends what, with the last stage on the first rank",
+        PIPELINES,
+    ),
+    Part(
+        "torch.Tensor._post_accumulate_grad_hooks",
+        f"{_HERE}pipeline/split_check.py",
+        "whether somebody waits for a gradient",
+        PIPELINES,
+    ),
+    Part(
+        f"{_SCHEDULES}._PipelineScheduleRuntime",
+        f"{_HERE}pipeline/stages.py",
+        "all stages of one process",
+        ONE_PROCESS,
+    ),
+    Part(f"{_SCHEDULES}._Action", f"{_HERE}pipeline/stages.py", "as above", ONE_PROCESS),
+    Part(f"{_SCHEDULES}._ComputationType", f"{_HERE}pipeline/stages.py", "as above", ONE_PROCESS),
+    Part(
+        f"{_STAGE}.PipelineStage._warmup_forward_vote",
+        f"{_HERE}pipeline/stages.py",
+        "a message between stages of several devices, before the first step",
+        "nothing: earlier releases send none",
+        since="2.12",
+    ),
+    Part(
+        f"{_STAGE}.PipelineStage._get_init_p2p_neighbors_ops",
+        f"{_HERE}pipeline/stages.py",
+        "a message between ranks that one process has nobody for",
+        "nothing: it is replaced where torch has it",
+    ),
+    Part(
+        f"{_STAGE}.PipelineStage._get_grad_send_meta",
+        f"{_HERE}pipeline/stages.py",
+        "whether a stage without a gradient sends zeros by itself",
+        "nothing: it is made to",
+        since="2.13",
+    ),
+    Part(
+        f"{_SCHEDULES}._PipelineSchedule._initialize_pipeline_distributed_state",
+        f"{_HERE}pipeline/stages.py",
+        "stages of several devices",
+        "nothing: earlier releases do not look",
+        since="2.15",
+    ),
+    Part(
+        f"{_STAGE}.PipelineStage._user_meta",
+        f"{_HERE}pipeline/stages.py",
+        "whether a frozen stage waits for a gradient",
+        "nothing: before, it does",
+        since="2.12",
+    ),
+    Part("torch._subclasses.fake_tensor.FakeTensorMode", f"{_HERE}planner/profile.py", "tensors without memory", PLAN),
+    Part(
+        "torch._subclasses.fake_tensor.DataDependentOutputException",
+        f"{_HERE}plans/planning.py",
+        "models that look at values",
+        PLAN,
+    ),
+    Part("torch._subclasses.fake_tensor.DynamicOutputShapeException", f"{_HERE}plans/planning.py", "as above", PLAN),
+    Part("torch.autograd._get_sequence_nr", f"{_HERE}planner/trace.py", "the forward that a backward belongs to", PLAN),
+    Part("torch._C._current_autograd_node", f"{_HERE}planner/trace.py", "as above", PLAN),
+    Part("torch.autograd.graph.Node._sequence_nr", f"{_HERE}planner/trace.py", "as above", PLAN),
+    Part("torch._ops.OpOverload._overloadpacket", f"{_HERE}planner/trace.py", "the name of an operation", PLAN),
+    Part("torch.nn.Module._call_impl", f"{_HERE}pipeline/chain.py", "forward with the hooks around it", PIPELINES),
+)

@@ -1,0 +1,62 @@
+"""What tests of balanced runs share: a clock that ranks move on by themselves, so that nothing depends on time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from lockstep import Callback
+
+Seconds = Callable[[int, int, int], float]
+"""What a micro-batch takes, given the rank, the optimizer step and the number of samples."""
+
+
+class Clock:
+    """A clock that stands still unless somebody moves it on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def made_up_clock() -> Iterator[Clock]:
+    """Inside, fits that begin measure their steps, and the stages of a pipeline, by this clock."""
+    clock = Clock()
+    with (
+        patch("lockstep.extensions.balancing.balance.balance.perf_counter", clock),
+        patch("lockstep.extensions.balancing.pipeline.times.perf_counter", clock),
+    ):
+        yield clock
+
+
+class Takes(Callback):
+    """Lets each micro-batch take as long as a function says, and notes how many samples each step had here.
+
+    Attributes:
+        parts: this rank's samples of each step.
+    """
+
+    def __init__(self, clock: Clock, seconds: Seconds) -> None:
+        self.clock, self.seconds = clock, seconds
+        self.parts: dict[int, int] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        samples, step = int(trainer.results.weight), trainer.global_step
+        self.clock.now += self.seconds(trainer.global_rank, step, samples)
+        if trainer.world_size > 1:  # else it is the one process of a comparison
+            self.parts[step] = self.parts.get(step, 0) + samples
+
+
+def slow_rank(rank: int, factor: float = 3.0, fixed: float = 1.0, until: int = 10**9) -> Seconds:
+    """One rank is slower by a factor; from a step on, the next one."""
+
+    def seconds(mine: int, step: int, samples: int) -> float:
+        slow = rank if step < until else rank + 1
+        return (factor if mine == slow else 1.0) * (fixed + samples) / 1000
+
+    return seconds

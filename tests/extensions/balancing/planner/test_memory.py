@@ -1,0 +1,184 @@
+"""Predicted memory against runs: model states to the byte, the peak within 10 % of what the allocator counts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import strategies
+from lockstep.extensions.balancing.planner.cost import Candidate, Prediction, predict
+from lockstep.extensions.balancing.planner.hardware import described
+from lockstep.extensions.balancing.planner.profile import ModelProfile
+from lockstep.extensions.balancing.planner.trace import workspace_of_lstm
+from lockstep.extensions.balancing.plans.planning import profile_module
+from lockstep.precision.formats import make_precision
+from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from tests.extensions.balancing.planner.models import MODELS, counted, made
+from tests.loop.pieces import quiet
+from tests.tools.pool import RankPool
+
+TCP: dict[str, Any] = {"shared_memory": False}  # what ranks share is no memory of torch's allocator
+WAYS: dict[str, tuple[Candidate, Any]] = {
+    "single": (Candidate("single"), SingleDeviceStrategy),
+    "single, recomputed": (
+        Candidate("single", recomputed=True),
+        lambda: SingleDeviceStrategy(activation_checkpointing=True),
+    ),
+    "ddp": (Candidate("ddp"), lambda: DDPStrategy(**TCP)),
+    "ddp, recomputed": (
+        Candidate("ddp", recomputed=True),
+        lambda: DDPStrategy(**TCP, activation_checkpointing=True),
+    ),
+    "sharded": (Candidate("sharded"), lambda: DDPStrategy(**TCP, shard_optimizer=True)),
+    "fsdp": (Candidate("fsdp"), FSDPStrategy),
+    "fsdp_grads": (Candidate("fsdp_grads"), lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")),
+    "fsdp, recomputed": (Candidate("fsdp", recomputed=True), lambda: FSDPStrategy(activation_checkpointing=True)),
+    "deepspeed 1": (Candidate("deepspeed", stage=1), lambda: strategies.DeepSpeedStrategy(stage=1)),
+    "deepspeed 2": (Candidate("deepspeed", stage=2), lambda: strategies.DeepSpeedStrategy(stage=2)),
+}
+STATES = ("parameters", "gradients", "optimizer_states", "buckets")
+EVERY_DAY = {
+    ("lstm", "single"),
+    ("mixer", "single, recomputed"),
+    ("lstm", "ddp"),
+    ("mixer", "fsdp"),
+    ("wide", "sharded"),
+}
+
+
+def on_this_rank(model: str, way: str, world: int) -> dict[str, float]:
+    return counted(model, WAYS[way][1](), world)
+
+
+@functools.cache
+def profiled(model: str) -> ModelProfile:
+    module, _, batch = made(model)
+    return profile_module(module, batch, make_precision("32-true"), trainer=quiet())
+
+
+def predicted(model: str, way: str) -> Prediction | None:
+    candidate, profile = WAYS[way][0], profiled(model)
+    if candidate.recomputed and "recomputed" not in profile.steps:
+        return None
+    return predict(profile, candidate, described(1 if candidate.kind == "single" else 2))
+
+
+def highest(expected: Prediction, measure: Callable[[], list[dict[str, float]]]) -> dict[str, float]:
+    """Of the ranks the one with the highest peak; a peak above the prediction is measured up to three times.
+
+    gloo's threads let go of what they have sent a moment after the ranks have gone on: on a loaded machine it is there
+    for longer, beside what comes next. A prediction that is too low is too low each time.
+    """
+    most: dict[str, float] = {}
+    for _ in range(3):
+        most = max(measure(), key=lambda one: one["peak"])
+        if most["peak"] * 0.9 <= expected.memory:
+            break
+    return most
+
+
+def compare(expected: Prediction, measure: Callable[[], list[dict[str, float]]]) -> None:
+    states: dict[str, float] = {}
+
+    def measured() -> list[dict[str, float]]:
+        found = measure()
+        states.update({kind: max(one[kind] for one in found) for kind in STATES})
+        return found
+
+    peak = highest(expected, measured)["peak"]
+    for kind in STATES:
+        assert expected.parts[kind.replace("_", " ")] == states[kind], kind
+    assert expected.memory == pytest.approx(peak, rel=0.1), f"{expected.memory / peak - 1:+.1%}"
+
+
+def cases(alone: bool) -> list[Any]:
+    """Each model under each way; those of every day are not slow."""
+    return [
+        pytest.param(model, way, marks=() if (model, way) in EVERY_DAY else pytest.mark.slow)
+        for model in MODELS
+        for way in WAYS
+        if way.startswith("single") is alone
+    ]
+
+
+@pytest.mark.everyday(1)
+@pytest.mark.parametrize(("model", "way"), cases(alone=True))
+def test_memory_of_one_process(model: str, way: str) -> None:
+    expected = predicted(model, way)
+    if expected is None:
+        pytest.skip("no repeated blocks")
+    compare(expected, lambda: [on_this_rank(model, way, 1)])
+
+
+@pytest.mark.everyday(1)
+@pytest.mark.parametrize(("model", "way"), cases(alone=False))
+def test_memory_of_two_ranks(ranks: RankPool, model: str, way: str) -> None:
+    expected = predicted(model, way)
+    if expected is None:
+        pytest.skip("no repeated blocks")
+    compare(expected, lambda: ranks(2).run(on_this_rank, model, way, 2))
+
+
+CHAINS: dict[str, list[str]] = {
+    "gpt": [],
+    "mixer": [],
+    "wide": [f"net.{number}" for number in range(10)],
+    "activations": [f"net.{number}" for number in range(12)],
+}
+"""Models that a pipeline takes, with the blocks of their chains where a plan would take larger ones."""
+
+
+def in_stages(model: str, schedule: str, split: list[int]) -> dict[str, float]:
+    return counted(model, BalancedStrategy(schedule=schedule.lower(), micro_batches=4, split=split), 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        pytest.param(model, schedule, marks=() if (model, schedule) == ("mixer", "1F1B") else pytest.mark.slow)
+        for model in CHAINS
+        for schedule in ("1F1B", "GPipe", "interleaved", "zero-bubble")
+    ],
+)
+def test_memory_of_a_pipeline(ranks: RankPool, model: str, schedule: str) -> None:
+    module, _, batch = made(model)
+    profile = profile_module(module, batch, make_precision("32-true"), trainer=quiet(), named=CHAINS[model])
+    expected = predict(profile, Candidate("pipeline", micro_batches=4, schedule=schedule), described(2))
+    assert expected.split is not None
+    split = [stage.stop - stage.start for stage in expected.split.stages]
+    most = highest(expected, lambda: ranks(2).run(in_stages, model, schedule, split))
+    for kind in ("gradients", "optimizer_states"):  # parameters are whole again when a fit has ended
+        assert expected.parts[kind.replace("_", " ")] == most[kind], kind
+    if schedule == "zero-bubble":  # which of its micro-batches are there at a time hangs on when messages come
+        assert expected.memory > 0.9 * most["peak"]
+    else:
+        assert expected.memory == pytest.approx(most["peak"], rel=0.1), f"{expected.memory / most['peak'] - 1:+.1%}"
+
+
+@pytest.mark.parametrize("sizes", [(64, 32, 128), (1, 1, 1), (32, 8, 100), (10, 4, 128), (13, 5, 37), (7, 3, 256)])
+def test_the_workspace_of_an_lstm_is_that_of_a_real_one(sizes: tuple[int, int, int]) -> None:
+    length, batch, hidden = sizes
+    cell = nn.LSTM(8, hidden)
+    weights = [weight.detach() for weight in cell._flat_weights]
+    state = torch.zeros(batch, hidden)
+    found = torch.ops.aten.mkldnn_rnn_layer(
+        torch.zeros(length, batch, 8),
+        *weights,
+        state,
+        state,
+        False,
+        [],
+        2,
+        hidden,
+        1,
+        True,
+        False,
+        False,
+        True,
+    )
+    assert found[3].numel() == workspace_of_lstm(length, batch, hidden)
