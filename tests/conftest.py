@@ -62,7 +62,7 @@ SECONDS_SLOW = 900
 PRELOAD = [
     "lockstep.trainer",
     "lockstep.engines.ddp.strategy",
-    "lockstep.extensions.balancing.pipeline.strategy",
+    *(["lockstep.extensions.balancing.pipeline.strategy"] if is_there("balancing") else []),
     "lockstep.engines.sharded.fsdp",
     "pytest",
     "torch.distributed.pipelining",

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule, Trainer, seed_everything
-from lockstep.extensions.balancing.plans.planning import profile_module
 from lockstep.ground.accelerators import TorchAccelerator
 from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
@@ -238,11 +237,14 @@ class Words(LightningModule):
 
 
 def profiled_on(device: str) -> Any:
+    from lockstep.extensions.balancing.plans.planning import profile_module
+
     precision = make_precision("32-true", device)
     where = torch.device(device, 0) if device != "cpu" else torch.device("cpu")
     return profile_module(Words().to(where), torch.arange(48).view(4, 12).to(where), precision, device=where)
 
 
+@pytest.mark.extension("balancing")
 @on_device()
 def test_a_step_on_the_device_is_profiled_as_one_on_the_cpu() -> None:
     """Its parameters were traced as the CPU's, beside a batch of the device: a plan on a GPU ended in an error."""

@@ -92,6 +92,7 @@ def test_in_two_dimensions(ranks: RankPool, world: int) -> None:
         assert report, report
 
 
+@pytest.mark.extension("balancing")
 @pytest.mark.slow
 def test_a_llama_on_four_stages(ranks: RankPool, tmp_path: Path) -> None:
     folder = str(write_folder(tmp_path, "deep llama"))

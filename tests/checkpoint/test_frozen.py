@@ -138,7 +138,7 @@ def test_a_resume_goes_on_to_the_same_bits(ranks: RankPool, tmp_path: Path, name
 
 
 ELSEWHERE = [
-    ("balanced", 2),
+    pytest.param("balanced", 2, marks=pytest.mark.extension("balancing")),
     pytest.param("ddp", 1, marks=pytest.mark.slow),
     pytest.param("fsdp", 2, marks=pytest.mark.slow),
     pytest.param("deepspeed_stage_3", 2, marks=[pytest.mark.slow, pytest.mark.extension("deepspeed")]),
@@ -159,6 +159,7 @@ def test_a_resume_elsewhere_is_that_from_a_whole_checkpoint(
     assert differing(one, other) == []
 
 
+@pytest.mark.extension("balancing")
 @pytest.mark.slow
 def test_from_two_ranks_to_four_and_one(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(written, "balanced", "", str(tmp_path), 4, timeout=100)
@@ -188,7 +189,7 @@ def test_an_adapter_for_another_base_is_refused_by_name_on_every_rank(ranks: Ran
     one, other = (str(write_folder(tmp_path / name, "llama", seed)) for name, seed in (("one", 1), ("other", 2)))
     ranks(2).run(written, "ddp", one, str(tmp_path), 4, timeout=100)
     path = str(tmp_path / "adapter.ckpt")
-    for told in ranks(2).run(all_refused, ["ddp", "fsdp", "balanced"], other, path, timeout=100):
+    for told in ranks(2).run(all_refused, strategies("ddp", "fsdp", "balanced"), other, path, timeout=100):
         for said in told:
             assert said.startswith(f"trainer.fit(ckpt_path={path!r}): the checkpoint is an adapter for another base")
             assert f"it was trained on {one!r}, and here is {other!r}; 21 of 21 frozen tensors" in said

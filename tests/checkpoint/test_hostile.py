@@ -18,7 +18,6 @@ import torch
 
 from lockstep.checkpoint import format, sharded, storage
 from lockstep.checkpoint.sharded import INDEX, load, outline
-from lockstep.extensions.balancing.planner.plan import SavedPlan
 from lockstep.ground import plain_yaml
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.module import LightningModule
@@ -259,8 +258,11 @@ def plan_of(values: dict[str, Any]) -> bytes:
     return "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()).encode()
 
 
+@pytest.mark.extension("balancing")
 def test_a_plan_that_is_damaged_in_any_way_is_one_kind_of_error(tmp_path: Path) -> None:
     """One that was not UTF-8 was a UnicodeDecodeError; a text in the place of a number failed later."""
+    from lockstep.extensions.balancing.planner.plan import SavedPlan
+
     path = tmp_path / "plan.yaml"
     path.write_bytes(plan_of(PLAN))
     assert SavedPlan.read(path).devices == 2

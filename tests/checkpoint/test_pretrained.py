@@ -19,7 +19,7 @@ import lockstep
 from lockstep.checkpoint.first_values import fill_whole
 from lockstep.checkpoint.pretrained import WeightFiles
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
-from lockstep.strategies import BalancedStrategy, FSDPStrategy, ModelParallelStrategy
+from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
 from tests.accelerator.left_out import strategies
 from tests.checkpoint.tuned import (
     CLASSES,
@@ -80,7 +80,7 @@ def strategy_of(name: str, world: int) -> Any:
     if name == "offload":
         return FSDPStrategy(cpu_offload=True)
     if name == "balanced":
-        return BalancedStrategy(stages=2)
+        return lockstep.strategies.BalancedStrategy(stages=2)
     return name
 
 

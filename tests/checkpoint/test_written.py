@@ -37,6 +37,8 @@ def go_on(ranks: RankPool, written: Written, run: str, path: Path, reader: str) 
 
 def case(run: str, moment: str, *others: str, everyday: bool) -> Any:
     marks: list[pytest.MarkDecorator] = [] if everyday else [pytest.mark.slow]
+    if {run, *others} & {"balance", "pipeline"}:
+        marks.append(pytest.mark.extension("balancing"))
     if run.startswith("deepspeed"):
         marks.append(pytest.mark.extension("deepspeed"))
         marks.append(pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"))

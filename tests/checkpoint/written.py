@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Callback, LightningModule, Trainer, seed_everything, strategies
 from lockstep.callbacks import EarlyStopping
 from lockstep.strategies import (
-    BalancedStrategy,
     DDPStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
@@ -95,7 +94,7 @@ RUNS = {
     "fsdp in parts": Run(2, 2, lambda: FSDPStrategy(state_dict_type="sharded")),
     "tensor parallel": Run(2, 1, lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False)),
     "2 x 2 in parts": Run(4, 2, lambda: ModelParallelStrategy(2, 2)),
-    "pipeline": Run(2, 1, lambda: BalancedStrategy(stages=2)),
+    "pipeline": Run(2, 1, lambda: strategies.BalancedStrategy(stages=2)),
     "deepspeed 2 in parts": deepspeed(2, "sharded"),
     "deepspeed 3": deepspeed(3, "full"),
     "deepspeed 2's own": deepspeed(2, "deepspeed"),

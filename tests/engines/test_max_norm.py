@@ -9,17 +9,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import LightningModule
+from lockstep import LightningModule, strategies
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy
 from tests.loop.pieces import quiet
+from tests.tools.extensions import is_there
 from tests.tools.pool import RankPool
 
 STRATEGIES: dict[str, Any] = {
     "ddp": DDPStrategy,
     "owners": lambda: DDPStrategy(shard_optimizer=True),
     "fsdp": FSDPStrategy,
-    "balanced": lambda: BalancedStrategy(stages=2),
+    **({"balanced": lambda: strategies.BalancedStrategy(stages=2)} if is_there("balancing") else {}),
 }
 
 

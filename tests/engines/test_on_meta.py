@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import lockstep
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies import BalancedStrategy, DDPStrategy
+from lockstep.strategies import DDPStrategy
 from tests.accelerator.left_out import strategies
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankPool
@@ -42,7 +43,7 @@ class OnMeta(LightningModule):
 
 KINDS: dict[str, Any] = {
     "sharded optimizer": lambda: DDPStrategy(shard_optimizer=True),
-    "balanced": lambda: BalancedStrategy(micro_batches=2),
+    "balanced": lambda: lockstep.strategies.BalancedStrategy(micro_batches=2),
 }
 
 

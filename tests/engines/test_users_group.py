@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep import strategies
 from lockstep.cluster.world import World
 from lockstep.engines.ranks import RankedStrategy
 from lockstep.engines.sharded.fsdp import FSDPStrategy
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies import BalancedStrategy, DDPStrategy
+from lockstep.strategies import DDPStrategy
+from tests.tools.extensions import is_there
 
 
 def checked(strategy: RankedStrategy, backends: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,12 +57,16 @@ def test_a_group_that_does_not_carry_the_devices_is_refused(
 @pytest.mark.parametrize("backends", ["gloo", "cpu:gloo,cuda:gloo"])
 def test_gloo_is_refused_for_parts_of_parameters_on_a_gpu(backends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks were killed by SIGSEGV in the first step: gloo reads memory of the device as the host's."""
-    strategies: list[RankedStrategy] = [FSDPStrategy(), BalancedStrategy()]
-    for strategy in strategies:
+    on_gpu: list[RankedStrategy] = [FSDPStrategy()]
+    by_host: list[RankedStrategy] = [DDPStrategy(), FSDPStrategy(cpu_offload=True)]
+    if is_there("balancing"):
+        on_gpu.append(strategies.BalancedStrategy())
+        by_host.append(strategies.BalancedStrategy(one_process=True))
+    for strategy in on_gpu:
         strategy._root_device = torch.device("cuda", 0)
         with pytest.raises(MisconfigurationException, match=r'gloo adds up and copies tensors .*"cpu:gloo,cuda:nccl"'):
             strategy._check_reach(backends)
-    for strategy in (DDPStrategy(), FSDPStrategy(cpu_offload=True), BalancedStrategy(one_process=True)):
+    for strategy in by_host:
         strategy._root_device = torch.device("cuda", 0)
         strategy._check_reach(backends)
     with pytest.raises(MisconfigurationException, match=r"FSDPStrategy with the backend 'cpu:gloo,cuda:gloo'"):

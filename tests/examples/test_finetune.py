@@ -19,6 +19,7 @@ from tests.scripts.in_rank import run_script
 from tests.tools.pool import RankPool
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "finetune.py"
+OF_BALANCING = pytest.mark.extension("balancing")
 SMALL = ("--steps=6", "--every=3", "--layers=2", "--width=16", "--block=16", "--batch-size=4")
 MEDIUM = ("--steps=20", "--every=10")
 WORLDS = {"auto": 1, "2-d": 4}
@@ -80,7 +81,9 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return run
 
 
-@pytest.mark.parametrize(("strategy", "words"), [("balanced", ["--lora"]), ("fsdp", ["--model=bert"])])
+@pytest.mark.parametrize(
+    ("strategy", "words"), [pytest.param("balanced", ["--lora"], marks=OF_BALANCING), ("fsdp", ["--model=bert"])]
+)
 def test_two_ranks_tune_as_one(ranks: RankPool, tmp_path: Path, alone: Alone, strategy: str, words: list[str]) -> None:
     check_same(alone(*SMALL, *words), done(ranks, tmp_path / "run", strategy, *SMALL, *words))
 
@@ -154,7 +157,12 @@ def test_killed_and_resumed_on_another_number_of_ranks(ranks: RankPool, tmp_path
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("one", "other"), [(("fsdp", 2), ("ddp", 4)), (("balanced", 2), ("2-d", 4)), (("2-d", 4), ("balanced", 2))]
+    ("one", "other"),
+    [
+        (("fsdp", 2), ("ddp", 4)),
+        pytest.param(("balanced", 2), ("2-d", 4), marks=OF_BALANCING),
+        pytest.param(("2-d", 4), ("balanced", 2), marks=OF_BALANCING),
+    ],
 )
 def test_killed_and_resumed_under_another_strategy(
     ranks: RankPool, tmp_path: Path, alone: Alone, one: tuple[str, int], other: tuple[str, int]
@@ -162,7 +170,7 @@ def test_killed_and_resumed_under_another_strategy(
     killed(ranks, tmp_path, alone(*MEDIUM, "--lora"), one, other, *MEDIUM)
 
 
-STRATEGIES = ["ddp", "fsdp", "2-d", "balanced", *(strategies("deepspeed_stage_3") if find_spec("deepspeed") else [])]
+STRATEGIES = strategies("ddp", "fsdp", "2-d", "balanced", *(["deepspeed_stage_3"] if find_spec("deepspeed") else []))
 
 
 @pytest.mark.slow

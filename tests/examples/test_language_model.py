@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.language_model import ByteCorpus, build_gpt
 from tests.accelerator.left_out import strategies
 from tests.scripts.in_rank import run_script
 from tests.tools.pool import RankPool
+
+pytest.importorskip("lockstep.extensions.balancing.stage_timeline", reason="needs the extension balancing")
+
+from examples.language_model import ByteCorpus, build_gpt
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "language_model.py"
 

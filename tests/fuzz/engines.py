@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader
 
 from lockstep import Callback, LightningModule, Trainer, callbacks, strategies
-from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from tests.equivalence.models import cut_by_mesh
 from tests.fuzz.compare import NAMED, differences
 from tests.fuzz.program import Rows, Shown, Stream, samples
@@ -33,8 +33,7 @@ ENGINES: dict[str, tuple[int, int]] = {
     "sharded optimizer": (2, 2),
     "fsdp": (2, 2),
     "fsdp, whole between": (2, 2),
-    "balanced": (2, 1),
-    "one process balanced": (1, 1),
+    **({"balanced": (2, 1), "one process balanced": (1, 1)} if is_there("balancing") else {}),
     **({"dp": (1, 1)} if is_there("parallel") else {}),
     "tensor parallel": (2, 1),
     "rows": (2, 2),
@@ -123,8 +122,8 @@ def strategy_of(name: str) -> Any:
         "sharded optimizer": lambda: DDPStrategy(shard_optimizer=True),
         "fsdp": lambda: FSDPStrategy(auto_wrap_policy={nn.Linear}),
         "fsdp, whole between": lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"),
-        "balanced": BalancedStrategy,
-        "one process balanced": lambda: BalancedStrategy(one_process=True, split="equal"),
+        "balanced": lambda: strategies.BalancedStrategy(),
+        "one process balanced": lambda: strategies.BalancedStrategy(one_process=True, split="equal"),
         "tensor parallel": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
         "rows": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
         **{f"deepspeed {stage}": lambda stage=stage: strategies.DeepSpeedStrategy(stage=stage) for stage in (1, 2, 3)},

@@ -98,6 +98,10 @@ print(main(["verify", "train.py"]))
 said(lambda: Trainer(accelerator="cpu", logger=False).verify(LightningModule()))
 said(lambda: Trainer(strategy="dp", accelerator="cpu", devices=2))
 said(lambda: lockstep.DistributedDataParallel)
+said(lambda: Trainer(strategy="balanced", accelerator="cpu", devices=2))
+said(lambda: Trainer(balance=True, accelerator="cpu", devices=2, logger=False))
+said(lambda: Trainer(strategy="plan.yaml", accelerator="cpu"))
+said(lambda: Trainer(accelerator="cpu", logger=False).plan(LightningModule()))
 from lockstep.strategies import DDPStrategy
 said(lambda: DDPStrategy(ddp_comm_hook=print))
 import pydoc
@@ -109,7 +113,7 @@ def test_what_is_of_a_deleted_extension_is_missing_by_name(without: Path) -> Non
     run = subprocess.run([sys.executable, "-c", DELETED.format(path=str(without))], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     absent = "is not installed: install torch-lockstep again, or do without it."
-    strategy, face, old, code, call, dp, container, hook = run.stdout.splitlines()[1:]
+    strategy, face, old, code, call, dp, container, *balancing, hook = run.stdout.splitlines()[1:]
     assert run.stdout.startswith("False True\n")
     assert strategy.startswith("MissingExtension: the strategy 'deepspeed_stage_2' is of the extension 'deepspeed'")
     assert face.startswith("ImportError: cannot import name 'SpikeDetection'") or "extension 'extras'" in face
@@ -120,8 +124,14 @@ def test_what_is_of_a_deleted_extension_is_missing_by_name(without: Path) -> Non
     assert call.startswith("MissingExtension: the service 'trainer.verify' is of the extension 'verify'")
     assert dp.startswith("MissingExtension: the strategy 'dp' is of the extension 'parallel'")
     assert container.startswith("AttributeError: lockstep.DistributedDataParallel is of the extension 'parallel'")
+    of_balancing = (
+        "the strategy 'balanced'",
+        *(f"the service '{name}'" for name in ("balance", "saved plans", "trainer.plan")),
+    )
+    for said, what in zip(balancing, of_balancing, strict=True):
+        assert said.startswith(f"MissingExtension: {what} is of the extension 'balancing'")
     assert hook.startswith("MissingExtension: the service 'communication hooks' is of the extension 'parallel'")
-    assert all(said.endswith(absent) for said in (dp, container, hook))
+    assert all(said.endswith(absent) for said in (dp, container, *balancing, hook))
 
 
 TRAIN = """
@@ -130,6 +140,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.callbacks import ModelCheckpoint
+from lockstep.loop import call
+
+call.PLANNED_FROM = 0  # every model is large: under "auto" it is planned where plans can be made
 
 class Line(lockstep.LightningModule):
     def __init__(self):
@@ -155,7 +168,7 @@ if trainer.is_global_zero:
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "auto"])
 def test_two_ranks_train_save_and_resume_without_extensions(strategy: str, without: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     said = []
@@ -169,7 +182,7 @@ def test_two_ranks_train_save_and_resume_without_extensions(strategy: str, witho
 
 PARTS = (
     *("test_base", "test_format", "test_checkpoint", "test_environments", "test_place", "test_order", "test_contract"),
-    *("test_verdict", "test_tree", "test_variables", "test_csv", "test_fit", "test_caches", "test_partition"),
+    *("test_verdict", "test_tree", "test_variables", "test_csv", "test_fit", "test_caches"),
     *("test_precision", "test_profilers", "test_threads"),
 )
 """Files of tests, by name: about one in each folder of the core."""

@@ -12,7 +12,7 @@ from lockstep.ground import torch_support
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.extensions import is_there as is_installed
 from lockstep.ground.torch_support import PARTS, Part, is_there, missing, refuse_without
-from lockstep.strategies import BalancedStrategy, FSDPStrategy, ModelParallelStrategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from tests.guards.border import extension_of
 from tests.guards.source import PACKAGE, house, names_made
 
@@ -105,7 +105,7 @@ def test_a_feature_whose_part_is_not_there_is_refused_by_name_and_no_other(monke
         with pytest.raises(MisconfigurationException, match="ModelParallelStrategy needs"):
             ModelParallelStrategy()
         FSDPStrategy(sharding_strategy="NO_SHARD")
-        BalancedStrategy(one_process=True)
+        DDPStrategy()
     finally:
         missing.cache_clear()
 

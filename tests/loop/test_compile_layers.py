@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lockstep
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import CompiledForward, has_compiled
-from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
 from tests.accelerator.left_out import strategies
 from tests.equivalence.models import Blocks
@@ -185,8 +186,7 @@ ENGINES: dict[str, Any] = {
     "fsdp": lambda: "fsdp",
     "recomputed under fsdp": lambda: FSDPStrategy(activation_checkpointing=True),
     "2-D": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-    "balanced": lambda: BalancedStrategy(),
-    **{name: partial(str, name) for name in strategies("deepspeed_stage_2")},
+    **{name: partial(str, name) for name in strategies("balanced", "deepspeed_stage_2")},
 }
 
 
@@ -260,19 +260,20 @@ def _built(engine: str) -> EquivalenceReport:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "recomputed under fsdp", "balanced"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "recomputed under fsdp", *strategies("balanced")])
 def test_code_that_inductor_builds_has_the_numbers_of_one_process(engine: str, ranks: RankPool) -> None:
     for report in ranks(2).run(_built, engine, group=False, timeout=800):
         assert report, report
 
 
 def _in_two_parts() -> str:
-    strategy = BalancedStrategy(schedule="zero-bubble")
+    strategy = lockstep.strategies.BalancedStrategy(schedule="zero-bubble")
     with pytest.raises(MisconfigurationException) as refused:
         check_equivalence(Blocks, sums(23), strategy=strategy, devices=2, compile=EAGER)
     return str(refused.value)
 
 
+@pytest.mark.extension("balancing")
 def test_a_schedule_that_cuts_a_backward_in_two_is_refused(ranks: RankPool) -> None:
     for said in ranks(2).run(_in_two_parts, group=False, timeout=100):
         assert "is compiled" in said

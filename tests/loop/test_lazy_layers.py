@@ -96,20 +96,19 @@ def fitted_by(callback: str, *arguments: Any) -> None:
     quiet(max_epochs=2, callbacks=[getattr(callbacks, callback)(*arguments)]).fit(Lazy(), rows())
 
 
-NEEDS: dict[str, Callable[[], object]] = {
-    "A plan": lambda: quiet().plan(Lazy(), rows()),
+NEEDS: dict[str, tuple[str, Callable[[], object]]] = {
+    "A plan": ("balancing", lambda: quiet().plan(Lazy(), rows())),
+    "ModelPruning": ("extras", lambda: fitted_by("ModelPruning", "l1_unstructured")),
+    "EMAWeightAveraging": ("extras", lambda: fitted_by("EMAWeightAveraging")),
+    "StochasticWeightAveraging": ("extras", lambda: fitted_by("StochasticWeightAveraging", 0.1)),
+    "A search": ("extras", searched),
 }
-OF_EXTRAS: dict[str, Callable[[], object]] = {
-    "ModelPruning": lambda: fitted_by("ModelPruning", "l1_unstructured"),
-    "EMAWeightAveraging": lambda: fitted_by("EMAWeightAveraging"),
-    "StochasticWeightAveraging": lambda: fitted_by("StochasticWeightAveraging", 0.1),
-    "A search": searched,
-}
+"""By name the extension of what needs shapes, and a use of it."""
 
 
 @pytest.mark.parametrize(
     ("who", "use"),
-    [*NEEDS.items(), *(pytest.param(*each, marks=pytest.mark.extension("extras")) for each in OF_EXTRAS.items())],
+    [pytest.param(who, use, marks=pytest.mark.extension(owner)) for who, (owner, use) in NEEDS.items()],
 )
 def test_who_needs_shapes_before_names_the_parameter_and_the_way_out(who: str, use: Callable[[], object]) -> None:
     with pytest.raises(MisconfigurationException, match=rf"{who}.*'net.0.weight'.*lazy layer.*configure_model"):
@@ -131,7 +130,9 @@ def trained(strategy: str) -> float:
     return trainer.fit_loop.progress.global_step
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "balanced"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", pytest.param("balanced", marks=pytest.mark.extension("balancing"))]
+)
 def test_ranks_refuse_them_by_name(ranks: RankPool, strategy: str) -> None:
     for said in ranks(2).run(refused, strategy):
         assert "'net.0.weight' belongs to a lazy layer" in said

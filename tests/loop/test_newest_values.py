@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import lockstep
 from lockstep import LightningModule
 from lockstep.loop.logged_entry import merged
-from lockstep.strategies import BalancedStrategy
 from tests.loop.pieces import SaveAt, quiet
 from tests.tools.pool import RankPool
 
@@ -60,7 +60,7 @@ def fit(
         log_every_n_steps=100,
         callbacks=[] if save is None else [SaveAt(save[1], save[0])],
     )
-    ranks = 1 if isinstance(strategy, BalancedStrategy) else devices
+    ranks = devices if isinstance(strategy, str) else 1
     data = torch.arange(4 * BATCHES, dtype=torch.float64).flip(0)
     loader = DataLoader(data, 4 // ranks)  # type: ignore[arg-type]
     trainer.fit(Numbers(skips), loader, ckpt_path=load)
@@ -68,7 +68,7 @@ def fit(
 
 
 def ahead(save: tuple[Path, int] | None = None, load: Path | None = None) -> dict[str, float]:
-    return fit(BalancedStrategy(one_process=True, split="equal"), 2, save=save, load=load)
+    return fit(lockstep.strategies.BalancedStrategy(one_process=True, split="equal"), 2, save=save, load=load)
 
 
 def in_ddp(save: tuple[Path, int] | None = None, load: Path | None = None) -> dict[str, float]:
@@ -85,6 +85,7 @@ def test_a_step_s_newest_values_go_on(tmp_path: Path, batch: int, skips: bool) -
     assert fit("auto", 1, skips, load=path) == whole
 
 
+@pytest.mark.extension("balancing")
 @pytest.mark.parametrize("batch", range(3, BATCHES))
 def test_windows_that_are_played_ahead_save_what_their_last_micro_batch_logged(
     ranks: RankPool, tmp_path: Path, batch: int

@@ -400,7 +400,7 @@ def fitted_by_engine(folder: Path, bad: str, strategy: str) -> str:
 @pytest.mark.parametrize(
     ("strategy", "bad"),
     [
-        ("balanced", "loss"),
+        pytest.param("balanced", "loss", marks=pytest.mark.extension("balancing")),
         pytest.param("deepspeed_stage_2", "rate", marks=pytest.mark.extension("deepspeed")),
         pytest.param("deepspeed_stage_3", "rate", marks=pytest.mark.extension("deepspeed")),
     ],

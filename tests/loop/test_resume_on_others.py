@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import lockstep
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import OnExceptionCheckpoint
-from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from tests.equivalence.models import cut_by_mesh
 from tests.loop.pieces import SaveAt, quiet
+from tests.tools.extensions import is_there
 from tests.tools.pool import RankPool
 
 pytestmark = pytest.mark.timeout(110)
@@ -38,9 +40,7 @@ ENGINES = {
     "ddp": (2, 2),
     "sharded optimizer": (2, 2),
     "fsdp": (2, 2),
-    "balanced": (2, 1),
-    "one process": (1, 1),
-    "balanced 2 x 2": (4, 2),
+    **({"balanced": (2, 1), "one process": (1, 1), "balanced 2 x 2": (4, 2)} if is_there("balancing") else {}),
     "tensor parallel": (2, 1),
     "2 x 2": (4, 2),
 }
@@ -71,8 +71,8 @@ def strategy(engine: str) -> Any:
     if engine == "2 x 2":
         return ModelParallelStrategy(2, 2, save_distributed_checkpoint=False)
     if engine == "one process":
-        return BalancedStrategy(one_process=True, split="equal")
-    return BalancedStrategy(stages=2)
+        return lockstep.strategies.BalancedStrategy(one_process=True, split="equal")
+    return lockstep.strategies.BalancedStrategy(stages=2)
 
 
 class Net(LightningModule):

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from lockstep import Callback, LightningModule, Trainer, seed_everything
+from lockstep import Callback, LightningModule, Trainer, seed_everything, strategies
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
 from lockstep.ground.extensions import is_there
-from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, Strategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy, Strategy
 from tests.tools.crash import Kill, KillAt, report
 
 BATCH, BATCHES, EPOCHS, EVERY = 4, 12, 3, 3
@@ -36,10 +36,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "fsdp_in_parts": {"state_dict_type": "sharded"},
     "fsdp_async": {"state_dict_type": "sharded", "async_save": True},
-    "balanced": {"split": [2, 3]},
-    "balanced_zero_bubble": {"schedule": "zero-bubble", "stages_per_rank": 2, "split": [1, 1, 1, 2]},
 }
 """Names of strategies, and arguments of the class that each begins with; a hook's state is made anew."""
+if is_there("balancing"):
+    STRATEGIES["balanced"] = {"split": [2, 3]}
+    STRATEGIES["balanced_zero_bubble"] = {"schedule": "zero-bubble", "stages_per_rank": 2, "split": [1, 1, 1, 2]}
 if is_there("parallel"):
     from lockstep.engines.ddp.hooks import PostLocalSGDState, PowerSGDState, post_local_sgd, power_sgd
 
@@ -297,7 +298,7 @@ def _strategy(name: str, options: dict[str, Any]) -> Strategy | str:
     if name == "single":
         return "auto"
     if name.startswith("balanced"):
-        return BalancedStrategy(**options)
+        return strategies.BalancedStrategy(**options)
     return FSDPStrategy(**options) if name.startswith("fsdp") else DDPStrategy(**options)
 
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from lockstep import strategies
 from lockstep.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lockstep.ground.extensions import is_there
-from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.utilities.exceptions import MisconfigurationException
 from tests.engines.called_layers import Bare, Forward, Submodule
 from tests.equivalence.models import rows
-from tests.extensions.balancing.pipeline.test_balanced_contract import trained
 from tests.loop.pieces import quiet
 from tests.tools.pool import RankFailure, RankPool
 
@@ -32,8 +31,8 @@ ENGINES: dict[str, tuple[Callable[[], Any], int]] = {
     "fsdp, grad op": (lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"), 2),
     "model parallel 2 x 1": (lambda: ModelParallelStrategy(2, 1), 2),
     "model parallel 1 x 2": (lambda: ModelParallelStrategy(1, 2), 2),
-    "balanced": (lambda: BalancedStrategy(split="equal"), 2),
-    "balanced in one process": (lambda: BalancedStrategy(split="equal", one_process=True), 1),
+    "balanced": (lambda: strategies.BalancedStrategy(split="equal"), 2),
+    "balanced in one process": (lambda: strategies.BalancedStrategy(split="equal", one_process=True), 1),
     **({"dp": (lambda: "dp", 1)} if is_there("parallel") else {}),
     "deepspeed 1": (lambda: strategies.DeepSpeedStrategy(stage=1), 2),
     "deepspeed 2": (lambda: strategies.DeepSpeedStrategy(stage=2), 2),
@@ -50,8 +49,9 @@ MODULES = [Submodule, Forward, Bare]
 REFUSED = {("deepspeed 3", name): "changes parameters" for name in CALLBACKS} | {
     ("balanced", name): "each rank of a pipeline" for name in CALLBACKS if name != "swa"
 }
+OWNERS = {"deepspeed": "deepspeed", "balanced": "balancing"}
 PAIRS = [
-    pytest.param(engine, callback, marks=[pytest.mark.extension("deepspeed")] if "deepspeed" in engine else [])
+    pytest.param(engine, callback, marks=[pytest.mark.extension(own) for word, own in OWNERS.items() if word in engine])
     for engine in ENGINES
     for callback in CALLBACKS
 ]
@@ -126,9 +126,12 @@ def test_each_average_under_each_engine(ranks: RankPool, engine: str, callback: 
 
 
 def averaged_on_a_pipeline() -> None:
+    from tests.extensions.balancing.pipeline.test_balanced_contract import trained
+
     trained({"split": "equal"}, [EMAWeightAveraging(decay=0.9)])
 
 
+@pytest.mark.extension("balancing")
 def test_an_average_of_weights_on_the_ranks_of_a_pipeline_is_refused(ranks: RankPool) -> None:
     """Without validation it left NaN in the module and in each checkpoint, and said nothing."""
     with pytest.raises(RankFailure, match=r"EMAWeightAveraging: each rank of a pipeline has .*one_process=True"):

@@ -13,7 +13,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.memory.meter import MemoryUse
 from lockstep.strategies import DDPStrategy
 from tests.engines.test_late_parameters import Grow, Grows, fit
-from tests.loop import test_balance, test_elastic, test_memory
+from tests.loop import test_elastic, test_memory
 from tests.loop.pieces import Slope, numbers, quiet
 from tests.precision import test_complex
 from tests.tools.pool import RankFailure, RankPool
@@ -89,9 +89,12 @@ def test_sharded_optimizers_and_local_steps_are_refused_together() -> None:
 
 
 def unbalanced() -> str:
-    return test_balance.refused("local steps", strategy=DDPStrategy(**local()))
+    with pytest.raises(MisconfigurationException, match="local steps") as raised:
+        quiet(strategy=DDPStrategy(**local()), devices=2, max_epochs=1, balance=True).fit(Slope(), numbers(8))
+    return str(raised.value)
 
 
+@pytest.mark.extension("balancing")
 def test_ranks_that_take_local_steps_cannot_be_balanced(ranks: RankPool) -> None:
     for told in ranks(2).run(unbalanced):
         assert "DDPStrategy cannot give its ranks unequal shares of a global batch, since it takes local" in told

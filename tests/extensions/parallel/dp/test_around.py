@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import callbacks
 from lockstep.engines.table import drives_all_devices
 from lockstep.extensions.parallel.dp.replicas import DataParallel
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.memory.recompute import recompute
 from lockstep.testing import check_equivalence
 from tests.cluster.test_environments import ELASTIC, Gpus, put
-from tests.extensions.balancing.test_straggler_monitor import run
-from tests.loop.pieces import quiet
+from tests.loop.pieces import Slope, numbers, quiet
 from tests.loop.test_lazy_layers import Lazy
 from tests.loop.test_lazy_layers import rows as lazy_rows
 from tests.precision.test_complex import FLAGS, Waves, rows
@@ -40,14 +40,16 @@ def test_synchronized_norms_are_refused() -> None:
         quiet(strategy="dp", devices=2, sync_batchnorm=True)
 
 
+@pytest.mark.extension("balancing")
 def test_unequal_shares_are_refused_at_once() -> None:
     with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): \w+Strategy cannot.*ddp.*leave"):
         quiet(balance=True, strategy="dp", devices=2)
 
 
+@pytest.mark.extension("balancing")
 def test_a_monitor_that_cannot_tell_its_steps_apart_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"StragglerMonitor: DataParallelStrategy plays.*ddp"):
-        run("data", 1.0, range(0), lambda **flags: quiet(strategy="dp", devices=2, **flags))
+        quiet(strategy="dp", devices=2, callbacks=[callbacks.StragglerMonitor()]).fit(Slope(), numbers(8))
 
 
 def test_lazy_layers_are_refused_by_name() -> None:
