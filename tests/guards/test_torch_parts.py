@@ -15,6 +15,8 @@ from lockstep.ground.torch_support import PARTS, Part, is_there, missing, refuse
 from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from tests.guards.border import extension_of
 from tests.guards.source import PACKAGE, house, names_made
+from tests.guards.torch_parts import PARTS as WITH_CARE
+from tests.tools.absent import is_absent
 
 SOURCE = PACKAGE
 OF_EXTENSIONS = [
@@ -23,7 +25,7 @@ OF_EXTENSIONS = [
     if module.endswith(".torch_parts") and extension_of(module) and is_installed(extension_of(module))
     for part in import_module(module).PARTS
 ]
-ALL = [*PARTS, *OF_EXTENSIONS]
+ALL = [*PARTS, *OF_EXTENSIONS, *(part for part in WITH_CARE if not is_absent(part.files))]
 
 OTHERS = {
     # Python's

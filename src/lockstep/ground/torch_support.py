@@ -1,7 +1,8 @@
 """What lockstep needs of torch, and where this release was tried: releases of torch, and kinds of devices.
 
-The private parts of torch that lockstep uses are listed with where, for what, since when, and what is refused without
-them. A release may rename one. What needs it is then refused by name where it is asked for; all else goes on.
+Private parts of torch by which a feature is refused are listed with where, for what, and since when. A release may
+rename one. What needs it is then refused by name where it is asked for; all else works. Private parts that are used
+with care, without which lockstep does less, are listed by the tests (`tests/guards/torch_parts.py`).
 """
 
 from __future__ import annotations
@@ -16,14 +17,11 @@ import torch
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 
-EVERYTHING = "lockstep"
 DDP = "DistributedDataParallel"
 FSDP = "FSDPStrategy and ModelParallelStrategy"
 SCALER = "precision='16-mixed'"
 MEMORY = "the activations of trainer.memory()"
 INIT = "drawing weights in shards"
-COMPILE = "compiled modules"
-TRACE = "the trace of collectives"
 
 ASKED_FOR = (DDP, FSDP, SCALER, INIT)
 """What is refused without its parts. All else is used with care: without its part it does less."""
@@ -55,93 +53,8 @@ _PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
 _HOOKS = "torch._C._autograd"
 
 PARTS: tuple[Part, ...] = (
-    # imported with the package
-    Part(
-        "torch.utils._pytree",
-        "data/combined.py data/stream.py data/weighing.py engines/sharded/sharded_init.py",
-        "the tensors of a nested batch, and the batch again",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.nn.modules.batchnorm._BatchNorm",
-        "callbacks/finetuning.py engines/ddp/sync_batchnorm.py",
-        "which layers have statistics of batches",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.nn.modules.batchnorm._NormBase",
-        "ground/parameters.py engines/sharded/fully_shard.py",
-        "as above, instance norms included",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.nn.Module._load_from_state_dict",
-        "ground/parameters.py",
-        "whether a layer reads its state in a way of its own",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.nn.Module._load_state_dict_pre_hooks",
-        "ground/parameters.py",
-        "as above",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.nn.Module._non_persistent_buffers_set",
-        "loop/window_start.py",
-        "buffers that no state_dict has",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.UntypedStorage._cdata",
-        "checkpoint/io.py ground/transfer.py engines/",
-        "which tensors share memory",
-        EVERYTHING,
-    ),
-    Part(
-        "torch._foreach_mul_",
-        "engines/ddp/bucket.py precision/base.py",
-        "scaling",
-        EVERYTHING,
-    ),
-    Part("torch._foreach_copy_", "loop/window_start.py engines/ddp/bucket.py", "copies of many tensors", EVERYTHING),
-    Part("torch._foreach_zero_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),
-    Part("torch._foreach_neg_", "engines/ddp/bucket.py", "the places of absent gradients", EVERYTHING),
-    Part(
-        "torch.optim.Optimizer._optimizer_step_pre_hooks",
-        "loop/step_watch.py",
-        "whether an optimizer can be watched",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.optim.Optimizer._optimizer_step_post_hooks", "engines/owners.py", "which of them runs first", EVERYTHING
-    ),
-    Part(
-        "torch.utils.data._utils.worker.WorkerInfo",
-        "data/stream.py",
-        "a worker that reads a part of a stream",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers_done_event",
-        "data/workers.py",
-        "a worker that died, and the samples that it was to fetch",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
-        "data/workers.py",
-        "as above",
-        EVERYTHING,
-    ),
     # the DistributedDataParallel engine
     Part("torch._C._current_graph_task_id", "engines/", "whether a backward runs, and which", DDP),
-    Part(
-        "torch._C._storage_Use_Count",
-        "ground/transfer.py engines/ddp/bucket.py",
-        "whether memory is used elsewhere",
-        EVERYTHING,
-    ),
     Part("torch.autograd.variable.Variable._execution_engine", "engines/", "a callback at a backward's end", DDP),
     Part(
         "torch.autograd._unsafe_preserve_version_counter",
@@ -149,19 +62,7 @@ PARTS: tuple[Part, ...] = (
         "buffers as rank 0 has them",
         DDP,
     ),
-    Part(
-        "torch.autograd.profiler._is_profiler_enabled",
-        "loop/update.py",
-        "whether a profile names phases",
-        EVERYTHING,
-    ),
     Part("torch.distributed.ProcessGroup._get_backend", "engines/", "what carries a device's tensors", DDP),
-    Part(
-        "torch.distributed.distributed_c10d._abort_process_group",
-        "engines/ranks.py",
-        "to leave a group whose collectives wait for a lost rank",
-        "nothing: a rank that fails leaves later",
-    ),
     # shards by fully_shard
     Part(f"{_FSDP}._fully_shard.FSDPModule._get_fsdp_state", "engines/", "what torch keeps of a module", FSDP),
     Part(
@@ -253,12 +154,6 @@ PARTS: tuple[Part, ...] = (
         "memory that is still there",
         MEMORY,
     ),
-    Part(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "memory/recompute.py",
-        "layers that torch's own wrapper recomputes",
-        "nothing: such layers are not there without it",
-    ),
     # precision
     Part(
         "torch.amp.GradScaler._per_optimizer_states",
@@ -272,48 +167,6 @@ PARTS: tuple[Part, ...] = (
         "whether gradients are finite, in float16 too",
         SCALER,
     ),
-    Part(
-        "torch.utils._triton.has_triton",
-        "precision/formats.py",
-        "whether layers can be compiled",
-        "nothing: it says so",
-    ),
-    # compiled modules
-    Part(
-        "torch._dynamo",
-        "loop/compiled.py loop/spawn_results.py",
-        "whether anything is compiled",
-        COMPILE,
-    ),
-    Part("torch._dynamo.eval_frame.OptimizedModule", "loop/compiled.py", "the module that was compiled", COMPILE),
-    Part(
-        "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
-        "loop/compiled.py",
-        "as above",
-        COMPILE,
-    ),
-    Part(
-        "torch.nn.Module._compiled_call_impl",
-        "ground/methods.py",
-        "module.compile()",
-        COMPILE,
-    ),
-    # supervision
-    Part("torch.distributed.ProcessGroup._device_types", "supervise/traced_groups.py", "a group's backends", TRACE),
-    Part(
-        "torch.distributed.distributed_c10d._get_object_coll_device",
-        "supervise/traced_groups.py",
-        "the backend of a collective of objects",
-        TRACE,
-    ),
-    Part("torch._C._get_accelerator", "supervise/traced_groups.py", "the backend of a barrier", TRACE),
-    Part(
-        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
-        "supervise/traced_groups.py",
-        "the number of a collective",
-        TRACE,
-    ),
-    Part("torch.cuda._is_in_bad_fork", "ground/device.py", "CUDA used before ranks are forked", "its message"),
 )
 
 

@@ -1,6 +1,6 @@
 """The private parts of torch that this extension uses."""
 
-from lockstep.ground.torch_support import EVERYTHING, Part
+from lockstep.ground.torch_support import Part
 
 PIPELINES = "BalancedStrategy"
 ONE_PROCESS = "BalancedStrategy(one_process=True)"
@@ -11,30 +11,6 @@ _STAGE = "torch.distributed.pipelining.stage"
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 
 PARTS = (
-    Part(
-        "torch.utils._pytree",
-        f"{_HERE}plans/choice.py",
-        "the tensors of a nested batch, and the batch again",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.nn.modules.batchnorm._BatchNorm",
-        f"{_HERE}balance/balance.py {_HERE}pipeline/strategy.py",
-        "which layers have statistics of batches",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.nn.Module._non_persistent_buffers_set",
-        f"{_HERE}pipeline/moves.py",
-        "buffers that no state_dict has",
-        EVERYTHING,
-    ),
-    Part(
-        "torch.UntypedStorage._cdata",
-        f"{_HERE}planner/trace.py",
-        "which tensors share memory",
-        EVERYTHING,
-    ),
     Part("torch.distributed.tensor.DTensor._local_tensor", f"{_HERE}planner/trace.py", "a shard", PLAN),
     Part("torch.utils._python_dispatch.TorchDispatchMode", f"{_HERE}planner/trace.py", "each operation", PLAN),
     Part(
@@ -64,40 +40,6 @@ PARTS = (
     ),
     Part(f"{_SCHEDULES}._Action", f"{_HERE}pipeline/stages.py", "as above", ONE_PROCESS),
     Part(f"{_SCHEDULES}._ComputationType", f"{_HERE}pipeline/stages.py", "as above", ONE_PROCESS),
-    Part(
-        f"{_STAGE}.PipelineStage._warmup_forward_vote",
-        f"{_HERE}pipeline/stages.py",
-        "a message between stages of several devices, before the first step",
-        "nothing: earlier releases send none",
-        since="2.12",
-    ),
-    Part(
-        f"{_STAGE}.PipelineStage._get_init_p2p_neighbors_ops",
-        f"{_HERE}pipeline/stages.py",
-        "a message between ranks that one process has nobody for",
-        "nothing: it is replaced where torch has it",
-    ),
-    Part(
-        f"{_STAGE}.PipelineStage._get_grad_send_meta",
-        f"{_HERE}pipeline/stages.py",
-        "whether a stage without a gradient sends zeros by itself",
-        "nothing: it is made to",
-        since="2.13",
-    ),
-    Part(
-        f"{_SCHEDULES}._PipelineSchedule._initialize_pipeline_distributed_state",
-        f"{_HERE}pipeline/stages.py",
-        "stages of several devices",
-        "nothing: earlier releases do not look",
-        since="2.15",
-    ),
-    Part(
-        f"{_STAGE}.PipelineStage._user_meta",
-        f"{_HERE}pipeline/stages.py",
-        "whether a frozen stage waits for a gradient",
-        "nothing: before, it does",
-        since="2.12",
-    ),
     Part("torch._subclasses.fake_tensor.FakeTensorMode", f"{_HERE}planner/profile.py", "tensors without memory", PLAN),
     Part(
         "torch._subclasses.fake_tensor.DataDependentOutputException",

@@ -1,6 +1,6 @@
 """The private parts of torch that this extension uses."""
 
-from lockstep.ground.torch_support import COMPILE, DDP, EVERYTHING, Part
+from lockstep.ground.torch_support import DDP, Part
 
 _HERE = "extensions/parallel/"
 
@@ -18,12 +18,6 @@ PARTS = (
         "a callback at a backward's end",
         DDP,
     ),
-    Part(
-        "torch.autograd.profiler._is_profiler_enabled",
-        f"{_HERE}container.py",
-        "whether a profile names phases",
-        EVERYTHING,
-    ),
     Part("torch.nn.parallel.distributed._BufferCommHook", f"{_HERE}torch_names.py", "an argument of torch's", DDP),
     Part(
         "torch.nn.parallel.distributed._BufferCommHookLocation",
@@ -39,22 +33,4 @@ PARTS = (
         "messages beside a collective",
         DDP,
     ),
-    # what torch's class takes, and few ask for: read late, with a way out of its own
-    Part(
-        "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform",
-        f"{_HERE}wrapping.py",
-        "a module that is tensor-parallel within replicas",
-        "DistributedDataParallel(device_mesh=...)",
-    ),
-    Part(
-        "torch.distributed.DeviceMesh._get_root_mesh",
-        f"{_HERE}wrapping.py",
-        "as above",
-        "DistributedDataParallel(device_mesh=...)",
-    ),
-    Part("torch._dynamo", f"{_HERE}container.py", "whether anything is compiled", COMPILE),
-    Part("torch._dynamo.eval_frame.OptimizedModule._orig_mod", f"{_HERE}container.py", "as above", COMPILE),
-    Part("torch.nn.Module._compiled_call_impl", f"{_HERE}container.py", "module.compile()", COMPILE),
-    Part("torch.distributed.rpc._is_current_rpc_agent_set", _HERE, "distributed autograd", "rpc"),
-    Part("torch.distributed.autograd._current_context", _HERE, "as above", "rpc"),
 )
