@@ -41,13 +41,10 @@ FLOORS = {
 }
 STRATEGIES = {
     *("strategy", "engine", "ranks", "collectives", "table", "buffers", "copies"),
-    "optimizer_states",
-    *("ddp.strategy", "ddp.sharded_optimizer", "sharded.strategy", "sharded.fsdp"),
-    "sharded.model_parallel",
+    *("optimizer_states", "ddp.sharded_optimizer", "sharded.fsdp", "sharded.model_parallel"),
 }
-"""Files of engines/ that know of a run; the others work in a loop by hand."""
+"""Files of engines/ that know of a run, besides each folder's file `strategy`; the others work in a loop by hand."""
 
-WINGS = ("ddp", "sharded")
 CROSSINGS = {
     "buffers": "ddp.consistency ddp.sync_batchnorm",
     "sharded.fsdp": "ddp.reducer ddp.strategy",
@@ -129,7 +126,7 @@ def floor_of(module: str) -> int:
     """The floor that a file stands on; 0 for ``lockstep`` itself."""
     part = module.split(".")[1] if "." in module else ""
     file = engines_file(module)
-    if file in STRATEGIES or file.rpartition(".")[0] in STRATEGIES:
+    if file in STRATEGIES or file.endswith(".strategy"):
         return 3
     return FLOORS.get(part, 0)
 
@@ -162,8 +159,8 @@ def wings(sources: Sources) -> Iterator[str]:
         allowed = CROSSINGS.get(mine, "").split()
         for line, name in inner_imports(source, sources):
             other = engines_file(name)
-            wing = other.partition(".")[0]
-            if mine and wing in WINGS and wing != mine.partition(".")[0] and other not in allowed:
+            wing = other.partition(".")[0] if "." in other else ""
+            if mine and wing and wing != mine.partition(".")[0] and other not in allowed:
                 yield f"{source.path}:{line} imports {name}, which is another engine's"
 
 
