@@ -12,7 +12,7 @@ from lockstep.cluster.torchelastic import STARTED
 from lockstep.cluster.world import World, read_number
 from lockstep.ground.errors import MisconfigurationException
 
-# -- the clusters that lockstep knows ------------------------------------------------------------------------
+# -- known clusters ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster,
     return None
 
 
-# -- the flags against the cluster ---------------------------------------------------------------------------
+# -- comparison of flags and cluster -------------------------------------------------------------------------
 
 
 def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> None:
@@ -229,7 +229,7 @@ def early_rank(environ: Mapping[str, str]) -> int:
     return read_number(environ, "NODE_RANK", default=0)
 
 
-# -- why -----------------------------------------------------------------------------------------------------
+# -- explanation ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ def environment_named(name: str) -> ClusterEnvironment:
     return KNOWN[cluster_named(name)]()
 
 
-# -- ranks that an object of the user describes --------------------------------------------------------------
+# -- ranks described by the user's objects -------------------------------------------------------------------
 
 
 class DescribesRanks(Protocol):

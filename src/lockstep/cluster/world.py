@@ -143,7 +143,7 @@ def missing(cluster: str, name: str, way_out: str) -> MisconfigurationException:
     return MisconfigurationException(f"{cluster}: the environment variable {name} is not set: {way_out}")
 
 
-# -- hosts and their tasks as schedulers write them -----------------------------------------------------------
+# -- schedulers' lists of hosts and tasks ---------------------------------------------------------------------
 
 
 _RANGE = r"(\d+)(?:-(\d+))?"  # not compiled here: most processes that import this are not on a cluster

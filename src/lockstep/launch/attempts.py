@@ -90,7 +90,7 @@ class Attempts(ABC):
     def done(self, call: int) -> None:  # noqa: B027, nor to do
         """Record on rank 0 that a fit has ended and the script continues."""
 
-    # -- the file: rank 0 writes it ------------------------------------------------------------------------
+    # -- the file, written by rank 0 -----------------------------------------------------------------------
 
     def check(self) -> dict[str, Any]:
         """Return the content of the file.
@@ -233,7 +233,7 @@ class Job(Attempts):
             elif known:
                 storage.remove(self.path)
 
-    # -- the end -------------------------------------------------------------------------------------------
+    # -- end -----------------------------------------------------------------------------------------------
 
     def requeue(self) -> str:
         """Ask SLURM to requeue this job, which ends its processes. Return the reason if it failed."""

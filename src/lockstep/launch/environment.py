@@ -53,7 +53,7 @@ def flags_of(
     return found
 
 
-# -- what is in force ----------------------------------------------------------------------------------------
+# -- variables that are set ----------------------------------------------------------------------------------
 
 
 _NAMES = """
@@ -197,7 +197,7 @@ def fix_cublas_workspaces() -> None:
     os.environ.setdefault(VARIABLE, WORKSPACES)
 
 
-# -- a port --------------------------------------------------------------------------------------------------
+# -- ports ---------------------------------------------------------------------------------------------------
 
 
 class HeldPort:
@@ -232,7 +232,7 @@ def free_port() -> int:
         return port
 
 
-# -- a trial of a search on this machine ----------------------------------------------------------------------
+# -- trials of a search on this machine -----------------------------------------------------------------------
 
 
 ROOT = "PL_TRAINER_DEFAULT_ROOT_DIR"
@@ -322,7 +322,7 @@ def hand_down_names() -> tuple[str, Callable[[], None]]:
     return os.environ[STANDS_IN], take_back
 
 
-# -- what a process takes over --------------------------------------------------------------------------------
+# -- inheritance of a process ---------------------------------------------------------------------------------
 
 
 SEED = "PL_GLOBAL_SEED"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 PARENT = "LOCKSTEP_PARENT"
 """Environment variable with the process that a rank must not outlive."""
 PROCESS = "LOCKSTEP_PROCESS"
-"""Environment variable with the id of the process that an agent started as a rank. Its child processes inherit it."""
+"""Environment variable with the process id of a rank that an agent started. Its child processes have other ids."""
 _PR_SET_PDEATHSIG = 1
 
 

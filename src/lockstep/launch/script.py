@@ -198,7 +198,7 @@ def side() -> Side | None:
     return _sides[0] if _sides else None
 
 
-# -- the batch script of a SLURM job, by srun ----------------------------------------------------------------
+# -- tasks of a SLURM job, by srun ---------------------------------------------------------------------------
 
 
 STARTED = "LOCKSTEP_SRUN"

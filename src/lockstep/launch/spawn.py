@@ -43,7 +43,7 @@ from lockstep.supervise.screen_text import name_cells, one_line, wipe_line
 from lockstep.supervise.stack import calling
 from lockstep.supervise.status import failed, noted_call, watch_uncaught, without_ranks
 
-# -- objects on their way ------------------------------------------------------------------------------------
+# -- pickling ------------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
 
 
-# -- fresh processes -----------------------------------------------------------------------------------------
+# -- new processes -------------------------------------------------------------------------------------------
 
 
 # Plain processes, not those of `multiprocessing`, which import the script first, so that it has to guard its main part.
@@ -354,7 +354,7 @@ def _restore(surroundings: dict[str, Any]) -> None:
     log.setLevel(surroundings["level"])
 
 
-# -- copies of this process ----------------------------------------------------------------------------------
+# -- forks of this process -----------------------------------------------------------------------------------
 
 
 HARD = 2
@@ -378,8 +378,7 @@ class ForkLauncher(SpawnLauncher):
     name = "ddp_fork"
 
     def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """Call ``function(*args, **kwargs)`` in each of the processes. Other errors are as for
-        :meth:`SpawnLauncher.launch`.
+        """Call ``function(*args, **kwargs)`` in each of the forks. See :meth:`SpawnLauncher.launch`.
 
         Raises:
             MisconfigurationException: a fork of this process could not work. The message gives the reason.

@@ -12,7 +12,7 @@ from lockstep.launch.processes import Ended
 from lockstep.supervise.screen_text import one_line, reason_of, shortened
 from lockstep.supervise.stack import Stack, calling, stack_of
 
-# -- the causes ----------------------------------------------------------------------------------------------
+# -- causes --------------------------------------------------------------------------------------------------
 
 
 TRACE = 100_000
@@ -240,7 +240,7 @@ def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: 
     return None
 
 
-# -- the words -----------------------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------------------
 
 
 CODE_OF_INTERRUPT = 128 + signal.SIGINT
@@ -324,11 +324,11 @@ def is_told(cause: First | None, printed: Collection[int], notes: Iterable[Cause
 
 
 OTHERS = 2
-"""Number of other failures that are reported in words."""
+"""Maximum number of further ways to fail that are described."""
 
 
 def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> list[str]:
-    """Return lines about ranks that failed in addition to the first cause, at most `OTHERS` different failures.
+    """Return a line for each further way in which ranks failed, and one for all beyond `OTHERS` ways.
 
     Args:
         cause: the first cause.

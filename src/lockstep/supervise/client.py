@@ -205,7 +205,7 @@ def _start(channel: socket.socket, notes: Mailbox, signal_pipe: SignalPipe) -> s
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# -- ranks that somebody else has started ------------------------------------------------------------------
+# -- ranks started by a launcher ---------------------------------------------------------------------------
 
 
 def meeting_name(world: World, environ: Mapping[str, str] = os.environ) -> str:

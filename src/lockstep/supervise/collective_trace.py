@@ -30,7 +30,7 @@ from lockstep.supervise.stack_request import answer_with
 from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own
 from lockstep.supervise.traced_groups import TracedGroup, kind_of_device, kinds_by_backend, sequence_of
 
-# -- what is noted -------------------------------------------------------------------------------------------
+# -- recording -----------------------------------------------------------------------------------------------
 
 
 NOTED = (
@@ -92,7 +92,7 @@ class CollectiveTrace:
         if default is not None:
             self._meet(default, whole=True)
 
-    # -- what is put in the place of torch's functions
+    # -- wrappers of torch's functions
 
     def collective(
         self, name: str, function: Callable[..., Any], strided: Callable[..., Any] | None = None
@@ -311,8 +311,9 @@ class CollectiveTrace:
     # -- groups
 
     def _find(self, group: Any, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> TracedGroup | None:
-        """Return the record of a group that is new or has several backends; of several, the one that carries the call.
-        None where this rank is not a member, or the group does not exist.
+        """Return the record of a group that is new, or the part of a group whose backend carries the call.
+
+        Return None where this rank is not a member, or the group does not exist.
         """
         known = self._groups.get(id(group)) or self._meet(group, whole=False)
         if known is not None and known.parts:
@@ -379,7 +380,7 @@ def _kind(file: str) -> int:
     return _USERS
 
 
-# -- the gate before collectives -----------------------------------------------------------------------------
+# -- wrappers in place of collectives ------------------------------------------------------------------------
 
 
 IN_PLACE = ("all_reduce", "reduce")
@@ -433,7 +434,7 @@ def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
     return whole
 
 
-# -- putting it up
+# -- installation
 
 _HOMES = (dist, dist.distributed_c10d)
 _replaced: list[tuple[Any, str, Any]] = []
@@ -442,8 +443,9 @@ _trace: CollectiveTrace | None = None
 
 
 def install_trace() -> None:
-    """Record torch's collectives in this process from now on, and reduce strided tensors correctly. Repeated calls do
-    nothing.
+    """Record torch's collectives in this process from now on, and reduce strided tensors correctly.
+
+    Repeated calls do nothing.
     """
     global _trace
     if not _replaced:

@@ -165,7 +165,7 @@ class OtherRanks:
             if self._question.is_answered(self.nodes):
                 self._wake()
 
-    # -- another node
+    # -- other nodes
 
     @property
     def is_watched(self) -> bool:
@@ -198,7 +198,7 @@ class OtherRanks:
         self._answered, wakes = self._asked
         return {"question": self._answered, "asked": [plain(each) for each in ask(wakes)], "caught": caught}
 
-    # -- the end
+    # -- end
 
     def last(self, stands: Iterable[Stand], caught: str = "") -> dict[str, Any]:
         """Return the content of this node's farewell message."""

@@ -98,7 +98,7 @@ def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
     return Divergence(f"{told(halted)} (SIGSTOP), and {told(waiting)}", traced(snapshots))
 
 
-# -- no proofs
+# -- long waits
 
 
 def _newest(snapshot: RankSnapshot) -> dict[tuple[str, tuple[int, ...]], int]:

@@ -156,7 +156,7 @@ class HangMonitor:
             return self._judged(everybody, own, {self._node}, limits, now)
         return self._judged_with(self.others, everybody, own, caught, now)
 
-    # -- all ranks that this node judges
+    # -- ranks of all nodes
 
     def _judged_with(
         self,

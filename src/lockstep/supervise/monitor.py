@@ -133,7 +133,7 @@ class RankMonitor:
 
     @property
     def caught_elsewhere(self) -> str:
-        """Caught exception that ended a call on a node that has ended; "" if there is none."""
+        """The caught exception that ended a call on a node that has ended; "" without one."""
         return "" if self.hangs.others is None else self.hangs.others.caught_at_end
 
     def _caught(self, stands: Mapping[int, Stand]) -> Cause | None:

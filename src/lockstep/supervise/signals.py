@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.ground.installed import FORK_WAKEUP, HANDLERS, PASSED_ON, WAKEUP
 from lockstep.launch.parent_death import PARENT
 
-# -- signals, noted ------------------------------------------------------------------------------------------
+# -- handlers ------------------------------------------------------------------------------------------------
 
 
 ENDED = 128 + signal.SIGTERM

@@ -129,7 +129,7 @@ class Supervisor:
     def _put(self, event: str, what: object = None) -> None:
         self._events.put((event, what))
 
-    # -- the ranks ---------------------------------------------------------------------------------------------
+    # -- ranks -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the other ranks, or listen for them, and start to watch."""
@@ -437,7 +437,7 @@ class Supervisor:
         if self._nodes.hub is None and not self._starts:
             self._tell_at_once()
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- end ---------------------------------------------------------------------------------------------------
 
     def _await_rank_zero(self, seconds: float) -> None:
         """Let rank 0 end by itself. Wait longer if it has raised an exception: it may be saving its state.
@@ -563,7 +563,7 @@ class Supervisor:
         self._write(text)
 
     def _is_quiet(self) -> bool:
-        """Return True if SIGTERM ended rank 0 and was received here as well: nothing has failed."""
+        """Return True if a received SIGTERM explains the ends of all ranks, so that nothing has failed."""
         number, failed = signal.SIGTERM, self._processes.failed
         is_set = self._signalled[number].is_set()
         return is_set and not self._left and all(self._is_ended_by(number, end.code) for end in failed)

@@ -130,7 +130,7 @@ class Traces:
         newest = self.newest(rank, 1)
         return newest[0].entered if newest and newest[0].inside and not newest[0].aside else None
 
-    # -- all of them
+    # -- all ranks
 
     def differing(self) -> dict[int, Note]:
         """Return the notes, by rank, of the first new collective in which ranks did different things, if any."""
