@@ -23,7 +23,7 @@ from lockstep.ground.rank import log
 
 
 class Superseded(RuntimeError):
-    """Raised on a rank of an earlier attempt that was about to touch the run's checkpoints."""
+    """Error on a rank of an earlier attempt that was about to touch the run's checkpoints."""
 
 
 class Attempts(ABC):

@@ -441,7 +441,7 @@ class OneNode(RendezvousHandler):
 
 
 class InOrder(RendezvousHandler):
-    """Orders the nodes of each round by ``--node-rank``, so that rank 0 is on the first of them.
+    """A rendezvous that orders the nodes of each round by ``--node-rank``. Rank 0 is on the first of them.
 
     torch orders them by host names and process ids. The nodes exchange their numbers through torch's store of the
     round.

@@ -21,7 +21,7 @@ PERHAPS = ": perhaps the machine ran out of memory, since it killed a process fo
 
 
 class MemoryKills:
-    """Finds out whether SIGKILL ended a process for lack of memory.
+    """Detector of processes that SIGKILL ended for lack of memory.
 
     A kill is certain if the process' own cgroup counted it at about that time. Without such a count, or with that of
     the whole machine, a kill at about that time is only a possible explanation.

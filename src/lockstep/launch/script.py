@@ -39,7 +39,7 @@ VARIABLES = "RANK LOCAL_RANK NODE_RANK GROUP_RANK WORLD_SIZE MASTER_PORT SLURM_P
 
 
 class ScriptLauncher:
-    """Calls functions on all ranks, after starting the script of this process once for each of the others.
+    """Launcher that starts the script of this process for each other rank, and calls functions on all ranks.
 
     The calling process is local rank 0. Its first `launch` starts the others with the same command line. They run the
     script from the top, reach the same `launch`, detect that they were started, and continue together. Later launches,

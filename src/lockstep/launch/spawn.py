@@ -103,7 +103,7 @@ work(call, *sys.argv[2:])
 
 
 class SpawnLauncher:
-    """Calls functions in new processes, one per rank of the node, and returns rank 0's result.
+    """Launcher that calls functions in new processes, one per rank of the node, and returns rank 0's result.
 
     Function and arguments are sent with cloudpickle. Definitions of the script or notebook itself are pickled by value,
     so that the script is not run again and does not need ``if __name__ == "__main__"``. The processes end with the
@@ -369,7 +369,7 @@ _CUDA = (
 
 
 class ForkLauncher(SpawnLauncher):
-    """Calls functions in forks of this process, one per rank of the node, and returns rank 0's result.
+    """Launcher that calls functions in forks of this process, one per rank of the node.
 
     Args:
         world: world of the calling process, which takes the place of local rank 0 and is not a rank itself.

@@ -65,7 +65,7 @@ _PENDING = 4096
 
 
 class CollectiveTrace:
-    """Wraps torch's functions so that they record their calls in this process' trace.
+    """Recorder of this process' collectives, by wrappers around torch's functions.
 
     Attributes:
         where: returns the hook that this rank is in, and the batch; None: unknown.

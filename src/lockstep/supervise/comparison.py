@@ -20,7 +20,7 @@ ANSWERS = 0.4
 
 
 class NotesOfAll:
-    """Answers for this node's ranks. On node 0, also sends questions to all nodes.
+    """Exchange of what ranks did in given collectives. Node 0 asks, and every node answers for its ranks.
 
     Args:
         hub: connection to the other nodes.

@@ -67,7 +67,7 @@ def soon(limit: float, size: int) -> float:
 
 
 class OtherRanks:
-    """Reports this node's ranks to node 0. On node 0, holds the ranks of all nodes.
+    """Reporter of this node's ranks to node 0. On node 0, the collection of all nodes' ranks.
 
     Args:
         hub: connection to the other nodes.

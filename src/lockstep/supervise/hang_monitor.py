@@ -76,7 +76,7 @@ class Ration:
 
 
 class HangMonitor:
-    """Checks the ranks of a node. On node 0, it judges the ranks of all nodes.
+    """Monitor for hangs of a node's ranks. On node 0, it judges the ranks of all nodes.
 
     Args:
         hub: connection to the other nodes; None without one.
@@ -212,7 +212,8 @@ class HangMonitor:
             found = self._proof.conclude(everybody, answers, now)
             if found is not None:
                 return found
-            if limits.first < math.inf and stopped([*answers.values()]) is not None:  # its stack shows its line
+            if limits.first < math.inf and stopped([*answers.values()]) is not None:
+                # a stopped rank can report the line where it stopped
                 self._put(own, now, kept=answers)
                 answers = self._question.answers(nodes, now)
         if answers is None or limits.first == math.inf:

@@ -59,7 +59,7 @@ class Verdict:
 
 
 class RankMonitor:
-    """A thread that checks the ranks of a node once a second. It returns at most one verdict.
+    """A thread that checks the ranks of a node once a second. It reports at most one verdict.
 
     Args:
         mailbox: mailbox of the ranks.
@@ -287,7 +287,7 @@ def _waiting(inside: Mapping[int, Stand]) -> dict[int, Stack]:
 
 
 class _Stillness:
-    """Measures for how long a process has been idle."""
+    """Stopwatch for the time that a process has been idle."""
 
     def __init__(self) -> None:
         self._used, self._at, self._since = -1.0, 0.0, 0.0

@@ -214,7 +214,7 @@ def _users_of_ctrl_c() -> Callable[[int, FrameType | None], Any] | None:
 
 
 class SignalPipe:
-    """Receives every Ctrl-C of this process, even while its main thread waits in a collective.
+    """Pipe that receives every Ctrl-C of this process, even while its main thread waits in a collective.
 
     Python runs handlers in the main thread between two instructions, so never while that thread waits for another rank.
     The C-level handler writes the signal's number into a pipe at once.

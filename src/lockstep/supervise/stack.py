@@ -119,7 +119,7 @@ class Stack:
 
     @property
     def doing(self) -> str:
-        """What it does below the user's code, in words or as a function's name; "" if nothing."""
+        """The activity below the user's code, in words or as a function's name; "" if there is none."""
         below = list(self._below_users())
         for frame in reversed(below):
             mark = frame.mark

@@ -72,7 +72,7 @@ def _codes(number: int) -> tuple[int | None, ...]:
 
 
 class Supervisor:
-    """Watches the ranks of a node from their start until the last has ended.
+    """The supervisor of a node's ranks, from their start until the last has ended.
 
     Args:
         channel: channel to local rank 0.

@@ -25,7 +25,7 @@ Made = tuple[list[int], str, Note]
 
 
 class Histories:
-    """What ranks did in each collective of each group, compared as notes arrive."""
+    """History of each collective of each group, compared among ranks as notes arrive."""
 
     def __init__(self) -> None:
         self._open: dict[Position, dict[int, Note]] = {}
