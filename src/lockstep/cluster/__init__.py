@@ -1,1 +1,1 @@
-"""Who this process is among the ranks: one file per cluster, pure functions of the environment."""
+"""Detection of this process' rank: one file per cluster, with pure functions of the environment."""

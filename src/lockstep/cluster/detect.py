@@ -1,4 +1,4 @@
-"""Finds out, from environment and flags, which rank this process is and whether others must be started."""
+"""Detection of this process' rank, and of whether other ranks have to be started, from environment and flags."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from lockstep.cluster.torchelastic import STARTED
 from lockstep.cluster.world import World, read_number
 from lockstep.ground.errors import MisconfigurationException
 
-# -- the clusters that lockstep knows ------------------------------------------------------------------------
+# -- known clusters ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One of them."""
+    """A cluster that lockstep recognizes."""
 
     name: str  #: as in ``DDPStrategy(cluster_environment=...)``
-    started: str  #: who has started the ranks, as a sentence says it
+    started: str  #: the program that started the ranks, for messages
     given_world: Callable[[Mapping[str, str]], World | None]
     rank: tuple[str, ...]  #: variables with the rank, for the lines of a script before its Trainer
-    needs: str  #: what has to be set where it is asked for by name
+    needs: str  #: variables that must be set if the cluster is chosen by name
 
 
 CLUSTERS = (
-    # RANK and WORLD_SIZE say what somebody wanted; what a scheduler set around them may speak of other processes:
-    # under torchrun in a SLURM job, SLURM_PROCID is the number of the agent.
+    # RANK and WORLD_SIZE are explicit. A scheduler's variables around them may describe other processes: under torchrun
+    # in a SLURM job, SLURM_PROCID is the number of the agent.
     Cluster("torchelastic", "torchrun", torchelastic.given_world, ("RANK",), "RANK, LOCAL_RANK and WORLD_SIZE"),
     Cluster(
         "kubeflow", "Kubeflow", kubeflow.given_world, ("RANK",), "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone"
     ),
-    # jsrun sets Open MPI's variables, too, and knows the hosts
+    # jsrun also sets Open MPI's variables, and knows the hosts
     Cluster("lsf", "jsrun", lsf.given_world, ("JSM_NAMESPACE_RANK",), "JSM_NAMESPACE_RANK"),
-    # mpirun in a SLURM job starts one task of srun's on each node, and the ranks below it
+    # mpirun in a SLURM job starts one srun task per node, which starts the ranks
     Cluster(
         "mpi", "mpirun", mpi.given_world, tuple(names[0] for names in mpi.FAMILIES), "OMPI_COMM_WORLD_RANK or PMI_RANK"
     ),
     Cluster("slurm", "srun", slurm.given_world, ("SLURM_PROCID",), "SLURM_PROCID and SLURM_STEP_ID"),
 )
-"""The first whose variables are there wins; behind them all come the ranks that lockstep starts by itself."""
+"""The first cluster whose variables are set wins. Without any, lockstep starts the ranks itself."""
 
 LOCAL = "local"
 NAMES = {
@@ -51,15 +51,15 @@ NAMES = {
     "torchrun": "torchelastic",
     "openmpi": "mpi",
 }
-"""What ``cluster_environment=`` may say, in small letters."""
+"""Valid values of ``cluster_environment=``, in lower case."""
 SPELLED = "'TorchElastic', 'SLURM', 'LSF', 'Kubeflow', 'MPI' or 'Local'"
 
 
 def cluster_named(name: str) -> str:
-    """The cluster that a user named, in any letters.
+    """Return the cluster that a user named, ignoring case.
 
     Raises:
-        MisconfigurationException: there is none of this name.
+        MisconfigurationException: there is no cluster of this name.
 
     Example:
         >>> cluster_named("TorchElastic")
@@ -74,15 +74,15 @@ def cluster_named(name: str) -> str:
 
 
 def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster, World] | None:
-    """The cluster that started this process, and its world; None where none did.
+    """Return the cluster that started this process, and its world. None if no cluster did.
 
     Args:
         environ: the environment.
-        named: look at this one only.
+        named: the only cluster to check; None: all.
 
     Raises:
-        MisconfigurationException: its variables are incomplete or contradict each other, or the one that was named did
-            not start this process.
+        MisconfigurationException: the cluster's variables are incomplete or contradict each other, or the named cluster
+            did not start this process.
     """
     for cluster in CLUSTERS:
         if named in (None, cluster.name):
@@ -97,21 +97,21 @@ def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster,
     return None
 
 
-# -- the flags against the cluster ---------------------------------------------------------------------------
+# -- comparison of flags and cluster -------------------------------------------------------------------------
 
 
 def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> None:
-    """Refuse flags that ask for another world than the one that was started.
+    """Refuse flags that ask for a different world than the one that was started.
 
     Args:
-        cluster: who started it.
+        cluster: the cluster that started it.
         given: the world.
-        devices: ranks on each node; None: as many as there are, and ``num_nodes`` of 1 is no wish then either.
-        num_nodes: how many nodes.
+        devices: number of ranks on each node; None: as many as there are. Then ``num_nodes`` of 1 is ignored, too.
+        num_nodes: number of nodes.
         environ: the environment.
 
     Raises:
-        MisconfigurationException: with the flags that fit.
+        MisconfigurationException: the flags do not match. The message names matching ones.
     """
     who = _who(cluster, environ)
     fits = f"devices={given.local_size}, num_nodes={given.num_nodes}, or devices='auto'"
@@ -135,10 +135,10 @@ def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int,
 
 
 def compare_allocation(job: Allocation, devices: int | None, num_nodes: int) -> None:
-    """Refuse flags that ask for other ranks than the tasks of the SLURM job in whose batch script this process is.
+    """Refuse flags that ask for other ranks than the tasks of the SLURM job, in its batch script.
 
     Raises:
-        MisconfigurationException: with the flags that fit.
+        MisconfigurationException: the flags do not match. The message names matching ones.
     """
     even = len(set(job.counts)) == 1
     if devices is None and num_nodes in (1, job.nodes):
@@ -164,25 +164,25 @@ def _who(cluster: Cluster, environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """This process' world, and how it came about."""
+    """This process' world, and how it was started."""
 
     world: World
-    launched: bool  #: the ranks are there; False: this process is local rank 0 and has to start the others
-    cluster: str = LOCAL  #: who placed the ranks; anybody but "local" chose their devices too
-    by_srun: bool = False  #: this process is a SLURM job's batch script, and no rank: srun has to start them all
+    launched: bool  #: the ranks are running; False: this process is local rank 0 and has to start the others
+    cluster: str = LOCAL  #: the cluster that placed the ranks; unless "local", it assigned their devices, too
+    by_srun: bool = False  #: this process is a SLURM job's batch script, not a rank: srun has to start all ranks
 
 
 def detect(
     environ: Mapping[str, str], devices: int | None = None, num_nodes: int = 1, named: str | None = None
 ) -> Placement:
-    """Where this process stands.
+    """Return the placement of this process.
 
     Args:
         environ: the environment.
-        devices: ranks on each node; None for ``devices="auto"``: as many as a launcher started, else 1.
-        num_nodes: how many nodes.
-        named: the only cluster to look for, a name of `lockstep.cluster.detect.NAMES`; None: all, and the table says
-            which of them wins.
+        devices: number of ranks on each node; None for ``devices="auto"``: as many as a launcher started, else 1.
+        num_nodes: number of nodes.
+        named: the only cluster to look for, a value of `lockstep.cluster.detect.NAMES`; None: all, in the order of
+            `CLUSTERS`.
 
     Raises:
         MisconfigurationException: flags and launcher contradict each other, or a variable is missing.
@@ -210,14 +210,14 @@ def detect(
 
 
 def is_placed(environ: Mapping[str, str], named: str | None = None) -> bool:
-    """Whether a cluster has started this process as a rank, or is about to start ranks in its place."""
+    """Return True if a cluster started this process as a rank, or is about to start ranks in its place."""
     if named == LOCAL:
         return False
     return find(environ, named) is not None or (not local.is_started(environ) and slurm.allocation(environ) is not None)
 
 
 def early_rank(environ: Mapping[str, str]) -> int:
-    """This process' rank as far as it can be told before the flags are known: 0 on global rank 0 only."""
+    """Return this process' rank as far as it is known before the flags are: 0 on global rank 0 only."""
     if "RANK" in environ:
         return read_number(environ, "RANK")
     if local.is_started(environ):
@@ -229,20 +229,20 @@ def early_rank(environ: Mapping[str, str]) -> int:
     return read_number(environ, "NODE_RANK", default=0)
 
 
-# -- why -----------------------------------------------------------------------------------------------------
+# -- explanation ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class EnvironmentFinding:
-    """What the environment says about this process."""
+    """The result of the detection, with a reason."""
 
-    cluster: str | None  #: a name of `CLUSTERS`, "local" for a rank that lockstep started; None: nobody started it
+    cluster: str | None  #: a name of `CLUSTERS`, "local" for a rank that lockstep started; None: no launcher started it
     why: str  #: one sentence
-    world: World | None = None  #: None where no Trainer could begin, or srun would have to start the ranks
+    world: World | None = None  #: None if no Trainer could start, or srun would have to start the ranks
 
 
 def explained(environ: Mapping[str, str] = os.environ) -> EnvironmentFinding:
-    """What `detect` would find for a Trainer that names no devices.
+    """Return the result of `detect` for a Trainer without ``devices``.
 
     Example:
         >>> explained({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).cluster

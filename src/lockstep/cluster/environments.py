@@ -1,4 +1,4 @@
-"""Cluster environments: objects that say which rank a process is, for ``Trainer(plugins=...)`` and those who ask."""
+"""Cluster environments: objects that describe this process' rank, for ``Trainer(plugins=...)``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lockstep.ground.rank import rank_zero_only
 
 
 class ClusterEnvironment(ABC):
-    """Says which rank this process is among those that a cluster has started.
+    """Base class of objects that describe this process' rank among those that a cluster has started.
 
-    Derive from it for a cluster that lockstep does not know, and give an instance to ``Trainer(plugins=...)``.
+    Derive from it for a cluster that lockstep does not know, and pass an instance to ``Trainer(plugins=...)``.
 
     Example::
 
@@ -37,7 +37,7 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def creates_processes_externally(self) -> bool:
-        """Whether all ranks are there already; lockstep takes no other kind but `LightningEnvironment`."""
+        """True if all ranks are already running. Otherwise lockstep accepts only `LightningEnvironment`."""
 
     @property
     @abstractmethod
@@ -47,40 +47,40 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def main_port(self) -> int:
-        """A port of that host, at which the ranks meet."""
+        """A port of that host, for the rendezvous."""
 
     @staticmethod
     def detect() -> bool:
-        """Whether this process runs in such a cluster; lockstep does not ask."""
+        """Return True if this process runs in such a cluster. lockstep does not call it."""
         return False
 
     @abstractmethod
     def world_size(self) -> int:
-        """Processes on all nodes."""
+        """Return the number of processes on all nodes."""
 
     @abstractmethod
     def global_rank(self) -> int:
-        """This process among all, from 0."""
+        """Return the rank of this process among all, from 0."""
 
     @abstractmethod
     def local_rank(self) -> int:
-        """This process among those of its node, from 0."""
+        """Return the rank of this process on its node, from 0."""
 
     @abstractmethod
     def node_rank(self) -> int:
-        """This node, from 0."""
+        """Return the number of this node, from 0."""
 
     def set_world_size(self, size: int) -> None:  # noqa: B027, may be left as it is
-        """Nothing: a cluster has dealt the ranks out."""
+        """Do nothing: the cluster has assigned the ranks."""
 
     def set_global_rank(self, rank: int) -> None:  # noqa: B027, may be left as it is
-        """Nothing: a cluster has dealt the ranks out."""
+        """Do nothing: the cluster has assigned the ranks."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Check the Trainer's flags against the ranks that there are.
+        """Check the Trainer's flags against the started ranks.
 
         Raises:
-            MisconfigurationException: they ask for another number.
+            MisconfigurationException: the flags ask for another number of ranks.
         """
         if num_devices * num_nodes != self.world_size():
             raise MisconfigurationException(
@@ -89,13 +89,13 @@ class ClusterEnvironment(ABC):
             )
 
     def teardown(self) -> None:  # noqa: B027, may be left as it is
-        """Clean up; lockstep does not call it."""
+        """Clean up. lockstep does not call it."""
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Ranks that lockstep starts by itself: the default; named, it lets no cluster count that may be around.
+    """Ranks that lockstep starts itself. This is the default; passed explicitly, it disables all clusters.
 
-    A class that derives from it says by its own methods which rank this is, where ``LOCAL_RANK`` is set.
+    The methods of a derived class determine the rank where ``LOCAL_RANK`` is set.
     """
 
     cluster = LOCAL
@@ -103,12 +103,12 @@ class LightningEnvironment(ClusterEnvironment):
 
     @classmethod
     def detect(cls) -> bool:
-        """True: it is there everywhere."""
+        """Return True: it is available everywhere."""
         return True
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether this is a derived class's, in a process that somebody has started as a rank."""
+        """True for a derived class, in a process that was started as a rank."""
         return type(self) is not LightningEnvironment and "LOCAL_RANK" in os.environ
 
     @property
@@ -118,50 +118,50 @@ class LightningEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """``MASTER_PORT``; 0 while nobody has chosen one."""
+        """``MASTER_PORT``, or 0 until a port is chosen."""
         return read_number(os.environ, "MASTER_PORT", default=0)
 
     def world_size(self) -> int:
-        """What was set; else ``WORLD_SIZE``, or 1 where nothing was started."""
+        """Return the size that was set, else ``WORLD_SIZE``, else 1."""
         return read_number(os.environ, "WORLD_SIZE", default=1) if self._size is None else self._size
 
     def set_world_size(self, size: int) -> None:
-        """For who starts ranks by means of their own."""
+        """Set the size. For users who start ranks by other means."""
         self._size = size
 
     def global_rank(self) -> int:
-        """The rank that `rank_zero_only` goes by; right as soon as there is a Trainer."""
+        """Return the rank of `rank_zero_only`. It is correct once there is a Trainer."""
         return rank_zero_only.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """For who starts ranks by means of their own: `rank_zero_only` goes by it from here on."""
+        """Set the rank of `rank_zero_only`. For users who start ranks by other means."""
         rank_zero_only.rank = rank
 
     def local_rank(self) -> int:
-        """``LOCAL_RANK``, or 0."""
+        """Return ``LOCAL_RANK``, or 0."""
         return read_number(os.environ, "LOCAL_RANK", default=0)
 
     def node_rank(self) -> int:
-        """``NODE_RANK`` or ``GROUP_RANK``, or 0."""
+        """Return ``NODE_RANK`` or ``GROUP_RANK``, or 0."""
         return read_number(os.environ, "NODE_RANK", default=read_number(os.environ, "GROUP_RANK", default=0))
 
 
 class KnownEnvironment(ClusterEnvironment):
-    """Ranks that a cluster has started which lockstep knows, and finds out by itself.
+    """Ranks that a cluster known to lockstep has started. It is detected automatically.
 
-    Giving an instance to ``Trainer(plugins=...)`` or ``DDPStrategy(cluster_environment=...)`` lets nothing else count.
+    Pass an instance to ``Trainer(plugins=...)`` or ``DDPStrategy(cluster_environment=...)`` to allow no other cluster.
 
     Raises:
-        MisconfigurationException: when asked in a process that the cluster did not start.
+        MisconfigurationException: when used in a process that the cluster did not start.
     """
 
     creates_processes_externally = True
     cluster = ""
-    """Its name in `lockstep.cluster.detect`."""
+    """Name of the cluster in `lockstep.cluster.detect`."""
 
     @classmethod
     def detect(cls) -> bool:
-        """Whether the cluster started this process."""
+        """Return True if the cluster started this process."""
         found = find(os.environ)
         return found is not None and found[0].name == cls.cluster
 
@@ -176,28 +176,28 @@ class KnownEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """The host of rank 0; ``MASTER_ADDR`` wins."""
+        """The host of rank 0. ``MASTER_ADDR`` takes precedence."""
         return os.environ.get("MASTER_ADDR") or self._world().address
 
     @property
     def main_port(self) -> int:
-        """The port at which the ranks meet; ``MASTER_PORT`` wins."""
+        """The port of the rendezvous. ``MASTER_PORT`` takes precedence."""
         return self._world().port
 
     def world_size(self) -> int:
-        """Processes on all nodes."""
+        """Return the number of processes on all nodes."""
         return self._world().size
 
     def global_rank(self) -> int:
-        """This process among all, from 0."""
+        """Return the rank of this process among all, from 0."""
         return self._world().rank
 
     def local_rank(self) -> int:
-        """This process among those of its node, from 0."""
+        """Return the rank of this process on its node, from 0."""
         return self._world().local_rank
 
     def node_rank(self) -> int:
-        """This node, from 0."""
+        """Return the number of this node, from 0."""
         return self._world().node_rank
 
 
@@ -225,7 +225,7 @@ class KubeflowEnvironment(KnownEnvironment):
 
 
 class MPIEnvironment(KnownEnvironment):
-    """Ranks that ``mpirun`` started; read from its variables, so that mpi4py is not needed."""
+    """Ranks that ``mpirun`` started. They are read from its variables, so that mpi4py is not needed."""
 
     cluster = "mpi"
 
@@ -234,9 +234,9 @@ class SLURMEnvironment(KnownEnvironment):
     """Ranks that SLURM's ``srun`` started.
 
     Args:
-        auto_requeue: when SLURM sends ``requeue_signal``, save the run at the next boundary and put the job back into
-            the queue; it goes on from there when it starts again.
-        requeue_signal: the signal that asks for it; default SIGUSR1 (``#SBATCH --signal=USR1@90``).
+        auto_requeue: when SLURM sends ``requeue_signal``, save the run at the next boundary and requeue the job. The
+            run resumes when the job starts again.
+        requeue_signal: the signal that requests it. Default: SIGUSR1 (``#SBATCH --signal=USR1@90``).
     """
 
     cluster = "slurm"
@@ -247,24 +247,24 @@ class SLURMEnvironment(KnownEnvironment):
 
     @staticmethod
     def job_name() -> str | None:
-        """The job's name; None outside a job."""
+        """Return the job's name, or None outside a job."""
         return os.environ.get("SLURM_JOB_NAME")
 
     @staticmethod
     def is_in_job() -> bool:
-        """Whether there is a job around this process, whoever started it."""
+        """Return True if this process is inside a job, whatever started it."""
         return "SLURM_JOB_ID" in os.environ
 
     @staticmethod
     def job_id() -> int | None:
-        """The job's number; None outside a job, and where somebody types at a shell in it."""
+        """Return the job's number. None outside a job, or in an interactive shell of a job."""
         if slurm.is_interactive(os.environ) or "SLURM_JOB_ID" not in os.environ:
             return None
         return read_number(os.environ, "SLURM_JOB_ID")
 
     @staticmethod
     def resolve_root_node_address(nodes: str) -> str:
-        """The first host of a list in SLURM's short form."""
+        """Return the first host of a list in SLURM's short form."""
         return first_host(nodes)
 
 
@@ -279,7 +279,7 @@ KNOWN: dict[str, type[ClusterEnvironment]] = {
 
 
 def environment_named(name: str) -> ClusterEnvironment:
-    """The object that a name stands for in ``DDPStrategy(cluster_environment="SLURM")``.
+    """Return the object for a name, as in ``DDPStrategy(cluster_environment="SLURM")``.
 
     Raises:
         MisconfigurationException: there is no cluster of this name.
@@ -287,11 +287,11 @@ def environment_named(name: str) -> ClusterEnvironment:
     return KNOWN[cluster_named(name)]()
 
 
-# -- ranks that an object of the user describes --------------------------------------------------------------
+# -- ranks described by the user's objects -------------------------------------------------------------------
 
 
 class DescribesRanks(Protocol):
-    """What has to be told of ranks that a cluster has started; asked in the Trainer's constructor and calls."""
+    """Interface of an object that describes started ranks. Used in the Trainer's constructor and calls."""
 
     creates_processes_externally: bool
     main_address: str
@@ -311,21 +311,21 @@ METHODS = ("world_size", "global_rank", "local_rank", "node_rank")
 
 
 def describes_ranks(thing: object) -> bool:
-    """Whether an object has everything that :class:`DescribesRanks` names; none of it is asked yet."""
+    """Return True if an object has all attributes of :class:`DescribesRanks`. None of them is evaluated."""
     kind = type(thing)
     return all(hasattr(kind, name) for name in NAMES) and all(callable(getattr(kind, name, None)) for name in METHODS)
 
 
 def described_world(environment: DescribesRanks, devices: int | None, num_nodes: int) -> World:
-    """The World that an environment describes.
+    """Return the World that an environment describes.
 
     Args:
-        environment: the user's; its ranks are there.
-        devices: ranks on each node that the flags ask for; None: as many as there are.
-        num_nodes: as in ``Trainer(num_nodes=...)``; each node has an equal part of the ranks.
+        environment: the user's environment, whose ranks are running.
+        devices: number of ranks on each node that the flags ask for; None: as many as there are.
+        num_nodes: as in ``Trainer(num_nodes=...)``. All nodes have the same number of ranks.
 
     Raises:
-        MisconfigurationException: numbers that cannot be together.
+        MisconfigurationException: the numbers contradict each other.
     """
     size = environment.world_size()
     if size % num_nodes:

@@ -1,4 +1,4 @@
-"""Ranks with ``RANK`` and ``WORLD_SIZE`` and one to a host, as Kubeflow's PyTorchJob starts its pods."""
+"""Ranks with ``RANK`` and ``WORLD_SIZE`` and one rank per host, like the pods of Kubeflow's PyTorchJob."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _WAY_OUT = "Each pod has one process: give them RANK=0 to WORLD_SIZE - 1, or rem
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """The world of a pod; None where ``RANK`` and ``WORLD_SIZE`` are not set, or a launcher has set LOCAL_RANK, too.
+    """Return the world of a pod. None if ``RANK`` or ``WORLD_SIZE`` is not set, or a launcher has set ``LOCAL_RANK``.
 
     Raises:
-        MisconfigurationException: a variable that is missing, no number, or at odds with another.
+        MisconfigurationException: a variable is missing, is not a number, or contradicts another.
     """
     if not {"RANK", "WORLD_SIZE"} <= environ.keys() or "LOCAL_RANK" in environ:
         return None
@@ -24,7 +24,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
             way_out = f"set it as PyTorchJob does, or remove RANK={rank} and WORLD_SIZE={size}"
             raise missing("Kubeflow (RANK and WORLD_SIZE)", name, way_out)
     local_rank, local_size, node, nodes = 0, 1, rank, size
-    if "SLURM_LOCALID" in environ and "SLURM_STEP_ID" in environ:  # variables of one's own around srun's tasks
+    if "SLURM_LOCALID" in environ and "SLURM_STEP_ID" in environ:  # set by the user around srun's tasks
         local_rank = read_number(environ, "SLURM_LOCALID")
         nodes = read_number(environ, "SLURM_STEP_NUM_NODES", default=1)
         node, local_size = read_number(environ, "SLURM_NODEID", default=0), max(1, size // nodes)

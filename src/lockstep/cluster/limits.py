@@ -1,4 +1,4 @@
-"""The limit of open files of this process: each rank has a connection to every other, and node 0 to every node."""
+"""The limit of open files of this process. Each rank connects to every other, and node 0 to every node."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import resource
 from lockstep.ground.errors import MisconfigurationException
 
 SPARE = 64
-"""Files that a rank opens besides: its store, loader workers' pipes, checkpoints, logs."""
+"""Number of other files that a rank opens: store, pipes of loader workers, checkpoints, logs."""
 
 
 def raise_limit() -> bool:
-    """Let this process open as many files as its hard limit allows; False where it does already."""
+    """Raise this process' limit of open files to the hard limit. Return False if it is there already."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return False
@@ -24,13 +24,13 @@ def raise_limit() -> bool:
 
 
 def provide_files(ranks: int) -> None:
-    """See that this rank can connect to all others, by raising its limit of open files where it may.
+    """Make sure that this rank can connect to all others. Raise its limit of open files if necessary.
 
     Args:
-        ranks: of the run.
+        ranks: number of ranks of the run.
 
     Raises:
-        MisconfigurationException: the hard limit is too low; torch would fail in the middle of connecting.
+        MisconfigurationException: the hard limit is too low. Torch would fail while connecting.
     """
     try:
         there = len(os.listdir("/proc/self/fd"))

@@ -1,7 +1,7 @@
-"""Ranks on this machine, or on several by hand: one call of the script on each node.
+"""Ranks on this machine, or on several without a cluster: one manual start of the script on each node.
 
-The variables are those that Lightning's own launch uses, so that scripts which look at them behave alike:
-``LOCAL_RANK``, ``NODE_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
+The variables are those of Lightning's own launcher, so that scripts that read them behave the same: ``LOCAL_RANK``,
+``NODE_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lockstep.ground.rank import log
 
 
 def is_started(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a rank that a launch made, this one's own or another's."""
+    """Return True if a launcher started this process as a rank, lockstep's own or another."""
     return "LOCAL_RANK" in environ
 
 
 @contextmanager
 def told_local_rank(local_rank: int) -> Iterator[None]:
-    """Inside, ``LOCAL_RANK`` is there, which DeepSpeed reads by itself.
+    """Set ``LOCAL_RANK``, which DeepSpeed reads itself, inside the context.
 
-    Where no launch has set it, it goes again: a process with this variable counts as a rank that was started.
+    If no launcher has set it, it is removed afterwards: a process with this variable counts as a started rank.
     """
     if "LOCAL_RANK" in os.environ:
         yield
@@ -41,19 +41,19 @@ def told_local_rank(local_rank: int) -> Iterator[None]:
 
 
 def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> World:
-    """The world of ``devices`` ranks on each of ``num_nodes`` nodes, as this process sees it.
+    """Return the world of ``devices`` ranks on each of ``num_nodes`` nodes, as seen by this process.
 
-    A process that no launch made is local rank 0 of its node, and its port is 0 ("choose one") if the
-    environment names none.
+    A process that no launcher started is local rank 0 of its node. Its port is 0 ("choose one") if the environment does
+    not set one.
 
     Args:
         environ: the environment.
-        devices: ranks on each node.
-        num_nodes: how many nodes; from two on, somebody has set ``NODE_RANK``, ``MASTER_ADDR`` and
-            ``MASTER_PORT`` on each.
+        devices: number of ranks on each node.
+        num_nodes: number of nodes. With several, the user has to set ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``
+            on each.
 
     Raises:
-        MisconfigurationException: a missing variable, or one that contradicts the flags.
+        MisconfigurationException: a variable is missing, or contradicts the flags.
     """
     size = devices * num_nodes
     started_size = read_number(environ, "WORLD_SIZE", default=size)
@@ -96,11 +96,11 @@ def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> Wor
 
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""gloo's variable with the interface over which the ranks talk; by default that of the host's name."""
+"""Gloo's variable with the network interface of its connections. By default, that of the host's name."""
 
 
 def loopback_of(address: str) -> str:
-    """The numbers of an address by which a host calls itself, ``"127.0.0.1"``; "" where others can call it by that."""
+    """Return the loopback address that a host name resolves to, ``"127.0.0.1"``; "" if others can connect to it."""
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)})
         return found[0] if found and all(ipaddress.ip_address(each).is_loopback for each in found) else ""
@@ -109,9 +109,9 @@ def loopback_of(address: str) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Whether an address means the host itself on every host: 127.0.0.1, localhost.
+    """Return True if an address is a loopback address on every host: 127.0.0.1, localhost.
 
-    A name that is 127.0.1.1 in this host's own table of names is none: elsewhere it may be another address.
+    A name that only this host resolves to 127.0.1.1 does not count: it may be another address elsewhere.
     """
     if address.lower() in ("localhost", "localhost.localdomain", "ip6-localhost"):
         return True
@@ -122,10 +122,10 @@ def is_own(address: str) -> bool:
 
 
 def let_others_call(world: World) -> None:
-    """Have gloo tell other nodes an address by which they can call this one.
+    """Let gloo announce an address by which other nodes can reach this one.
 
-    gloo takes what the host's name is here, and in many tables of names that is 127.0.1.1: ranks of other nodes would
-    call themselves by it. `GLOO_SOCKET_IFNAME` is set then, to the interface that leads to node 0.
+    Gloo announces the address of the host's name, which /etc/hosts often maps to 127.0.1.1. Ranks of other nodes would
+    connect to themselves. In that case, `GLOO_SOCKET_IFNAME` is set to the interface that leads to node 0.
     """
     if world.num_nodes == 1 or INTERFACE in os.environ or is_own(world.address):
         return
@@ -145,11 +145,11 @@ def let_others_call(world: World) -> None:
 
 
 def _interface_towards(address: str, port: int) -> str:
-    """The name of the interface by which this host would send there; "" where that cannot be told."""
+    """Return the name of the interface by which this host reaches an address; "" if unknown."""
     with contextlib.suppress(ImportError):
         import fcntl
 
-        for target in (address, "192.0.2.1"):  # the second is nobody's: the way out of this network. Nothing is sent
+        for target in (address, "192.0.2.1"):  # the second is reserved and leads out of this network; nothing is sent
             with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((target, port or 9))
                 own = probe.getsockname()[0]
@@ -162,17 +162,17 @@ def _interface_towards(address: str, port: int) -> str:
 
 
 SIOCGIFADDR = 0x8915
-"""Linux's request for the address of an interface."""
+"""Linux' ioctl for the address of an interface."""
 
 
 def on_one_host(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which ranks that are all on one host, at such an address, listen to nobody else."""
+    """Return the variables that make ranks on a single host listen on its loopback interface only."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")] if loopback_of(address) else []
     return {INTERFACE: names[0]} if names and INTERFACE not in environ else {}
 
 
 def rank_variables(world: World) -> dict[str, str]:
-    """The environment variables by which `local_world` finds this world again."""
+    """Return the environment variables from which `local_world` reads this world."""
     return {
         "LOCAL_RANK": str(world.local_rank),
         "NODE_RANK": str(world.node_rank),

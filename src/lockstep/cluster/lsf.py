@@ -11,14 +11,14 @@ _WAY_OUT = "Start the script by jsrun, or remove the JSM_NAMESPACE_* variables t
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """The world of a task of ``jsrun``; None in any other process.
+    """Return the world of a task of ``jsrun``. None in any other process.
 
-    The ranks meet on the first host of the job that is not the one of the batch script, at a port that follows from
-    the job; ``MASTER_ADDR`` and ``MASTER_PORT`` win. Hosts are read from ``LSB_MCPU_HOSTS``, else ``LSB_HOSTS``, else
-    the file that ``LSB_DJOB_RANKFILE`` names.
+    The rendezvous is on the first host of the job other than the batch script's, at a port derived from the job.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence. Hosts are read from ``LSB_MCPU_HOSTS``, else ``LSB_HOSTS``,
+    else the file in ``LSB_DJOB_RANKFILE``.
 
     Raises:
-        MisconfigurationException: a variable that is missing, no number, or at odds with another.
+        MisconfigurationException: a variable is missing, is not a number, or contradicts another.
     """
     if "JSM_NAMESPACE_RANK" not in environ:
         return None
@@ -45,11 +45,11 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def main_host(environ: Mapping[str, str], nodes: int) -> str | None:
-    """The first host of an LSF job that runs ranks; None where there is no such job.
+    """Return the first host of an LSF job that runs ranks. None without such a job.
 
     Args:
         environ: the environment.
-        nodes: how many have ranks. A job has one more where the batch script has a host of its own, the first one.
+        nodes: number of nodes with ranks. A job has one more if the batch script has a host of its own, the first one.
     """
     hosts = _hosts(environ)
     return None if not hosts else hosts[1] if len(hosts) > nodes else hosts[0]
@@ -60,7 +60,7 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
         return list(slots(environ["LSB_MCPU_HOSTS"]))
     if environ.get("LSB_HOSTS"):
         return list(dict.fromkeys(environ["LSB_HOSTS"].split()))
-    path = environ.get("LSB_DJOB_RANKFILE")  # of jobs whose hosts are too many for a variable
+    path = environ.get("LSB_DJOB_RANKFILE")  # for jobs with too many hosts for a variable
     if not path:
         return []
     try:
@@ -71,7 +71,7 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
 
 
 def _local_size(environ: Mapping[str, str], size: int) -> int:
-    """Ranks on this node, where jsrun does not tell: as many as on each of the hosts with ranks."""
+    """Return the number of ranks on this node, if jsrun does not set it: equal on all hosts with ranks."""
     hosts = len(_hosts(environ))
     nodes = next((n for n in (hosts - 1, hosts) if n > 0 and size % n == 0), 1)
     return size // nodes

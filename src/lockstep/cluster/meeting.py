@@ -1,4 +1,4 @@
-"""Where the ranks meet: the store on the host of rank 0, with errors that name the address and the way out."""
+"""The rendezvous of the ranks: the store on the host of rank 0, with errors that name the address and a remedy."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from lockstep.cluster.world import World, read_number
 from lockstep.ground.errors import MisconfigurationException
 
 PATIENCE = timedelta(minutes=5)
-"""How long a rank tries to reach rank 0, and rank 0 waits for the others; less where the group's timeout is less."""
+"""Time for which a rank tries to reach rank 0, and rank 0 waits for the others, unless the group's timeout is less."""
 
 
 def meet(
     world: World, timeout: timedelta, environ: Mapping[str, str] = os.environ, patience: timedelta = PATIENCE
 ) -> dist.Store:
-    """The store through which the ranks of a world find each other; returns when all are there.
+    """Wait for all ranks of a world, and return the store through which they find each other.
 
-    Each attempt at a run has its own part of the store: a rank that is left over from an earlier one, on a node that
-    was cut off say, and that reaches the store all the same, finds none of the others there. And where the store is
-    that of torchrun's agent, which stays over all restarts, nobody reads the addresses of ranks that are gone.
+    Each attempt at a run uses a prefix of its own in the store. A rank left over from an earlier attempt, for instance
+    on a node that was cut off, may reach the store, but does not find the others in it. If the store is that of
+    torchrun's agent, which outlives restarts, no rank reads addresses of ranks that are gone.
 
     Args:
-        world: with the address and the port; rank 0 listens there, or torchrun's agent.
-        timeout: of what is asked of the store afterwards.
+        world: world of this process, with address and port. Rank 0 or torchrun's agent listens there.
+        timeout: timeout of later requests to the store.
         environ: the environment.
-        patience: of the meeting itself.
+        patience: timeout of the rendezvous itself.
 
     Raises:
         MisconfigurationException: the port is taken.
-        RuntimeError: rank 0 cannot be reached, or not all ranks came, in this time.
+        RuntimeError: rank 0 cannot be reached, or not all ranks arrive in time.
     """
     by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = world.is_zero and not by_agent
@@ -56,7 +56,7 @@ def meet(
             master_listen_fd=door,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise _named(world, error, patience, listens) from None  # torch's own has pages of C++ frames
+        raise _named(world, error, patience, listens) from None  # torch's own message has pages of C++ frames
     number = attempt(environ)
     if by_agent and world.num_nodes > 1:
         number = _agreed(store, world, patience)
@@ -67,11 +67,14 @@ def meet(
 
 
 def listen(address: str, port: int) -> int | None:
-    """A socket for the store of ranks that are all on this host: it listens on their address alone (127.0.0.1, mostly),
-    where torch's own listens on all interfaces, and anybody may write into it.
+    """Open a listening socket for a store whose ranks are all on this host.
+
+    It listens on their address only, usually 127.0.0.1. Torch's own socket listens on all interfaces, where anybody can
+    write to the store.
 
     Returns:
-        its descriptor, for the store to have; None where the store has to see to it: it says better what is wrong.
+        its descriptor, for the store to own. None on any error: the store then opens a socket itself, and reports the
+        error better.
     """
     try:
         found = sorted(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM))  # IPv4 first
@@ -89,9 +92,9 @@ def listen(address: str, port: int) -> int | None:
 
 
 def _wait_for_the_door(address: str, port: int, patience: timedelta) -> timedelta:
-    """Return when somebody listens there, or nine tenths of ``patience`` are over: with what is left of it.
+    """Wait until a process listens at the address, or 90 % of ``patience`` has passed. Return the remaining time.
 
-    torch's own second attempt comes half a second after its first, and a signal in between ends it with an error.
+    Torch retries half a second after its first attempt, and a signal in between raises an error.
     """
     begin, seconds = time.monotonic(), patience.total_seconds()
     while time.monotonic() - begin < 0.9 * seconds:
@@ -100,18 +103,18 @@ def _wait_for_the_door(address: str, port: int, patience: timedelta) -> timedelt
             break
         except ConnectionRefusedError:
             time.sleep(0.02)
-        except OSError:  # nobody knows or reaches the address: torch's attempts and errors are the right ones
+        except OSError:  # unknown or unreachable address: torch's own retries and errors apply
             break
     return timedelta(seconds=max(0.1 * seconds, seconds - (time.monotonic() - begin)))
 
 
 def _agreed(store: dist.Store, world: World, patience: timedelta) -> int:
-    """A number that no attempt has had, the same on all ranks of this one.
+    """Return a number that no earlier attempt has had, the same on all ranks of this one.
 
-    The agents of several nodes count their restarts each for itself, so that TORCHELASTIC_RESTART_COUNT does not tell
-    the attempts apart. Each rank leaves a name of its own, in the place of whoever was this rank before; rank 0 calls
-    every name by a new number, and says that it counts when those who have the places now have all heard it. Nobody
-    polls: a rank makes about six requests, and rank 0 four for each of the others.
+    Agents of several nodes count their restarts independently, so that TORCHELASTIC_RESTART_COUNT does not identify an
+    attempt. Each rank writes a unique name to its key, replacing the name of an earlier attempt's rank. Rank 0 sends a
+    new number to every name. Once all current names have confirmed the number, rank 0 releases it. No rank polls: each
+    makes about six requests, and rank 0 four for each of the others.
     """
     until = time.monotonic() + patience.total_seconds()
     seconds = f"{patience.total_seconds():g} s"
@@ -128,12 +131,12 @@ def _agreed(store: dist.Store, world: World, patience: timedelta) -> int:
     turn = 1
     while time.monotonic() < until:
         if not _await(store, [_message(name, turn)], until, LOOK):
-            turn += store.check([_message(name, turn + 1)])  # who was to write this one has been killed
+            turn += store.check([_message(name, turn + 1)])  # the process that was to write this message was killed
             continue
         word, _, called = store.get(_message(name, turn)).decode().partition(" ")
         if word == GO:
             return int(called)
-        store.set(f"lockstep/heard/{called}/{name}", "")  # of a rank 0 that is left over, too
+        store.set(f"lockstep/heard/{called}/{name}", "")  # even of a rank 0 left over from an earlier attempt
         turn += 1
     raise RuntimeError(
         f"rank {world.rank} heard nothing of rank 0 in the store at MASTER_ADDR={world.address}, "
@@ -142,14 +145,14 @@ def _agreed(store: dist.Store, world: World, patience: timedelta) -> int:
 
 
 CALL, GO = "call", "go"
-"""What rank 0 writes to the others: with the number of the attempt."""
+"""Messages of rank 0 to the others, with the number of the attempt."""
 
 LOOK = 1.0
-"""Seconds that a request of the store may wait: a signal is heard behind it."""
+"""Seconds that a request to the store may block. Signals are handled only afterwards."""
 
 
 def _call_all(store: dist.Store, size: int, number: int, until: float) -> bool:
-    """On rank 0: call those who have the places until all have answered, and let them go; False if they do not."""
+    """On rank 0, send the number until all current ranks have confirmed it, and release it. Return False on timeout."""
     places = [f"lockstep/here/{rank}" for rank in range(1, size)]
     called: set[str] = set()
     wait = 0.02
@@ -165,12 +168,12 @@ def _call_all(store: dist.Store, size: int, number: int, until: float) -> bool:
             for name in names:
                 _write(store, name, f"{GO} {number}")
             return True
-        wait = min(2 * wait, LOOK)  # a place may be that of a rank that is gone, until the one of now takes it
+        wait = min(2 * wait, LOOK)  # a key may have the name of a rank that is gone, until the current rank replaces it
     return False
 
 
 def _await(store: dist.Store, keys: list[str], until: float, seconds: float) -> bool:
-    """Wait until all keys are there, no longer than these seconds; whether they are."""
+    """Wait for keys, at most for these seconds. Return True if all exist."""
     try:
         store.wait(keys, timedelta(seconds=max(0.001, min(seconds, until - time.monotonic()))))
     except dist.DistStoreError:
@@ -187,7 +190,7 @@ def _message(name: str, turn: int) -> str:
 
 
 def _named(world: World, error: Exception, patience: timedelta, listens: bool) -> Exception:
-    """The error with what it means."""
+    """Return the error with an explanation."""
     place, seconds = f"MASTER_ADDR={world.address}, MASTER_PORT={world.port}", patience.total_seconds()
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text:
@@ -209,5 +212,5 @@ def _named(world: World, error: Exception, patience: timedelta, listens: bool) -
 
 
 def _joined(text: str) -> str:
-    """torch's count of them."""
+    """Return torch's count of joined ranks."""
     return next((part.strip() for part in text.split(".") if "clients joined" in part), text)

@@ -1,4 +1,4 @@
-"""Ranks that ``mpirun`` started: Open MPI's, MPICH's (and Intel's) and MVAPICH's variables."""
+"""Ranks that ``mpirun`` started, from the variables of Open MPI, MPICH (and Intel MPI), and MVAPICH."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 FAMILIES = (OPEN_MPI, MVAPICH, HYDRA)
 
 JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
-"""Variables with a number that all ranks of a job know, and hardly another job has."""
+"""Variables with a number that all ranks of a job share, and that other jobs are unlikely to have."""
 
 _WAY_OUT = "Start the script by mpirun, or remove these variables"
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """The world of a rank of ``mpirun``; None in any other process.
+    """Return the world of a rank of ``mpirun``. None in any other process.
 
-    mpirun tells no rank the host of rank 0. It is this one where all ranks are on one host; else the first host of the
-    SLURM or LSF job around it; ``MASTER_ADDR`` wins, and is needed elsewhere. The port follows from the job;
-    ``MASTER_PORT`` wins.
+    mpirun does not set the host of rank 0. If all ranks are on one host, it is this one. Otherwise it is the first host
+    of the surrounding SLURM or LSF job, or has to be set by ``MASTER_ADDR``, which takes precedence. The port is
+    derived from the job. ``MASTER_PORT`` takes precedence.
 
     Raises:
-        MisconfigurationException: a variable that is missing, no number, or at odds with another.
+        MisconfigurationException: a variable is missing, is not a number, or contradicts another.
     """
     names = _family(environ)
     if names is None:
@@ -54,11 +54,11 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def _family(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The names of the variables of the MPI that started this process."""
+    """Return the names of the variables of the MPI that started this process, or None."""
     for names in FAMILIES:
         if names[0] in environ and names[1] in environ:
             if names is HYDRA and names[2] not in environ and "SLURM_STEP_ID" in environ:
-                return None  # `srun --mpi=pmi2` sets the first two itself
+                return None  # `srun --mpi=pmi2` sets the first two variables itself
             return names
     return None
 

@@ -1,7 +1,7 @@
-"""NCCL: its variables, set where neither the shell nor the cluster has, and whether it can carry a run's messages.
+"""NCCL: its variables, set unless the shell or the cluster sets them, and a check of its availability.
 
-NCCL takes a variable from the environment, else from the user's file (``~/.nccl.conf``, or what ``NCCL_CONF_FILE``
-names), else from the cluster's (``/etc/nccl.conf``), when it makes its first communicator.
+NCCL reads a variable from the environment, else from the user's file (``~/.nccl.conf``, or ``NCCL_CONF_FILE``), else
+from the cluster's (``/etc/nccl.conf``), when it creates its first communicator.
 
 Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 """
@@ -27,10 +27,10 @@ USER_FILE = "~/.nccl.conf"
 
 
 class NcclVariables:
-    """NCCL's variables as a run wants them.
+    """NCCL's variables for a run.
 
     Args:
-        asked: names, with or without ``NCCL_``, and values: text, whole numbers, or booleans (1 and 0).
+        asked: values by name, with or without ``NCCL_``. Values are text, integers, or booleans (1 and 0).
 
     Attributes:
         wanted: variables and values as NCCL reads them.
@@ -50,11 +50,11 @@ class NcclVariables:
         self._in_force = self._told = False
 
     def apply(self, backend: str, group_is_there: bool) -> str | None:
-        """Set them for a run; gives what there is to tell of it, the first time.
+        """Set the variables for a run. Return a message about the result, at the first call only.
 
         Args:
-            backend: of the process group, "nccl" or "gloo", say.
-            group_is_there: whether the group has been made already.
+            backend: backend of the process group, such as "nccl" or "gloo".
+            group_is_there: whether the group already exists.
         """
         if "nccl" not in backend:
             told = f"they have no effect: the ranks' messages go by {backend}."
@@ -67,7 +67,7 @@ class NcclVariables:
         return f"DDPStrategy(nccl={self.asked}): {told}" if first else None
 
     def set(self) -> str:
-        """Set what nobody else has set, until `restore`; tells what is in force, and who said so."""
+        """Set the variables that are not set otherwise, until `restore`. Return a message with values and sources."""
         files, told = _files(), []
         for variable, value in self.wanted.items():
             if variable in os.environ and variable not in self._set:
@@ -81,18 +81,18 @@ class NcclVariables:
         return f"NCCL's variables in force: {', '.join(told)}."
 
     def restore(self) -> None:
-        """Take back what `set` has set."""
+        """Remove the variables that `set` has set."""
         while self._set:
             os.environ.pop(self._set.pop(), None)
 
 
 def _files() -> dict[str, tuple[str, str]]:
-    """What NCCL's configuration files say: variable -> file and line; the user's goes before the cluster's."""
+    """Return the variables in NCCL's configuration files, each with file and line. The user's file takes precedence."""
     found: dict[str, tuple[str, str]] = {}
     for name in (CLUSTER_FILE, os.environ.get(PREFIX + "CONF_FILE", USER_FILE)):
         try:
             text = Path(name).expanduser().read_text(encoding="utf-8", errors="replace")
-        except (OSError, RuntimeError):  # there is none, or no home
+        except (OSError, RuntimeError):  # no such file, or no home folder
             continue
         for line in text.splitlines():
             variable, is_set, value = line.partition("=")
@@ -101,17 +101,17 @@ def _files() -> dict[str, tuple[str, str]]:
     return found
 
 
-# -- whether it can carry a run's messages -------------------------------------------------------------------
+# -- availability --------------------------------------------------------------------------------------------
 
 
 def check_nccl(device_type: str) -> None:
     """Refuse a run over NCCL that cannot work here.
 
     Args:
-        device_type: of this rank: "cuda", "cpu".
+        device_type: type of this rank's device: "cuda", "cpu".
 
     Raises:
-        MisconfigurationException: NCCL is missing, or is of no use for the device.
+        MisconfigurationException: NCCL is missing, or does not support the device.
     """
     if device_type != "cuda":
         raise MisconfigurationException(

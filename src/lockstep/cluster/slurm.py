@@ -1,4 +1,4 @@
-"""Ranks that SLURM's ``srun`` started, and the shell of a batch script, which is none of them."""
+"""Ranks that SLURM's ``srun`` started, and batch scripts, which are not ranks."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from lockstep.cluster.world import World, first_host, port_of, read_number, tasks_per_node, world_of
 
 INTERACTIVE = ("bash", "interactive")
-"""Names of jobs that are a shell somebody types at: what is started there is one process."""
+"""Names of jobs that are interactive shells. A script started there is a single process."""
 
 STARTS = "LOCKSTEP_TRIAL_STARTS"
-"""The variable that says how often a trial of a search was started before it was submitted as this job."""
+"""Environment variable with the number of starts of a search trial before it was submitted as this job."""
 
 _SPECIAL = 0xFFFFFFF0
-"""Numbers of steps from here on are SLURM's own: the batch script, an allocation's shell."""
+"""Step numbers from here on are SLURM's own: the batch script, an allocation's shell."""
 
 _WAY_OUT = "Start the script by srun, or remove the SLURM_* variables that somebody has set"
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Whether ``srun`` started this process as one of the tasks of a step.
+    """Return True if ``srun`` started this process as a task of a step.
 
-    A batch script's shell has SLURM_PROCID=0 and SLURM_NTASKS, too, but is in no step.
+    A batch script's shell also has SLURM_PROCID=0 and SLURM_NTASKS, but is in no step.
     """
     if "SLURM_PROCID" not in environ or "SLURM_JOB_ID" not in environ:
         return False
@@ -31,30 +31,30 @@ def is_task(environ: Mapping[str, str]) -> bool:
 
 
 def is_interactive(environ: Mapping[str, str]) -> bool:
-    """Whether somebody types at a shell in the job."""
+    """Return True in an interactive shell of a job."""
     return environ.get("SLURM_JOB_NAME") in INTERACTIVE or "SLURM_PTY_PORT" in environ
 
 
 def is_batch(environ: Mapping[str, str]) -> bool:
-    """Whether this is the process of a batch script, whose tasks nobody has started yet."""
+    """Return True in a batch script, whose tasks have not been started yet."""
     if "SLURM_JOB_ID" not in environ or is_interactive(environ):
         return False
     return "SLURM_STEP_ID" not in environ and "SLURM_STEPID" not in environ
 
 
 def is_only_task(environ: Mapping[str, str]) -> bool:
-    """Whether this is the process of a batch script of one task, which nobody has to start by srun."""
+    """Return True in a batch script with a single task, which does not need srun."""
     return is_batch(environ) and "SLURM_PROCID" in environ and allocation(environ) is None
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """The world of a task of ``srun``; None in any other process.
+    """Return the world of a task of ``srun``. None in any other process.
 
-    Nodes may have different numbers of tasks (``2(x3),1``). The ranks meet on the first host of the step's list, at a
-    port that follows from job, step and attempt; ``MASTER_ADDR`` and ``MASTER_PORT`` win.
+    Nodes may have different numbers of tasks (``2(x3),1``). The rendezvous is on the first host of the step's list, at
+    a port derived from job, step and attempt. ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence.
 
     Raises:
-        MisconfigurationException: a variable that is missing, no number, or at odds with another.
+        MisconfigurationException: a variable is missing, is not a number, or contradicts another.
     """
     if not is_task(environ):
         return None
@@ -78,7 +78,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a batch script has asked SLURM for."""
+    """The resources of a batch script's job."""
 
     job: str
     nodes: int
@@ -87,26 +87,26 @@ class Allocation:
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """What the job of a batch script has, in the process of that script; None elsewhere, and for a single task."""
+    """Return the allocation of the job, in its batch script. None elsewhere, and for a single task."""
     if not is_batch(environ):
         return None
     nodes = read_number(environ, "SLURM_NNODES", default=read_number(environ, "SLURM_JOB_NUM_NODES", default=1))
     counts = tuple(_counts(environ)) if "SLURM_TASKS_PER_NODE" in environ else (1,) * nodes
-    if "SLURM_NTASKS" not in environ:  # then SLURM_TASKS_PER_NODE counts the processors
+    if "SLURM_NTASKS" not in environ:  # SLURM_TASKS_PER_NODE counts processors in this case
         counts = (1,) * nodes
     tasks = read_number(environ, "SLURM_NTASKS", default=nodes)
     return None if tasks == 1 else Allocation(environ["SLURM_JOB_ID"], nodes, tasks, counts)
 
 
 def attempt(environ: Mapping[str, str]) -> int:
-    """How often SLURM has started this job before, or the trial that is submitted as this job; 0 without a job."""
+    """Return how often SLURM has started this job, or the trial submitted as this job, before. 0 without a job."""
     if "SLURM_JOB_ID" not in environ:
         return 0
     return read_number(environ, STARTS, default=0) + read_number(environ, "SLURM_RESTART_COUNT", default=0)
 
 
 def job_name(environ: Mapping[str, str]) -> str | None:
-    """The number of this process' job as SLURM's commands take it, ``120_7`` for an array's task; None without one."""
+    """Return the job's number for SLURM's commands, ``120_7`` for a task of an array. None without a job."""
     if "SLURM_JOB_ID" not in environ:
         return None
     array = environ.get("SLURM_ARRAY_JOB_ID")
@@ -118,7 +118,7 @@ def _tasks(environ: Mapping[str, str]) -> int:
 
 
 def _counts(environ: Mapping[str, str]) -> list[int]:
-    """Tasks on each node."""
+    """Return the number of tasks on each node."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
     if text is not None:
         return tasks_per_node(text)

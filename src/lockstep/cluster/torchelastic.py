@@ -1,4 +1,4 @@
-"""Ranks that torchrun (torchelastic) started, `lockstep run`, or anything that sets the same variables."""
+"""Ranks that torchrun (torchelastic) or `lockstep run` started, or anything that sets the same variables."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from lockstep.cluster.world import World, read_number, world_of
 
 STARTED = "LOCKSTEP_STARTED"
-"""The variable with the words of ``lockstep run`` that chose the number of ranks: ``--devices 4 --nodes 2``."""
+"""Environment variable with the options of ``lockstep run`` that set the number of ranks: ``--devices 4 --nodes 2``."""
 CAUSE = "LOCKSTEP_CAUSE"
-"""The variable with the path at which the agent of ``lockstep run`` looks for what ended the ranks."""
+"""Environment variable with the path where the agent of ``lockstep run`` expects the cause of a failure."""
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """The world that ``torchrun`` describes in the environment; None if it did not start this process.
+    """Return the world that ``torchrun`` describes in the environment. None if it did not start this process.
 
-    ``RANK`` and ``LOCAL_RANK`` together say so: lockstep's own launch sets no ``RANK``.
+    ``RANK`` and ``LOCAL_RANK`` together identify it: lockstep's own launcher does not set ``RANK``.
 
     Raises:
-        MisconfigurationException: variables that are missing, no numbers, or at odds with each other.
+        MisconfigurationException: variables are missing, are not numbers, or contradict each other.
     """
     if not ({"RANK", "LOCAL_RANK"} <= environ.keys() or "TORCHELASTIC_RUN_ID" in environ):
         return None
@@ -44,12 +44,12 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def sees_all_devices(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether every rank sees all devices of its node: `lockstep run` deals out none, as a cluster may."""
+    """Return True if every rank sees all devices of its node. `lockstep run` does not assign them, as a cluster may."""
     return STARTED in environ
 
 
 def promise_cause(environ: Mapping[str, str] = os.environ) -> None:
-    """Tell the agent of ``lockstep run``, if there is one, that this process will hand it a cause when ranks fail."""
+    """Announce to the agent of ``lockstep run``, if any, that this process will pass it the cause of a failure."""
     path = environ.get(CAUSE)
     if path:
         with contextlib.suppress(OSError), open(f"{path}.promised", "w"):
@@ -57,16 +57,16 @@ def promise_cause(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def hand_cause(text: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Hand what ended the ranks to the agent of ``lockstep run``, which prints it as the last line on the screen.
+    """Pass the cause of a failure to the agent of ``lockstep run``, which prints it as the last line on the terminal.
 
-    The first word on an attempt counts.
+    The first cause of an attempt counts.
 
     Args:
         text: the line.
-        environ: the environment of a rank, or of a process that a rank has started.
+        environ: environment of a rank, or of a child process of a rank.
 
     Returns:
-        whether there is such an agent; elsewhere the caller has to say it.
+        True if there is such an agent. Otherwise the caller has to print the line.
     """
     path = environ.get(CAUSE)
     if not path:
@@ -75,7 +75,7 @@ def hand_cause(text: str, environ: Mapping[str, str] = os.environ) -> bool:
     try:
         with open(beside, "w") as file:
             file.write(text)
-    except OSError:  # the agent has gone, and its folder with it
+    except OSError:  # the agent has ended, and its folder is gone
         return False
     with contextlib.suppress(OSError):
         os.link(beside, path)

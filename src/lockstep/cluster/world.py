@@ -1,4 +1,4 @@
-"""The World: where one rank stands among all, made from variables that may contradict each other; lists of hosts."""
+"""The World: the ranks of a run and this process' place among them, with a parser for lists of hosts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from lockstep.ground.errors import MisconfigurationException
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run as one of them sees them.
+    """The ranks of a run, as seen by one of them.
 
     Raises:
-        MisconfigurationException: numbers that cannot be together.
+        MisconfigurationException: the numbers contradict each other.
     """
 
-    rank: int  #: of this process, 0 to size - 1
+    rank: int  #: rank of this process, 0 to size - 1
     size: int  #: processes on all nodes
-    local_rank: int  #: of this process on its node, 0 to local_size - 1
+    local_rank: int  #: rank of this process on its node, 0 to local_size - 1
     local_size: int  #: processes on this node
-    node_rank: int  #: of this node, 0 to num_nodes - 1
+    node_rank: int  #: number of this node, 0 to num_nodes - 1
     num_nodes: int
-    address: str  #: host of rank 0, where the ranks meet
-    port: int  #: 0 while nobody has chosen one
+    address: str  #: host of rank 0, for the rendezvous
+    port: int  #: port of the rendezvous; 0 until one is chosen
 
     def __post_init__(self) -> None:
         for name, value, limit_name, limit in (
@@ -47,25 +47,25 @@ class World:
 
     @classmethod
     def single(cls) -> World:
-        """The world of one process."""
+        """Return the world of a single process."""
         return cls(0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
 
     @property
     def is_zero(self) -> bool:
-        """Whether this is global rank 0."""
+        """True on global rank 0."""
         return self.rank == 0
 
 
 def read_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """The integer in an environment variable.
+    """Return the integer in an environment variable.
 
     Args:
         environ: the environment.
-        name: of the variable.
-        default: taken where the variable is not set; None: it has to be set.
+        name: name of the variable.
+        default: value if the variable is not set; None: it has to be set.
 
     Raises:
-        MisconfigurationException: not set, or no integer.
+        MisconfigurationException: the variable is not set, or is not an integer.
     """
     text = environ.get(name)
     if text is None and default is not None:
@@ -81,17 +81,17 @@ def read_number(environ: Mapping[str, str], name: str, default: int | None = Non
 
 
 def world_of(cluster: str, environ: Mapping[str, str], names: tuple[str, ...], way_out: str, **numbers: Any) -> World:
-    """The World with these numbers.
+    """Return the World with these numbers.
 
     Args:
-        cluster: as a sentence names it.
+        cluster: name of the cluster, for messages.
         environ: the environment.
-        names: of the variables that the numbers were read from.
-        way_out: the sentence that says what to do where they contradict each other.
-        numbers: the fields of the World.
+        names: names of the variables that the numbers were read from.
+        way_out: remedy for contradictions, for messages.
+        numbers: fields of the World.
 
     Raises:
-        MisconfigurationException: they contradict each other; with names, values and the way out.
+        MisconfigurationException: the numbers contradict each other. The message has names, values and the remedy.
     """
     try:
         return World(**numbers)
@@ -101,13 +101,13 @@ def world_of(cluster: str, environ: Mapping[str, str], names: tuple[str, ...], w
 
 
 def node_of(rank: int, local_rank: int, local_size: int, size: int) -> tuple[int, int]:
-    """The node of a rank, and the number of nodes, where a launcher tells neither.
+    """Return the node of a rank, and the number of nodes, if a launcher sets neither.
 
-    All nodes have as many ranks as this one, which were dealt out node by node (most launchers' way), or else one to
-    each node in turn.
+    All nodes have as many ranks as this one. Ranks are assigned node by node, as by most launchers, or else
+    round-robin.
 
     Raises:
-        MisconfigurationException: neither way leads to these numbers.
+        MisconfigurationException: the numbers match neither order.
     """
     nodes, rest = divmod(size, max(local_size, 1))
     if not rest and rank % local_size == local_rank:
@@ -121,14 +121,14 @@ def node_of(rank: int, local_rank: int, local_size: int, size: int) -> tuple[int
 
 
 def port_of(environ: Mapping[str, str], *numbers: int | None) -> int | None:
-    """The port at which the ranks meet: the user's, else one that follows from numbers which all ranks know.
+    """Return the port of the rendezvous: the user's, else one derived from numbers that all ranks share.
 
     Args:
-        environ: ``MASTER_PORT`` wins.
-        numbers: of the job, of the step in it, of the attempt at it.
+        environ: the environment. ``MASTER_PORT`` takes precedence.
+        numbers: numbers of the job, of its step, and of the attempt.
 
     Returns:
-        a port from 15000 to 29999, below those that the system hands out by itself; None where no number is known.
+        a port from 15000 to 29999, below those that the system assigns by itself. None if no number is known.
     """
     if "MASTER_PORT" in environ:
         return read_number(environ, "MASTER_PORT")
@@ -139,26 +139,26 @@ def port_of(environ: Mapping[str, str], *numbers: int | None) -> int | None:
 
 
 def missing(cluster: str, name: str, way_out: str) -> MisconfigurationException:
-    """The error for a variable that a cluster has to set and has not set."""
+    """Return the error for a missing variable of a cluster."""
     return MisconfigurationException(f"{cluster}: the environment variable {name} is not set: {way_out}")
 
 
-# -- hosts and their tasks as schedulers write them -----------------------------------------------------------
+# -- schedulers' lists of hosts and tasks ---------------------------------------------------------------------
 
 
-_RANGE = r"(\d+)(?:-(\d+))?"  # not compiled here: most processes that import this are on no cluster
+_RANGE = r"(\d+)(?:-(\d+))?"  # not compiled here: most processes that import this are not on a cluster
 _TASKS = r"(\d+)(?:\(x(\d+)\))?"
 
 
 def hostlist(text: str) -> list[str]:
-    """The hosts that SLURM's short form stands for, in its order.
+    """Return the hosts of a list in SLURM's short form, in its order.
 
     Args:
-        text: names with numbers and ranges of numbers in brackets, several pairs of brackets too, set off from each
-            other by commas or spaces.
+        text: names, separated by commas or spaces. They may have numbers and ranges of numbers in one or several pairs
+            of brackets.
 
     Raises:
-        MisconfigurationException: brackets that do not match, or hold no numbers.
+        MisconfigurationException: brackets do not match, or contain something else than numbers.
 
     Example:
         >>> hostlist("node[001-003,7],gpu-a")
@@ -168,10 +168,10 @@ def hostlist(text: str) -> list[str]:
 
 
 def first_host(text: str) -> str:
-    """The first host of a list in SLURM's short form, without spelling out the others.
+    """Return the first host of a list in SLURM's short form, without expanding the others.
 
     Raises:
-        MisconfigurationException: there is none, or as :func:`hostlist`.
+        MisconfigurationException: the list is empty, or malformed as for :func:`hostlist`.
     """
     for part in _parts(text):
         return next(_hosts(part, text))
@@ -179,7 +179,7 @@ def first_host(text: str) -> str:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """The text cut at the commas and spaces that stand outside brackets."""
+    """Split the text at commas and spaces outside of brackets."""
     begin, depth = 0, 0
     for at, sign in enumerate(text + ","):
         depth += (sign == "[") - (sign == "]")
@@ -219,10 +219,10 @@ def _unreadable(text: str) -> MisconfigurationException:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """The number of tasks on each node, from SLURM's short form.
+    """Return the number of tasks on each node, from SLURM's short form.
 
     Raises:
-        MisconfigurationException: no such form.
+        MisconfigurationException: the text is malformed.
 
     Example:
         >>> tasks_per_node("2(x3),1")
@@ -240,7 +240,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def slots(text: str) -> dict[str, int]:
-    """Hosts and their slots from LSF's ``LSB_MCPU_HOSTS``, in its order; a host that comes twice has both.
+    """Return hosts and their slots from LSF's ``LSB_MCPU_HOSTS``, in its order. Slots of repeated hosts are added.
 
     Raises:
         MisconfigurationException: not a list of hosts, each followed by a number.

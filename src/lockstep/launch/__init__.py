@@ -1,1 +1,1 @@
-"""Starting ranks: the script once per rank, or a call in spawned processes."""
+"""Start of ranks: the script once per rank, or a call in spawned processes."""

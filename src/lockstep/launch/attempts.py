@@ -1,4 +1,4 @@
-"""Attempts at one run: their fence, a SLURM job that is requeued, and a run of ``lockstep run``."""
+"""Attempts at one run: the fence against earlier ones, a requeued SLURM job, and a run of ``lockstep run``."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from lockstep.ground.rank import log
 
 
 class Superseded(RuntimeError):
-    """A rank of an earlier attempt at a run, on a node that was cut off say, was about to touch its checkpoints."""
+    """Error on a rank of an earlier attempt that was about to touch the run's checkpoints."""
 
 
 class Attempts(ABC):
-    """A run that is started anew when it has failed, or when its time is up, as one attempt at it sees it.
+    """One attempt at a run that is restarted after a failure, or when its time is up.
 
-    A file beside the checkpoints says which attempt is the newest and which checkpoint each fit of it wrote last.
-    Ranks that are left over from an earlier attempt find there that they have been replaced, and touch no checkpoint
-    any more. Fits are numbered from 1 in the order in which the script makes them.
+    A file next to the checkpoints records the newest attempt, and the checkpoint that each of its fits wrote last.
+    Ranks left over from an earlier attempt find a newer one in the file, and stop touching checkpoints. Fits are
+    numbered from 1, in the order in which the script makes them.
 
     Attributes:
-        path: of the file; "" where this rank does not know it.
-        attempt: the number of this one, of which later ones have greater.
-        asks: signals that ask for the run to be saved and started anew.
-        requeues: whether whoever started the run starts it anew on such a signal.
-        saves: whether SIGTERM has the run saved before it ends.
-        agent: who started this rank; "" where nobody needs to know.
-        is_kept: whether fits are saved from time to time where nobody else does it, and at their end.
+        path: path of the file; "" where this rank does not know it.
+        attempt: number of this attempt. Later attempts have greater numbers.
+        asks: signals that request to save and restart the run.
+        requeues: whether the process that started the run restarts it on such a signal.
+        saves: whether SIGTERM saves the run before it ends.
+        agent: name of the agent that started this rank; "" where it is not needed.
+        is_kept: whether fits are saved periodically and at their end, if nothing else saves them.
     """
 
     asks: tuple[int, ...] = ()
@@ -55,48 +55,48 @@ class Attempts(ABC):
 
     @abstractmethod
     def __str__(self) -> str:
-        """The run, as sentences say it."""
+        """Return the name of the run and the attempt, for messages."""
 
     @abstractmethod
     def told(self, newest: int) -> str:
-        """What is said to a rank that has been replaced by the attempt ``newest``."""
+        """Return the message for a rank that the attempt ``newest`` has replaced."""
 
     @abstractmethod
     def checkpoint(self, call: int) -> str:
-        """Where lockstep itself saves the fit number ``call``."""
+        """Return the path where lockstep itself saves the fit with number ``call``."""
 
     @abstractmethod
     def enter(self, agents: Sequence[str] = ()) -> None:
-        """This attempt is the newest one from here on. On rank 0.
+        """Register this attempt as the newest one, on rank 0.
 
         Args:
-            agents: who started each rank.
+            agents: names of the agents that started the ranks.
 
         Raises:
-            Superseded: there is a newer one.
+            Superseded: there is a newer attempt.
         """
 
     def claim(self) -> tuple[str, int] | None:
-        """What the other ranks have to know of an attempt that rank 0 has entered; None: nothing."""
+        """Return what the other ranks need after rank 0 has entered the attempt; None: nothing."""
         return None
 
     def join(self, claim: tuple[str, int]) -> None:  # noqa: B027, there may be nothing to take over
-        """On the other ranks: take over what rank 0 has told."""
+        """Take over the claim of rank 0, on the other ranks."""
 
     @abstractmethod
     def requeue(self) -> str:
-        """Have the run started anew, which ends its processes; gives the reason if that did not work."""
+        """Request a restart of the run, which ends its processes. Return the reason if the request failed."""
 
     def done(self, call: int) -> None:  # noqa: B027, nor to do
-        """A fit has come to its end, and the script goes on. On rank 0."""
+        """Record on rank 0 that a fit has ended and the script continues."""
 
-    # -- the file: rank 0 writes it ------------------------------------------------------------------------
+    # -- the file, written by rank 0 -----------------------------------------------------------------------
 
     def check(self) -> dict[str, Any]:
-        """What the file says.
+        """Return the content of the file.
 
         Raises:
-            Superseded: that there is a newer attempt.
+            Superseded: there is a newer attempt.
         """
         known = read(self.path) if self.path else {}
         newest = known.get("attempt", 0)
@@ -105,12 +105,12 @@ class Attempts(ABC):
         return known
 
     def saved(self, path: str, call: int) -> None:
-        """A checkpoint that a fit could go on from has been written."""
+        """Record a checkpoint from which a fit can be resumed."""
         known = self.check()
         self.write({**known, "attempt": self.attempt, "saved": {**known.get("saved", {}), str(call): path}})
 
     def newest(self, call: int) -> str | None:
-        """The checkpoint that an earlier attempt at this fit wrote last, if it is still there; None in a first one."""
+        """Return the last checkpoint of this fit by an earlier attempt. None without one, or in a first attempt."""
         path = self.check().get("saved", {}).get(str(call)) if self.attempt else None
         return path if path is not None and storage.exists(path) else None
 
@@ -121,7 +121,7 @@ class Attempts(ABC):
 
 
 def read(path: str) -> dict[str, Any]:
-    """What such a file says; nothing where there is none."""
+    """Return the content of such a file, or {} if it does not exist."""
     try:
         with storage.reading(path) as file:
             known: dict[str, Any] = json.load(file)
@@ -134,29 +134,29 @@ def read(path: str) -> dict[str, Any]:
 
 
 LONGEST = 600.0
-"""Seconds that a rank which has saved waits for SLURM to end it."""
+"""Seconds that a rank waits after saving until SLURM ends it."""
 
 
 TRIAL = "LOCKSTEP_TRIAL"
-"""The variable with the folder of the trial of a search that this process is a part of."""
+"""Environment variable with the folder of the search trial that this process belongs to."""
 
 
 def trial_folder(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The folder of the trial that this process is a part of; None where it is in none."""
+    """Return the folder of the trial that this process belongs to, or None."""
     return environ.get(TRIAL) or None
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The trial of a search that this process is a part of."""
+    """The search trial that this process belongs to."""
 
     folder: str
-    attempt: int  #: how often it was started before
-    job: str | None  #: as SLURM's commands name it; None outside of SLURM
+    attempt: int  #: number of earlier starts
+    job: str | None  #: name for SLURM's commands; None outside of SLURM
 
 
 def trial_here(environ: Mapping[str, str] = os.environ) -> Trial | None:
-    """The trial that this process is a part of; None where it is in none."""
+    """Return the trial that this process belongs to, or None."""
     folder = trial_folder(environ)
     return None if folder is None else Trial(folder, slurm.attempt(environ), slurm.job_name(environ))
 
@@ -164,16 +164,16 @@ def trial_here(environ: Mapping[str, str] = os.environ) -> Trial | None:
 class Job(Attempts):
     """The SLURM job of this process, and its file ``.lockstep-job-<number>.json``.
 
-    The file says which attempt is the newest and which checkpoint each fit of it wrote last. Ranks that are left over
-    from an earlier attempt find there that they have been replaced, and touch no checkpoint any more.
+    The file records the newest attempt, and the checkpoint that each of its fits wrote last. Ranks left over from an
+    earlier attempt find a newer one in the file, and stop touching checkpoints.
 
-    A trial of a search may be submitted anew, as another job, and goes on with its earlier checkpoints: its file is
+    A search may submit a trial again as another job, which resumes from its earlier checkpoints. The file of a trial is
     ``.lockstep-trial.json`` in the trial's own folder.
 
     Args:
-        folder: where the file and the checkpoints of :meth:`checkpoint` lie; all nodes see it.
-        requeues: whether the job puts itself back into the queue when it is asked to.
-        asks: the signals that ask for it.
+        folder: folder of the file and of the checkpoints of :meth:`checkpoint`. All nodes see it.
+        requeues: whether the job requeues itself on request.
+        asks: signals that request it.
         environ: the environment.
     """
 
@@ -203,7 +203,7 @@ class Job(Attempts):
         )
 
     def checkpoint(self, call: int) -> str:
-        """Where the run is saved before the job ends; ``call`` counts the fits of this process from 1."""
+        """Return the path where the run is saved before the job ends. ``call`` counts this process' fits from 1."""
         return os.path.join(self._folder, f"lockstep-{self._stem}-fit-{call}.ckpt")
 
     def enter(self, agents: Sequence[str] = ()) -> None:
@@ -212,16 +212,16 @@ class Job(Attempts):
             self.write({**known, "attempt": self.attempt})
 
     def done(self, call: int) -> None:
-        """A fit has come to its end: what is noted of it goes when this process ends in order.
+        """Schedule the removal of a finished fit's records for an orderly end of this process.
 
-        Until then the job may be stopped and started anew, in a test after the fit say, and would train once more from
-        the beginning.
+        Until then the job may be stopped and restarted, for instance in a test after the fit. Without its records, the
+        fit would be trained again from the start.
         """
         EXIT_JOB.at_exit(self._forget, call)
 
     def _forget(self, call: int) -> None:
-        """Remove what a fit has left; what guards against earlier attempts stays."""
-        if getattr(sys, "last_value", None) is not None:  # the script has failed behind it
+        """Remove the records of a fit. The number of the attempt remains, as a fence against earlier attempts."""
+        if getattr(sys, "last_value", None) is not None:  # the script has failed after the fit
             return
         with contextlib.suppress(Superseded):
             known = self.check()
@@ -233,10 +233,10 @@ class Job(Attempts):
             elif known:
                 storage.remove(self.path)
 
-    # -- the end -------------------------------------------------------------------------------------------
+    # -- end -----------------------------------------------------------------------------------------------
 
     def requeue(self) -> str:
-        """Ask SLURM to put this job back into the queue, which ends its processes; gives the reason if it did not."""
+        """Ask SLURM to requeue this job, which ends its processes. Return the reason if it failed."""
         try:
             done = subprocess.run(
                 ["scontrol", "requeue", self._name], capture_output=True, text=True, timeout=60, check=False
@@ -250,11 +250,12 @@ class Job(Attempts):
 
 
 def job_here(folder: str, cluster: object = None, environ: Mapping[str, str] = os.environ) -> Job | None:
-    """The job that this process is a task of, or the only process of: a batch script of one task may do without srun.
+    """Return the SLURM job of this process: a task of srun, or the batch script of a job with one task.
 
     Args:
-        folder: for its file and checkpoints.
-        cluster: the user's, a SLURMEnvironment with ``auto_requeue`` and ``requeue_signal`` say; None: as by default.
+        folder: folder of the file and the checkpoints.
+        cluster: the user's cluster environment, which may set ``auto_requeue`` and ``requeue_signal``; None: the
+            defaults.
         environ: the environment.
     """
     if not slurm.is_task(environ) and not slurm.is_only_task(environ):
@@ -265,7 +266,7 @@ def job_here(folder: str, cluster: object = None, environ: Mapping[str, str] = o
 
 
 def await_end(seconds: float = LONGEST) -> None:
-    """Wait for SLURM to end this process: had it ended by itself, its job would be complete, or failed."""
+    """Wait until SLURM ends this process. If the process ended by itself, its job would be complete or failed."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.2)
@@ -275,25 +276,25 @@ def await_end(seconds: float = LONGEST) -> None:
 
 
 RUN = "LOCKSTEP_RUN"
-"""The variable with the name of a run that may be started anew: the same for the same command."""
+"""Environment variable with the name of a run that may be restarted. The same command has the same name."""
 AGENT = "LOCKSTEP_AGENT"
-"""The variable with a name for the agent that started this rank: it stays over all restarts."""
+"""Environment variable with the name of the agent that started this rank. It stays the same over all restarts."""
 RESUME = "LOCKSTEP_RESUME"
-"""The variable that says ``1`` where the run goes on from what an earlier agent's ranks have saved."""
+"""Environment variable that is ``1`` if the run resumes from what an earlier agent's ranks have saved."""
 RECORDS = "LOCKSTEP_RECORDS"
-"""The variable with the file in which rank 0 tells its agent where the run's own file is."""
+"""Environment variable with the file in which rank 0 records the path of the run's file, for its agent."""
 
 
 class Run(Attempts):
-    """A run that ``lockstep run`` starts anew when a rank has failed; its file: ``.lockstep-run-<name>-<agent>.json``.
+    """A run that ``lockstep run`` restarts after a failure. File: ``.lockstep-run-<name>-<agent>.json``.
 
-    Agents of several nodes count their restarts each for itself, so the file counts the attempts: rank 0 adds one when
-    it comes to its first fit. An attempt belongs to the same run as the one before if an agent has started ranks of
-    both, or if the command says ``--resume``; then it goes on with the newest file of that name.
+    Agents of several nodes count their restarts independently, so the file counts the attempts. Rank 0 adds one at its
+    first fit. An attempt belongs to the same run as an earlier one if an agent has started ranks of both. With
+    ``--resume``, it belongs to the run with the newest file of that name.
 
     Args:
-        folder: where the file and the checkpoints of :meth:`checkpoint` lie; all nodes see it.
-        job: the SLURM job around it, which can put the run back into the queue.
+        folder: folder of the file and of the checkpoints of :meth:`checkpoint`. All nodes see it.
+        job: the surrounding SLURM job, which can requeue the run.
         environ: the environment.
     """
 
@@ -351,14 +352,14 @@ class Run(Attempts):
         return self._job.requeue()
 
     def _newest_saved(self, files: Mapping[str, dict[str, Any]]) -> list[str]:
-        """The file of the newest run that has saved anything, if there is one."""
+        """Return the file of the newest run that has saved anything, as a list of at most one path."""
         found = sorted((path for path, known in files.items() if known.get("saved")), key=storage.modified)[-1:]
         if not found:
             log.info(f"lockstep run --resume: no run of this command has left anything in {self._folder!r}")
         return found
 
     def _find(self, agents: Sequence[str]) -> tuple[str, dict[str, Any]]:
-        """The run's file, and what it says; where there is none yet, the path that it gets."""
+        """Return the path and the content of the run's file. For a new run, return its future path and {}."""
         stem = f".lockstep-run-{self.name}-"
         names = [name for name in storage.names(self._folder) if name.startswith(stem) and name.endswith(".json")]
         files = {path: read(path) for path in (os.path.join(self._folder, name) for name in names)}
@@ -371,15 +372,15 @@ class Run(Attempts):
 
 
 _entered: dict[tuple[str, str], Any] = {}
-"""The path and the number that this process has in each run: all its fits belong to one attempt."""
+"""Path and number of this process' attempt, by folder and run. All fits of a process belong to one attempt."""
 
 
 def leave_nothing(path: str, done: bool) -> None:
     """Remove what a run keeps for its next attempt: its file, and its own checkpoints.
 
     Args:
-        path: of the file.
-        done: whether the run has come to its end; otherwise all stays from which ``--resume`` can go on.
+        path: path of the file.
+        done: whether the run has finished. Otherwise, everything that ``--resume`` needs is kept.
     """
     if not done and read(path).get("saved"):
         return
@@ -392,11 +393,11 @@ def leave_nothing(path: str, done: bool) -> None:
 
 
 def attempts_here(folder: str, cluster: object = None, environ: Mapping[str, str] = os.environ) -> Attempts | None:
-    """What this process is an attempt at: a run of ``lockstep run`` that may be started anew, or a SLURM job.
+    """Return the attempt that this process belongs to: of ``lockstep run``, or of a SLURM job. None if it has none.
 
     Args:
-        folder: for its file and checkpoints.
-        cluster: the user's, as for :func:`lockstep.launch.attempts.job_here`.
+        folder: folder of the file and the checkpoints.
+        cluster: the user's cluster environment, as for :func:`lockstep.launch.attempts.job_here`.
         environ: the environment.
     """
     job = job_here(folder, cluster, environ)

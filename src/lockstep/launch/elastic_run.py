@@ -1,4 +1,4 @@
-"""torch's elastic agent as ``lockstep run`` uses it: it meets others, starts ranks (anew), says what ended them."""
+"""torch's elastic agent in ``lockstep run``: rendezvous of nodes, start and restart of ranks, and the first cause."""
 
 from __future__ import annotations
 
@@ -48,69 +48,69 @@ from lockstep.launch.processes import Ended
 from lockstep.supervise.screen_text import one_line, wipe_line
 
 PROMISED = 3.0
-"""Seconds that the agent waits for the cause which somebody has promised to hand it."""
+"""Seconds that the agent waits for a cause that a supervisor has promised."""
 
 FOLDERS = "lockstep-agent-"
-"""What the names of agents' folders begin with, in the system's folder for temporary files."""
+"""Prefix of the agents' folders, in the system's folder for temporary files."""
 
 FRESH = 60.0
-"""Seconds for which such a folder may be one whose agent has not taken it yet."""
+"""Seconds for which such a folder may be new and not locked by its agent yet."""
 
 REACH = 60
-"""Seconds within which an agent has to reach the node where the agents meet."""
+"""Seconds within which an agent has to reach the node of the rendezvous."""
 
 OWN_PORTS = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""torch's variable by which each attempt meets at a store of its own, and at another port."""
+"""Torch's variable that gives each attempt a store and a port of its own."""
 
 HERE = "127.0.0.1"
-"""The address of this node where there is no other."""
+"""Address of this node if it is the only one."""
 
 ENDED_ELSEWHERE = "another node has ended the run, and says why"
 
 PASSED_ON = ("SIGUSR1", "SIGUSR2")
-"""Signals that the ranks get, and that end no agent."""
+"""Signals that are passed on to the ranks, and do not end the agent."""
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What ``lockstep run`` is asked to start."""
+    """The ranks that ``lockstep run`` starts, and how."""
 
-    words: tuple[str, ...]  #: the script and its arguments, as behind ``python``
-    name: str  #: of the run: the same for the same command
-    devices: int  #: ranks on this node
-    nodes: tuple[int, int] = (1, 1)  #: the fewest and the most
-    node_rank: int | None = None  #: of this node; the agents meet on node 0, which has rank 0
-    address: str | None = None  #: where the agents meet; None: on this node
-    port: int = 0  #: the same; 0: a free one
-    local_address: str | None = None  #: of this node, as the others know it; None: its host name
-    run_id: str = "lockstep"  #: the same on all nodes
+    words: tuple[str, ...]  #: the script and its arguments, as after ``python``
+    name: str  #: name of the run, the same for the same command
+    devices: int  #: number of ranks on this node
+    nodes: tuple[int, int] = (1, 1)  #: minimum and maximum number of nodes
+    node_rank: int | None = None  #: rank of this node. The rendezvous is on node 0, which has rank 0
+    address: str | None = None  #: address of the rendezvous; None: this node
+    port: int = 0  #: port of the rendezvous; 0: a free one
+    local_address: str | None = None  #: address of this node for the others; None: its host name
+    run_id: str = "lockstep"  #: id of the rendezvous, the same on all nodes
     max_restarts: int = 0
     resume: bool = False
     patience: int = 600  #: seconds to wait for the other nodes
-    grace: int = 30  #: seconds that ranks get to end
+    grace: int = 30  #: seconds that ranks have to end
     lightning: bool = False  #: whether Lightning's import names are lockstep's in the ranks
     by_script: bool = False  #: whether the script's own Trainer starts the ranks, without an agent
 
     @property
     def alone(self) -> bool:
-        """Whether there is but one node."""
+        """True if there is only one node."""
         return self.nodes == (1, 1)
 
     @property
     def flags(self) -> str:
-        """How the number of ranks was chosen, as in the command."""
+        """The options that chose the number of ranks, as on the command line."""
         few, most = self.nodes
         nodes = "" if self.alone else f" --nodes {few}" if few == most else f" --nodes {few}:{most}"
         return f"--devices {self.devices}{nodes}"
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, with a line for each restart.
+    """torch's agent, which prints a line for each restart.
 
     Args:
-        folder: for what the ranks hand it.
-        grace: seconds that ranks get to end.
-        spec, options: torch's.
+        folder: folder of the files that ranks pass to the agent.
+        grace: seconds that ranks have to end.
+        spec, options: arguments of torch's agent.
     """
 
     def __init__(self, folder: Path, grace: int, spec: WorkerSpec, **options: Any) -> None:
@@ -141,12 +141,12 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if self._pcontext is not None:  # torch 2.11 has no other time than 30 s
+        if self._pcontext is not None:  # torch 2.11 always waits 30 s
             self._pcontext.close(death_sig, self._grace)
         super()._shutdown(death_sig)
 
     def cause(self) -> str:
-        """What ended the ranks: as somebody among them has told, else as far as their ends tell."""
+        """Return what ended the ranks: a supervisor's message, or otherwise a description of their exit codes."""
         path = Path(os.environ[CAUSE])
         until = time.monotonic() + PROMISED * path.with_name(f"{path.name}.promised").exists()
         while True:
@@ -160,7 +160,7 @@ class Agent(LocalElasticAgent):
         return _first(self._result.failures)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """A signal's handler: the ranks get it."""
+        """Handle a signal by sending it to the ranks."""
         context = self._pcontext
         for process in () if context is None else context.pids().values():
             with contextlib.suppress(OSError):
@@ -168,11 +168,11 @@ class Agent(LocalElasticAgent):
 
 
 def _first(failures: Mapping[int, ProcessFailure]) -> str:
-    """What the ranks' ends tell. The agent itself has ended those that SIGTERM killed."""
+    """Describe the first failure from the ranks' exit codes. Ranks killed by SIGTERM were ended by the agent."""
     by_itself = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
     ends = by_itself or failures
     killed = [rank for rank, failure in ends.items() if failure.exitcode < 0]
-    rank = killed[0] if killed else next(iter(ends))  # an exception of the others mostly follows from it
+    rank = killed[0] if killed else next(iter(ends))  # exceptions of the other ranks are usually consequences
     failure = ends[rank]
     if killed or not os.path.isfile(failure.error_file):
         return str(Ended(rank, failure.pid, failure.exitcode, 0.0))
@@ -180,14 +180,14 @@ def _first(failures: Mapping[int, ProcessFailure]) -> str:
 
 
 def say(text: str) -> None:
-    """A line on the screen."""
+    """Print a line on stderr."""
     wipe_line()
     with contextlib.suppress(OSError, ValueError):
         print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
 
 
 def start(plan: LaunchPlan, environ: MutableMapping[str, str] = os.environ) -> int:
-    """Start the ranks of this node, and those anew that fail; gives the exit code.
+    """Start the ranks of this node, restart them after failures, and return the exit code.
 
     Raises:
         MisconfigurationException: this process is a rank itself, or the port is taken.
@@ -214,7 +214,7 @@ def start(plan: LaunchPlan, environ: MutableMapping[str, str] = os.environ) -> i
 
 
 def start_script(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> NoReturn:
-    """Replace this process by the script, with Lightning's names; its Trainer starts the ranks that it is given.
+    """Replace this process by the script, with Lightning's import names. Its Trainer starts the ranks.
 
     Raises:
         MisconfigurationException: this process is a rank itself.
@@ -224,10 +224,10 @@ def start_script(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> N
 
 
 def clear_away(temporary: Path) -> None:
-    """Remove the folders of agents that were killed before they could.
+    """Remove the folders of killed agents.
 
     Args:
-        temporary: where they lie.
+        temporary: the folder that contains them.
     """
     for folder in temporary.glob(f"{FOLDERS}*"):
         with contextlib.suppress(OSError):
@@ -241,7 +241,7 @@ def clear_away(temporary: Path) -> None:
 
 
 def _take(folder: Path) -> int | None:
-    """Lock a folder for as long as this process lives; None where another has it, or its disk knows no locks."""
+    """Lock a folder until this process ends. Return None if another process holds it, or locks are unsupported."""
     held = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -252,10 +252,10 @@ def _take(folder: Path) -> int | None:
 
 
 def refuse_nested(environ: Mapping[str, str]) -> None:
-    """Refuse to start ranks in the place of a rank.
+    """Refuse to start ranks from within a rank.
 
     Raises:
-        MisconfigurationException: the environment says that this process is one.
+        MisconfigurationException: by its environment, this process is a rank.
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     if "TORCHELASTIC_RUN_ID" not in environ and not {"RANK", "LOCAL_RANK"} & environ.keys():
@@ -269,11 +269,11 @@ def refuse_nested(environ: Mapping[str, str]) -> None:
 
 
 def _variables(plan: LaunchPlan, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the ranks are told by the environment."""
+    """Return the environment variables for the ranks."""
     told = {STARTED: plan.flags} | (on_one_host(HERE, environ) if plan.alone else {OWN_PORTS: "1"})
     told |= names_variables(environ) if plan.lightning else site_variable(environ)
     if plan.max_restarts or plan.resume:
-        job = environ.get("SLURM_JOB_ID")  # an attempt at a job that SLURM has started anew is one at the same run
+        job = environ.get("SLURM_JOB_ID")  # an attempt at a job that SLURM has restarted belongs to the same run
         of_slurm = f"slurm-{job}-{environ.get('SLURM_STEP_ID', '')}-{environ.get('SLURM_PROCID', '0')}"
         own = uuid.uuid4().hex[:12] if job is None else of_slurm
         told |= {RUN: plan.name, AGENT: own, RECORDS: str(folder / "records"), RESUME: str(int(plan.resume))}
@@ -281,7 +281,7 @@ def _variables(plan: LaunchPlan, folder: Path, environ: Mapping[str, str]) -> di
 
 
 def _hosts(plan: LaunchPlan) -> bool:
-    """Whether the agents of several nodes meet here."""
+    """Return True if this node hosts the rendezvous."""
     if plan.node_rank is not None:
         return plan.node_rank == 0
     assert plan.address is not None
@@ -292,7 +292,7 @@ def _hosts(plan: LaunchPlan) -> bool:
     for address in found:
         family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family) as probe:
-            probe.bind((address, 0))  # which only an address of this host can be
+            probe.bind((address, 0))  # only possible for an address of this host
             return True
     return False
 
@@ -311,8 +311,8 @@ def _check_port(plan: LaunchPlan) -> None:
 
 
 def _silence() -> None:
-    """Leave out what torch's agent says of its doings, and its table of errors: the last line is the first cause."""
-    if "LOGLEVEL" in os.environ:  # torch's variable: somebody wants to see it
+    """Hide the messages of torch's agent and its table of errors. The last line has to be the first cause."""
+    if "LOGLEVEL" in os.environ:  # torch's variable: the user wants to see them
         return
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):
@@ -335,7 +335,7 @@ def _agent(plan: LaunchPlan, hosts: bool, folder: Path) -> Agent:
 
 
 def _several(plan: LaunchPlan, hosts: bool) -> RendezvousHandler:
-    """What brings the agents of several nodes together, of which this one ``hosts`` their meeting or does not."""
+    """Return the rendezvous handler for several nodes. ``hosts`` is True on the node that hosts the rendezvous."""
     options = {"join_timeout": plan.patience, "last_call_timeout": 5, "read_timeout": REACH, "timeout": plan.patience}
     endpoint = f"{plan.address}:{plan.port}"
     meeting = RendezvousParameters(
@@ -352,7 +352,7 @@ def _run(agent: Agent, folder: Path) -> int:
         result = agent.run()
         handler.shutdown()
         done = result is not None and not result.is_failed()
-    except (KeyboardInterrupt, SignalException) as ended:  # Ctrl-C before the ranks were there is torch's no signal yet
+    except (KeyboardInterrupt, SignalException) as ended:  # torch handles Ctrl-C only later
         number = getattr(ended, "sigval", signal.SIGINT)
         say("interrupted by Ctrl-C" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
         return int(128 + number)
@@ -372,7 +372,7 @@ def _run(agent: Agent, folder: Path) -> int:
 
 
 def _not_met(plan: LaunchPlan, error: BaseException) -> str:
-    """What to do where the agents of the nodes did not find each other."""
+    """Return the message about a failed rendezvous of the nodes."""
     few = plan.nodes[0]
     place = f"--master-addr {plan.address} --master-port {plan.port}"
     reason = type(error).__name__
@@ -393,12 +393,12 @@ def _not_met(plan: LaunchPlan, error: BaseException) -> str:
 
 
 class OneNode(RendezvousHandler):
-    """The meeting of one agent: a store that listens on this host alone, in which each round has a part of its own.
+    """The rendezvous of a single agent. Its store listens on this host alone, with a prefix for each round.
 
-    torch's own listens on all interfaces, and anybody may write into it.
+    torch's own store listens on all interfaces, where anybody can write to it.
 
     Args:
-        run_id: a name of the run.
+        run_id: name of the run.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -416,7 +416,7 @@ class OneNode(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Begin the next round."""
+        """Start the next round."""
         self._round += 1
         store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HERE, self._store.port))
@@ -441,15 +441,15 @@ class OneNode(RendezvousHandler):
 
 
 class InOrder(RendezvousHandler):
-    """Gives the nodes of each round their numbers by ``--node-rank``, so that rank 0 is on the first of them.
+    """A rendezvous that orders the nodes of each round by ``--node-rank``. Rank 0 is on the first of them.
 
-    torch numbers them by host names and process ids. What the nodes tell each other goes through the store that torch
-    has made for the round.
+    torch orders them by host names and process ids. The nodes exchange their numbers through torch's store of the
+    round.
 
     Args:
-        inner: torch's handler, which brings the nodes together.
-        node_rank: the number that the user has given this node; None: none, and it comes behind those that have one.
-        address: of this node, as the others know it; None: its host name.
+        inner: torch's rendezvous handler.
+        node_rank: the number that the user gave this node; None: none. Such nodes come last.
+        address: address of this node for the others; None: its host name.
     """
 
     def __init__(self, inner: RendezvousHandler, node_rank: int | None, address: str | None) -> None:
@@ -462,10 +462,10 @@ class InOrder(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the others of this round.
+        """Wait for the other nodes of this round.
 
         Raises:
-            RendezvousStateError: two nodes were given the same number.
+            RendezvousStateError: two nodes have the same number.
         """
         met = self._inner.next_rendezvous()
         store = PrefixStore("lockstep", met.store)

@@ -1,6 +1,6 @@
-"""Variables that lockstep reads and sets for ranks: the Trainer's flags, threads, CUDA's variables, a free port.
+"""Environment variables that lockstep reads and sets for ranks: Trainer flags, threads, CUDA, and a free port.
 
-And what a process takes over from whoever started it: its rank, the seed, and its end with the parent.
+Also what a process inherits from the one that started it: its rank, the seed, and its end with the parent.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from lockstep.supervise.status import hand_early, note_early
 def flags_of(
     given: Mapping[str, Any], defaults: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """The flags that variables set and the script leaves at their defaults.
+    """Return the flags that variables set and the script leaves at their defaults.
 
     Args:
-        given: every flag as the script has it.
+        given: every flag as the script sets it.
         defaults: every flag's default.
-        environ: ``PL_TRAINER_`` and the flag in capitals; a value is read as Python writes it, or else is text.
+        environ: the environment. Variables are ``PL_TRAINER_`` and the flag in capitals. A value is parsed as a Python
+            literal, or else is text.
 
     Example:
         >>> flags_of({"devices": "auto"}, {"devices": "auto"}, {"PL_TRAINER_DEVICES": "2"})
@@ -52,7 +53,7 @@ def flags_of(
     return found
 
 
-# -- what is in force ----------------------------------------------------------------------------------------
+# -- variables that are set ----------------------------------------------------------------------------------
 
 
 _NAMES = """
@@ -70,7 +71,7 @@ PYTORCH_NVML_BASED_CUDA_CHECK
 """
 NAMES = frozenset(_NAMES.split())
 FAMILIES = ("LOCKSTEP_", "PL_GLOBAL_SEED", "PL_TRAINER_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "NCCL_")
-"""Variables that lockstep reads, by their names and by how their names begin; a test looks for others."""
+"""Variables that lockstep reads, by name and by prefix. A test checks that there are no others."""
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"\w+://[^/\s]*@|(?=\S*\d)(?=\S*[A-Za-z])[A-Za-z0-9+/_=]{32,}")
@@ -78,7 +79,7 @@ HIDDEN = "(not shown)"
 
 
 def in_force(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that are set and that lockstep reads, by name; of what looks like a secret the name alone.
+    """Return the variables that are set and that lockstep reads, by name. Values that look like secrets are hidden.
 
     Example:
         >>> in_force({"OMP_NUM_THREADS": "2", "HOME": "/root", "PL_TRAINER_TOKEN": "abc"})
@@ -95,15 +96,15 @@ def in_force(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def share_cores(environ: Mapping[str, str], local_size: int) -> None:
-    """Let torch use no more threads than the cores of this node divided by its ranks.
+    """Limit torch's threads to the cores of this node divided by its ranks.
 
-    Ranks that each took all cores would spend their time waiting for one another. What somebody chose stays:
-    ``OMP_NUM_THREADS``, or fewer threads by ``torch.set_num_threads``. Sums depend on the number of threads: runs
-    are compared bit for bit with the same number in each process.
+    Ranks that each used all cores would mostly wait for each other. The user's choice is kept: ``OMP_NUM_THREADS``, or
+    fewer threads by ``torch.set_num_threads``. Sums depend on the number of threads: bitwise comparisons of runs need
+    the same number in each process.
 
     Args:
         environ: the environment.
-        local_size: ranks on this node.
+        local_size: number of ranks on this node.
     """
     if local_size > 1 and "OMP_NUM_THREADS" not in environ:
         import torch
@@ -114,7 +115,7 @@ def share_cores(environ: Mapping[str, str], local_size: int) -> None:
 
 
 def cores() -> int:
-    """The cores that this process may use; a container or a scheduler may allow fewer than there are."""
+    """Return the number of cores that this process may use. A container or a scheduler may restrict it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -127,23 +128,23 @@ VARIABLE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def ask_nvml(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let ``torch.cuda.is_available()`` ask NVIDIA's library and not start CUDA, after which no process can be forked.
+    """Let ``torch.cuda.is_available()`` query NVML instead of starting CUDA, after which processes cannot be forked.
 
-    Called when lockstep is imported; what the user has set stays.
+    Called when lockstep is imported. A value set by the user is kept.
     """
     environ.setdefault(BY_NVML, "1")
 
 
 def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let all ranks of this machine count its GPUs alike: by their places on the bus, as ``nvidia-smi`` does.
+    """Make all ranks of this machine number its GPUs by PCI bus, like ``nvidia-smi``.
 
-    What the user has set stays. On a cluster nothing is set: it says itself which devices a task has. A build of torch
-    without CUDA needs neither. Where CUDA has begun to count before, by speed, that holds in this process: the others
-    get the names of the GPUs in its order, so that two ranks do not take one card.
+    A value set by the user is kept. On a cluster nothing is set, since it assigns devices to tasks itself. A torch
+    build without CUDA does not need it. If CUDA has already numbered the GPUs by speed in this process, the other ranks
+    get the GPUs' names in that order, so that two ranks do not use the same GPU.
 
     Args:
-        dealt_out: whether a cluster places the ranks; or no GPU is wanted.
-        environ: the environment, which CUDA reads once, when it is used first.
+        dealt_out: whether a cluster places the ranks, or no GPU is used.
+        environ: the environment. CUDA reads it once, on first use.
     """
     import torch
 
@@ -161,12 +162,12 @@ def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.envir
 
 
 def cuda_has_begun() -> bool:
-    """Whether this process has started CUDA, by torch or otherwise; asking does not."""
+    """Return True if this process has started CUDA, by torch or otherwise. The check does not start it."""
     import torch
 
     if torch.cuda.is_initialized():
         return True
-    try:  # the driver's library as it is loaded; one that nobody has loaded is left alone
+    try:  # the driver library only if it is already loaded
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
     except (OSError, AttributeError):
@@ -174,11 +175,11 @@ def cuda_has_begun() -> bool:
 
 
 _NOT_INITIALIZED = 3
-"""What the driver answers before it is started (CUDA_ERROR_NOT_INITIALIZED)."""
+"""Result of the driver before it is initialized (CUDA_ERROR_NOT_INITIALIZED)."""
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs that processes started from here see, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that child processes see, as CUDA_VISIBLE_DEVICES names them."""
     if VISIBLE in environ:
         return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
     import torch
@@ -187,27 +188,27 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def fix_cublas_workspaces() -> None:
-    """Let cuBLAS use workspaces of fixed sizes; it reads the variable when it is used first.
+    """Let cuBLAS use workspaces of fixed sizes. It reads the variable on first use.
 
-    A value that the user has set stays. Ranks that are started from here inherit it.
+    A value set by the user is kept. Ranks started from here inherit the variable.
 
     Source: https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
     """
     os.environ.setdefault(VARIABLE, WORKSPACES)
 
 
-# -- a port --------------------------------------------------------------------------------------------------
+# -- ports ---------------------------------------------------------------------------------------------------
 
 
 class HeldPort:
-    """A port of this machine that no other process is given as long as it is held; the ranks' store listens on it.
+    """A port of this machine that is reserved until the ranks' store listens on it.
 
-    It is bound, and nobody listens on it: Linux lets a second socket listen there that asks for SO_REUSEADDR, as a
-    store's does, and gives the port to nobody who asks for any. Other systems refuse the second socket: there the port
-    is free from the start, and another process may take it before the ranks meet.
+    The port is bound without a listener. On Linux, a second socket with SO_REUSEADDR, such as the store's, can still
+    listen on it, and the system gives it to no process that asks for a free port. Other systems refuse the second
+    socket. The port is free there from the start, and another process may take it before the rendezvous.
 
     Attributes:
-        number: of the port.
+        number: number of the port.
     """
 
     def __init__(self) -> None:
@@ -219,36 +220,36 @@ class HeldPort:
             self.close()
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the port."""
         self._socket.close()
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on right now; `HeldPort` keeps it so."""
+    """Return a port of this machine that is currently free. `HeldPort` reserves one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-# -- a trial of a search on this machine ----------------------------------------------------------------------
+# -- trials of a search on this machine -----------------------------------------------------------------------
 
 
 ROOT = "PL_TRAINER_DEFAULT_ROOT_DIR"
-"""The variable that sets a Trainer's ``default_root_dir`` where the script leaves it out."""
+"""Environment variable with a Trainer's ``default_root_dir`` if the script does not set it."""
 
 
 def trial_environment(
     folder: str, at_a_time: int, devices: str | None, keeps: bool, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The environment of a trial's process, which ends with this one.
+    """Return the environment of a trial's process, which ends with this one.
 
     Args:
-        folder: of the trial.
-        at_a_time: trials that run at a time, which share the cores.
-        devices: GPUs that it sees; "" for none; None: as here.
-        keeps: whether logs and checkpoints go into the folder where the script does not say otherwise.
-        environ: of this process.
+        folder: folder of the trial.
+        at_a_time: number of simultaneous trials, which share the cores.
+        devices: GPUs that it sees; "": none; None: the same as here.
+        keeps: whether logs and checkpoints go to the folder unless the script sets another one.
+        environ: environment of this process.
     """
     found = {**environ, TRIAL: folder, PARENT: str(os.getpid())}
     if at_a_time > 1:
@@ -265,21 +266,23 @@ def trial_environment(
 
 
 STANDS_IN = "LOCKSTEP_LIGHTNING"
-"""The variable with the version of Lightning that lockstep stands in for, in processes that have its names."""
+"""Environment variable with the version of Lightning that lockstep replaces, in processes with its import names."""
 
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
-"""The folder on PYTHONPATH by which processes that are started from such a one have them, too, and a rank of
-`lockstep run` tells what ends its script before lockstep is imported."""
+"""Folder on PYTHONPATH that gives child processes Lightning's import names.
+
+It also lets a rank of `lockstep run` report an error of its script before lockstep is imported.
+"""
 
 STANDS_FOR = "2.6.6"
-"""The version, where the variable does not say otherwise."""
+"""Default version."""
 
 
 def names_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that give Lightning's names to every Python process that inherits them.
+    """Return the variables that give Lightning's import names to every Python process that inherits them.
 
     Args:
-        environ: what they are put on top of.
+        environ: the environment to extend.
 
     Example:
         >>> names_variables({"PYTHONPATH": "/mine"}) == {"LOCKSTEP_LIGHTNING": "2.6.6", "PYTHONPATH": f"{SITE}:/mine"}
@@ -289,22 +292,22 @@ def names_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def site_variable(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """PYTHONPATH with `SITE` in front of it."""
+    """Return PYTHONPATH with `SITE` in front."""
     given = python_path(environ)
     others = [entry for entry in given.split(os.pathsep) if entry != SITE] if given else []
     return {"PYTHONPATH": os.pathsep.join([SITE, *others])}
 
 
 def python_path(environ: Mapping[str, str] = os.environ) -> str:
-    """PYTHONPATH as it is; "" without one."""
+    """Return PYTHONPATH; "" if it is not set."""
     return environ.get("PYTHONPATH", "")
 
 
 def hand_down_names() -> tuple[str, Callable[[], None]]:
-    """Give Lightning's names to the processes that are started from now on.
+    """Give Lightning's import names to processes started from now on.
 
     Returns:
-        the version that they stand for, and what takes it back.
+        the version of Lightning, and a function that restores the environment.
     """
     before = {name: os.environ.get(name) for name in (STANDS_IN, "PYTHONPATH")}
     os.environ.update(names_variables())
@@ -319,29 +322,29 @@ def hand_down_names() -> tuple[str, Callable[[], None]]:
     return os.environ[STANDS_IN], take_back
 
 
-# -- what a process takes over --------------------------------------------------------------------------------
+# -- inheritance of a process ---------------------------------------------------------------------------------
 
 
 SEED = "PL_GLOBAL_SEED"
-"""The variable with the seed, by the name that Lightning gave it."""
+"""Environment variable with the seed, under Lightning's name."""
 
 
 def _working_folder() -> str | None:
     try:
         return os.getcwd()
-    except OSError:  # somebody has removed it
+    except OSError:  # the folder was removed
         return None
 
 
 started_in = _working_folder()
-"""The working folder when lockstep was imported: where a script is started once more."""
+"""Working folder when lockstep was imported. The script is restarted there."""
 
 
 def inherit(environ: Mapping[str, str] = os.environ) -> None:
-    """Take over rank and seed, and end with the parent.
+    """Inherit rank and seed, and end with the parent.
 
-    Called when `lockstep` is imported, so that `rank_zero_only` and a bare ``seed_everything()`` are right
-    in the lines of a script that come before its Trainer.
+    Called when `lockstep` is imported, so that `rank_zero_only` and a bare ``seed_everything()`` work in the lines of a
+    script before its Trainer.
     """
     rank_zero_only.rank = early_rank(environ)
     if environ.get(SEED):
@@ -362,9 +365,9 @@ def inherit(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def bind_loader_workers() -> None:
-    """Have the system kill loader workers that are forked here when this process ends, however it does.
+    """Let the system kill loader workers that are forked from here when this process ends in any way.
 
-    By themselves they look for their parent every 5 seconds. Those that are not forked do so still.
+    By themselves they check for their parent every 5 seconds. Workers that are not forked still rely on that.
     """
     found = prctl()
     if found is not None:
@@ -376,7 +379,7 @@ def bind_loader_workers() -> None:
 
 def _bind_loader_worker(found: Callable[..., int], loader: str) -> None:
     frame, made = sys._getframe(), threading.main_thread() is threading.current_thread()
-    while made and frame is not None:  # what counts is the end of a thread, so the loader's must be the main one
+    while made and frame is not None:  # the system watches the main thread only
         if frame.f_code.co_filename == loader:
             bind(found)
             return

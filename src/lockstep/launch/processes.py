@@ -1,4 +1,4 @@
-"""Rank processes, started or adopted, and watched: when one fails, the others are ended."""
+"""Processes of ranks, started or adopted. When one fails, the others are ended."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from lockstep.launch.memory_kills import MemoryKills
 from lockstep.launch.parent_death import is_alive
 
 GRACE = 2.0
-"""Seconds that a process gets to end by itself before it is killed."""
+"""Seconds that a process has to end by itself before it is killed."""
 
 FAREWELL = 30.0
-"""Seconds that a process gets that says it is ending."""
+"""Seconds that a process has if it reports that it is ending."""
 
 LOOK = 0.02
-"""Seconds from one look at what still runs to the next."""
+"""Seconds between checks of the running processes."""
 
 PERIOD = 0.05
-"""The same for a process of which the system cannot tell by itself that it has ended."""
+"""Seconds between checks of a process whose end the system does not report."""
 
 
 class Process(Protocol):
-    """What of ``subprocess.Popen`` is needed to watch a child."""
+    """The part of ``subprocess.Popen`` that is needed to watch a child."""
 
     pid: int
 
     def wait(self) -> int:
-        """Wait for its end; the exit code, or the negative number of the signal that killed it."""
+        """Wait for its end. Return the exit code, or the negative number of the signal that killed it."""
 
 
 NO_MORE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Errors by which the system lets a process start no more."""
+"""Errors of a system that cannot start more processes."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank's process that ended by itself, and badly."""
+    """A rank's process that ended by itself with a failure."""
 
     rank: int
     pid: int
-    code: int | None  #: its exit code, or the negative number of the signal that killed it; None: nobody can tell
-    at: float  #: when, on the clock of ``time.monotonic``
-    why: str = ""  #: what else is known of it
+    code: int | None  #: its exit code, or the negative number of the signal that killed it; None: unknown
+    at: float  #: time of its end, on the clock of ``time.monotonic``
+    why: str = ""  #: further explanation
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid}) {self._how()}{self.why}"
@@ -76,22 +76,22 @@ class Ended:
 class RankProcesses:
     """The processes of the ranks.
 
-    Each is waited for by a thread of its own, so that a failure is known within milliseconds and in the
-    order in which they happened. Those that are started here have a process group each.
+    A thread waits for each of them, so that failures are detected within milliseconds and in order. Each process that
+    is started here has a process group of its own.
 
     Args:
-        on_failure: called once, in such a thread, when a process has failed and the others are ended.
-        is_busy: whether a rank is in the middle of something, so that its end is a failure whatever its code.
-        is_someone_ending: whether a rank that fails, too, is to have more time, to save what it has.
-        failed_at: when a rank said that it fails, before its process ended; None: it has said nothing.
-        on_end: called after each end, good or bad, and before anything follows from it.
-        is_excused: whether the end of a rank, with this exit code, is neither good nor bad.
-        waits_since: when a rank entered the collective in which it is; None: it is in none, or nobody knows.
+        on_failure: called once, in such a thread, after a process has failed and the others were ended.
+        is_busy: whether a rank is inside a call, so that its end is a failure whatever its exit code.
+        is_someone_ending: whether a failed rank needs more time to save its state.
+        failed_at: time at which a rank reported a failure; None: it has not.
+        on_end: called after the end of each process, before any consequences.
+        is_excused: whether the end of a rank, with this exit code, is neither success nor failure.
+        waits_since: time at which a rank entered its current collective; None: it is in none, or unknown.
 
     Attributes:
-        hurries: whether ranks of which nothing can come any more get half a second only: each has failed, or waits in
-            a collective. A launcher asks for their own exit codes.
-        memory_kills: explains what SIGKILL has ended; whoever watches the ranks has it look once a second.
+        hurries: whether ranks get only half a second once each has failed or waits in a collective. A launcher needs
+            the ranks' own exit codes, so it is off there.
+        memory_kills: detects lack of memory as the reason for SIGKILL. Its ``look`` has to be called once a second.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RankProcesses:
         self._waits_since = waits_since
         self.hurries = True
         self._processes: dict[int, _Started | Foreign] = {}
-        # Events, since a `Thread.join` that Ctrl-C interrupts takes its thread for ended (CPython before 3.13).
+        # Events, since an interrupted `Thread.join` marks its thread as ended (CPython before 3.13).
         self._watchers: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
         self._stopping = self._winding_up = False
@@ -131,18 +131,18 @@ class RankProcesses:
         folder: str | None = None,
         first: Callable[[], None] | None = None,
     ) -> None:
-        """Start the process of a rank. Nobody types at it: its standard input is closed.
+        """Start the process of a rank. Its standard input is closed.
 
         Args:
-            rank: which.
-            command: the words of its command.
+            rank: the rank.
+            command: words of the command.
             environ: its environment.
-            handed: descriptors of open files that it takes over.
-            folder: its working folder; None: the one of this process.
-            first: what the new process does before anything else; only where this one has few threads.
+            handed: descriptors of open files that it inherits.
+            folder: its working folder; None: that of this process.
+            first: function that the new process calls first. Only safe if this process has few threads.
 
         Raises:
-            RuntimeError: the system lets this process start no more.
+            RuntimeError: the system cannot start more processes.
         """
         group: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
         if first is not None:
@@ -163,14 +163,14 @@ class RankProcesses:
         self._processes[rank] = _Started(process, group=True)
 
     def take(self, rank: int, process: Process) -> None:
-        """Watch the process of a rank that was started in another way, as a child of this process."""
+        """Watch the process of a rank that was started otherwise, as a child of this process."""
         self._processes[rank] = _Started(process, group=False)
 
     def adopt(self, rank: int, process: Foreign, stop: bool = True) -> None:
-        """Watch the process of a rank that somebody else started.
+        """Watch the process of a rank that another process started.
 
         Args:
-            rank: which.
+            rank: the rank.
             process: its process.
             stop: whether :meth:`stop` ends it, too.
         """
@@ -178,7 +178,7 @@ class RankProcesses:
         self._processes[rank] = process
 
     def watch(self) -> None:
-        """Begin to watch those that are not watched yet."""
+        """Start to watch the processes that are not watched yet."""
         for rank, process in list(self._processes.items()):
             if rank not in self._watchers:
                 self.memory_kills.add(process.pid)
@@ -189,28 +189,28 @@ class RankProcesses:
 
     @property
     def failed(self) -> list[Ended]:
-        """Those that failed by themselves, not by our hand, in order of time."""
+        """The processes that failed by themselves, ordered by time."""
         with self._lock:
             return list(self._failed)
 
     @property
     def ended(self) -> dict[int, float]:
-        """Those that have come to a good end, with the time."""
+        """The ranks that ended successfully, with the time."""
         with self._lock:
             return dict(self._ended)
 
     @property
     def running(self) -> list[int]:
-        """The ranks whose processes run, and that have not said farewell."""
+        """The ranks that still run and have not reported that they are done."""
         with self._lock:
             return [rank for rank in self._processes if rank not in self._gone]
 
     def has_left(self, rank: int, at: float | None) -> None:
-        """A rank has nothing more to do, and will not end before it is told to.
+        """Record that a rank is done, and will not end before it gets permission.
 
         Args:
-            rank: which.
-            at: when, if it has come to a good end.
+            rank: the rank.
+            at: time of its successful end; None if it failed.
         """
         with self._lock:
             self._gone.add(rank)
@@ -218,10 +218,10 @@ class RankProcesses:
                 self._ended[rank] = at
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all have ended and whatever follows from it is done.
+        """Wait until all processes have ended and all consequences are handled.
 
         Returns:
-            whether they have, in that time.
+            True if they have ended in that time.
         """
         until = None if seconds is None else time.monotonic() + seconds
         for over in list(self._watchers.values()):
@@ -229,19 +229,19 @@ class RankProcesses:
         return all(over.is_set() for over in self._watchers.values())
 
     def stop(self, grace: float = GRACE) -> None:
-        """End all that still run, by SIGTERM and after ``grace`` seconds by SIGKILL, and see them gone."""
+        """End all running processes: SIGTERM, and SIGKILL after ``grace`` seconds. Wait for their ends."""
         with self._lock:
             self._stopping = True
         processes = [process for process in self._processes.values() if process.stops]
         try:
-            self.watch()  # their end is seen by who watches them
-        except RuntimeError:  # no more threads may be started
+            self.watch()  # the watching threads detect their ends
+        except RuntimeError:  # no more threads can be started
             for process in processes:
                 process.signal_group(signal.SIGKILL)
             return
         try:
             self._end(processes, grace)
-        except KeyboardInterrupt:  # nobody waits any longer, and no rank may go on by itself
+        except KeyboardInterrupt:  # nobody waits any longer, and no rank may continue alone
             for process in processes:
                 process.signal(signal.SIGKILL)
                 process.signal_group(signal.SIGKILL)
@@ -265,21 +265,21 @@ class RankProcesses:
                 process.signal(number)
 
     def signal_groups(self, number: int) -> None:
-        """Send a signal to each rank that was started here, and to all that it has started."""
+        """Send a signal to each rank that was started here, and to its child processes."""
         for process in self._processes.values():
             process.signal_group(number)
 
     def wind_up(self, at: float) -> None:
-        """End all, since one has failed: not before the others had time to raise and to save what they have.
+        """End all ranks after a failure, once the others had time to raise and to save their state.
 
         Args:
-            at: when it failed, on the clock of ``time.monotonic``.
+            at: time of the failure, on the clock of ``time.monotonic``.
         """
         with self._lock:
             if self._winding_up or self._stopping:
                 return
             self._winding_up = True
-        # others may be about to fail by themselves, one of them as the true cause: let them say so
+        # others may be about to fail by themselves, one of them as the true cause: let them report it
         moved, before = time.monotonic(), self.running
         until, latest = at + GRACE, moved + FAREWELL
         while running := self.running:
@@ -295,23 +295,23 @@ class RankProcesses:
         self._on_failure()
 
     def _said(self, rank: int, at: float) -> float:
-        """When a rank said that it fails, too; 0 if it has not, since about that time."""
+        """Return the time at which a rank reported a failure since about ``at``; 0 if it has not."""
         said = self._failed_at(rank)
         return said if said is not None and said > at - GRACE else 0.0
 
     def _sooner(self, until: float, running: Sequence[int], said: Sequence[float], moved: float, now: float) -> float:
-        """Until when to wait for ranks that run, where nothing can come of them any more.
+        """Return the time until which to wait for running ranks, earlier if nothing more can happen on them.
 
         Args:
-            until: when the waiting ends else.
-            running: these ranks.
-            said: when each has said that it fails; 0 where it has not.
-            moved: when the last rank has ended.
-            now: the time.
+            until: current end of the wait.
+            running: the running ranks.
+            said: time at which each reported a failure; 0 if it has not.
+            moved: time at which the last rank ended.
+            now: current time.
         """
-        if all(said):  # only what they do at their end is left
+        if all(said):  # they only have to finish
             return min(until, max(said) + GRACE / 4)
-        # gloo lets go of a rank where one that it is connected to has ended: those behind it wait for nothing
+        # gloo fails on ranks connected to an ended one; ranks connected to those wait for nothing
         if now >= max(moved, *said) + GRACE / 4:
             waiting = [self._waits_since(rank) for rank, word in zip(running, said, strict=True) if not word]
             if all(since is not None and now >= since + GRACE / 4 for since in waiting):
@@ -328,7 +328,7 @@ class RankProcesses:
         code, at = process.end(), time.monotonic()
         excused = self._is_excused(rank, code)
         with self._lock:
-            # it has said that it has done all, or nobody knows better than its exit code
+            # successful if it reported so, or by its exit code if it reported nothing
             well = rank in self._ended or (code == 0 and not self._is_busy(rank))
             self._gone.add(rank)
             if well:
@@ -360,7 +360,7 @@ class _Started:
         self._buried = False
 
     def end(self) -> int:
-        """Wait for its end; its exit code. Until :meth:`close` its id is nobody else's."""
+        """Wait for its end and return the exit code. Its process id is not reused before :meth:`close`."""
         code = None
         if hasattr(os, "waitid"):  # not on macOS
             with contextlib.suppress(ChildProcessError):
@@ -373,37 +373,38 @@ class _Started:
         return code
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether it has ended, in that time."""
+        """Return True if it has ended in that time."""
         return self._over.wait(seconds)
 
     def signal(self, number: int) -> None:
-        """Send a signal, if it runs."""
+        """Send a signal if it is running."""
         with contextlib.suppress(ProcessLookupError):
             if not self._over.is_set():
                 os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to it and to what it has started, also when it has ended."""
+        """Send a signal to it and its child processes, even after its end."""
         with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
             if self._group and not self._buried:
                 os.killpg(self.pid, number)
 
     def close(self) -> None:
-        """Bury it."""
+        """Reap the process."""
         with self._lock:
             self._process.wait()
             self._buried = True
 
 
 class Foreign:
-    """A process that somebody else started, watched: when it ends, and how as far as the system tells.
+    """A watched process that another process started. Its exit code is known as far as the system reports it.
 
     Args:
-        pid: its id.
-        said: called once it has ended and the system does not tell its exit code: what it said that this would be.
+        pid: process id.
+        said: returns the exit code that the process has announced. Called after its end, if the system does not report
+            the code.
 
     Attributes:
-        stops: whether :meth:`Children.stop` ends it, too.
+        stops: whether :meth:`RankProcesses.stop` ends it, too.
     """
 
     def __init__(self, pid: int, said: Callable[[], int | None] = lambda: None) -> None:
@@ -418,12 +419,12 @@ class Foreign:
             self._descriptor = os.pidfd_open(pid)
 
     def end(self) -> int | None:
-        """Wait for its end; its exit code, as of ``Popen``, where it can be told."""
+        """Wait for its end and return the exit code, as ``Popen`` does. None if it is unknown."""
         self.wait()
         return self._code
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for its end; whether it has come."""
+        """Wait for its end. Return True if it has ended."""
         until = None if seconds is None else time.monotonic() + seconds
         while not self._ended:
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -434,7 +435,7 @@ class Foreign:
             else:
                 gone = not self._is_there()
             if gone:
-                code = _zombie_code(self.pid)  # at once: its parent may ask, and then it is forgotten
+                code = _zombie_code(self.pid)  # at once, before its parent reaps it
                 code = _buried_code(self._descriptor) if code is None else code
                 self._code = self._said() if code is None else code
                 self._ended = True
@@ -445,7 +446,7 @@ class Foreign:
         return True
 
     def signal(self, number: int) -> None:
-        """Send a signal, if it runs."""
+        """Send a signal if it is running."""
         with contextlib.suppress(OSError):  # it has ended
             if self._descriptor is not None:
                 signal.pidfd_send_signal(self._descriptor, number)
@@ -453,10 +454,10 @@ class Foreign:
                 os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Its group is not ours."""
+        """Do nothing: its group is not ours."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptor."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -466,10 +467,10 @@ class Foreign:
 
 
 def stat_of(process: int | str) -> list[str]:
-    """What the system says of a process, or of a thread (``"7/task/8"``), from its state on.
+    """Return the fields of a process' or thread's (``"7/task/8"``) stat file, from its state on.
 
     Raises:
-        OSError: there is no such process, or a system without /proc.
+        OSError: there is no such process, or the system has no /proc.
     """
     with open(f"/proc/{process}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
@@ -479,7 +480,7 @@ def stat_of(process: int | str) -> list[str]:
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a process is stopped, by SIGSTOP say: it hears nothing but SIGKILL."""
+    """Return True if a process is stopped, for instance by SIGSTOP. It reacts only to SIGKILL."""
     try:
         return stat_of(process)[0] in "Tt"
     except OSError:
@@ -487,7 +488,7 @@ def is_stopped(process: int) -> bool:
 
 
 def _zombie_code(process: int) -> int | None:
-    """How a process ended, as long as its parent has not asked; else None."""
+    """Return the exit code of an ended process that its parent has not reaped, or None."""
     try:
         fields = stat_of(process)
     except OSError:
@@ -496,14 +497,14 @@ def _zombie_code(process: int) -> int | None:
 
 
 _INFO = 0xC040FF0B
-"""The number of the call ``PIDFD_GET_INFO`` of Linux, of the first 64 bytes of ``struct pidfd_info``."""
+"""Number of Linux' ioctl ``PIDFD_GET_INFO``, for the first 64 bytes of ``struct pidfd_info``."""
 
 _EXIT = 1 << 3
-"""The bit ``PIDFD_INFO_EXIT`` of its first field: the exit code is asked for, and is there."""
+"""Bit ``PIDFD_INFO_EXIT`` of the first field: the exit code is requested, and available."""
 
 
 def _buried_code(descriptor: int | None) -> int | None:
-    """How a process ended of which the parent has asked, as Linux from 6.15 on tells who has a descriptor of it."""
+    """Return the exit code of a reaped process, or None. Linux 6.15 and later report it for a descriptor."""
     info = bytearray(struct.pack("Q56x", _EXIT))
     try:
         if descriptor is None:

@@ -1,4 +1,4 @@
-"""``strategy="ddp"``: this script, started once for each rank of the node, or by ``srun`` for each task of a job."""
+"""The launcher of ``strategy="ddp"``: it starts this script once per rank of the node, or by ``srun`` for each task."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from lockstep.supervise.status import calls_before, noted_call
 T = TypeVar("T")
 
 RANK_OF = "LOCKSTEP_RANK_OF"
-"""The variable with the process that is a rank, and the meeting that it belongs to."""
+"""Environment variable with the process that is a rank, and its rendezvous."""
 
 STARTING_CALL = "LOCKSTEP_STARTING_CALL"
-"""The variable with the line whose call has started this rank, where rank 0 had made others before, without it."""
+"""Environment variable with the line whose call started this rank, if rank 0 had made calls without ranks before."""
 
 VARIABLES = "RANK LOCAL_RANK NODE_RANK GROUP_RANK WORLD_SIZE MASTER_PORT SLURM_PROCID OMPI_COMM_WORLD_RANK PMI_RANK"
-"""Variables by which a rank knows itself."""
+"""Environment variables that identify a rank."""
 
 
 class ScriptLauncher:
-    """Calls functions in all ranks, having started the script of this process once for each of the others.
+    """Launcher that starts the script of this process for each other rank, and calls functions on all ranks.
 
-    The calling process is local rank 0. The first `launch` in it starts the others with the same command
-    line; they run the script from its beginning, come to the same `launch`, find themselves started and go
-    on together. Later launches, of the same Trainer or another, find the ranks there. A terminal's Ctrl-C reaches
-    each of them by itself; one that only this process got is passed on.
+    The calling process is local rank 0. Its first `launch` starts the others with the same command line. They run the
+    script from the top, reach the same `launch`, detect that they were started, and continue together. Later launches,
+    of the same Trainer or another, reuse the ranks. A terminal's Ctrl-C reaches each rank by itself. A Ctrl-C that only
+    this process received is passed on.
 
-    When a rank fails or strays, the others end within seconds, and the last line on the screen is the first cause.
+    When a rank fails or diverges, the others end within seconds, and the last line on the terminal is the first cause.
 
     Args:
-        world: of this process, as `lockstep.cluster.detect.detect` found it.
-        launched: whether the ranks are there already, whoever has started them.
+        world: world of this process, from `lockstep.cluster.detect.detect`.
+        launched: whether the ranks are already running.
 
     Attributes:
-        world: the same, with a port; final once `launch` calls its function.
+        world: the same, with a port. Final once `launch` calls its function.
     """
 
     def __init__(self, world: World, launched: bool = False) -> None:
@@ -61,7 +61,7 @@ class ScriptLauncher:
         self._launched = launched
 
     def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """``function(*args, **kwargs)``, in this process, when all ranks of the node are started.
+        """Return ``function(*args, **kwargs)``, called in this process after all ranks of the node have started.
 
         Raises:
             MisconfigurationException: there is no script that could be started again.
@@ -84,16 +84,16 @@ class ScriptLauncher:
 
 
 def check_not_nested(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Note that this process is a rank, for those that it starts; refuse to be one beside the one that started it.
+    """Record for child processes that this process is a rank. Refuse to be the same rank as a parent process.
 
-    It would wait for ranks that have no use for it, at a port that is taken.
+    It would wait for ranks that do not expect it, at a port that is taken.
 
     Args:
-        world: of this process, among others that are there.
+        world: world of this process, if there are other ranks.
         environ: the environment.
 
     Raises:
-        MisconfigurationException: another process is this rank already.
+        MisconfigurationException: another process already is this rank.
     """
     if world.size == 1:
         return
@@ -110,16 +110,16 @@ def check_not_nested(world: World, environ: MutableMapping[str, str] = os.enviro
 
 
 def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Refuse to begin, as a rank, with a call that rank 0 has made before it started this one.
+    """Refuse to start, as a rank, with a call that rank 0 made before it started this rank.
 
-    ``devices="auto"`` on the CPU is one process then, and the ranks that there are from there on: this rank would be
-    in the script's first call while rank 0 is in a later one.
+    ``devices="auto"`` on the CPU is one process before ranks exist, and all ranks afterwards. This rank would be in the
+    script's first call while rank 0 is in a later one.
 
     Args:
         environ: the environment.
 
     Raises:
-        MisconfigurationException: with the lines of both.
+        MisconfigurationException: the calls differ. The message names both lines.
     """
     started, here = environ.pop(STARTING_CALL, None), os.path.normpath(calling().location())
     if started is not None and os.path.normpath(started) != here:
@@ -130,13 +130,13 @@ def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def command_line(main: ModuleType, argv: Sequence[str], original: Sequence[str]) -> list[str] | None:
-    """The command that runs this process' script once more; None where there is no script.
+    """Return the command that runs this process' script again, or None if there is no script.
 
     Args:
         main: the module ``__main__``.
         argv: ``sys.argv``.
-        original: ``sys.orig_argv``: all words of the command, from which the arguments are taken where they
-            can be told, since a script may have changed ``sys.argv``.
+        original: ``sys.orig_argv``, all words of the command. The arguments are taken from it where possible, since a
+            script may have changed ``sys.argv``.
     """
     python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
@@ -153,16 +153,16 @@ def command_line(main: ModuleType, argv: Sequence[str], original: Sequence[str])
 
 
 def _after(names: set[str], argv: Sequence[str], original: Sequence[str]) -> Sequence[str]:
-    """The script's arguments: what follows its name in the command."""
+    """Return the script's arguments: the words after its name in the command."""
     at = next((i for i, word in enumerate(original) if i and word in names), None)
     return argv[1:] if at is None else original[at + 1 :]
 
 
 _sides: list[Side] = []
-"""This process' side of its supervisor, once it has one: one entry, or none."""
+"""This process' connection to its supervisor: one or none."""
 
 _held: list[HeldPort] = []
-"""The port where the ranks meet, if it was chosen here."""
+"""The reserved port of the rendezvous, if this process chose it."""
 
 
 def _begin(world: World) -> Supervised:
@@ -177,7 +177,7 @@ def _begin(world: World) -> Supervised:
             "code as a file and run that"
         )
     if not world.port:
-        _held.append(HeldPort())  # to the end of this process: others come to it at any time
+        _held.append(HeldPort())  # until this process ends: other ranks connect at any time
         world = replace(world, port=_held[0].number)
     if world.local_size > 1:
         os.environ.update(rank_variables(world))
@@ -194,22 +194,22 @@ def _begin(world: World) -> Supervised:
 
 
 def side() -> Side | None:
-    """This process' side of its supervisor; None where it has none, or is a rank that the supervisor has started."""
+    """Return this process' connection to its supervisor. None without one, or if that started this process."""
     return _sides[0] if _sides else None
 
 
-# -- the batch script of a SLURM job, by srun ----------------------------------------------------------------
+# -- tasks of a SLURM job, by srun ---------------------------------------------------------------------------
 
 
 STARTED = "LOCKSTEP_SRUN"
-"""The variable with the job in which srun was started so: the tasks have to be known as such."""
+"""Environment variable with the job in which srun was started this way. It detects tasks that are not recognized."""
 
 
 def become_srun(environ: Mapping[str, str] = os.environ) -> NoReturn:
     """Replace this process by ``srun`` with the same command line, which starts it once for each task of the job.
 
     The lines of the script before its first Trainer have run once here, and run again in each task. srun takes the
-    numbers of nodes and tasks from the job, and all variables of this process reach every task.
+    numbers of nodes and tasks from the job. All environment variables of this process reach every task.
 
     Raises:
         MisconfigurationException: there is no srun, or no script that could be started again.
@@ -245,17 +245,17 @@ def become_srun(environ: Mapping[str, str] = os.environ) -> NoReturn:
 
 
 def arguments(program: str, command: list[str], environ: Mapping[str, str]) -> list[str]:
-    """The words of srun's command.
+    """Return the words of srun's command.
 
     Args:
-        program: the path of srun.
-        command: of a task.
-        environ: the environment of the batch script.
+        program: path of srun.
+        command: command of a task.
+        environ: environment of the batch script.
     """
-    # a task that fails ends the others; and variables such as NCCL_DEBUG reach them under `sbatch --export=NONE`, too
+    # a failed task ends the others; variables such as NCCL_DEBUG reach tasks even under `sbatch --export=NONE`
     words = [program, "--kill-on-bad-exit=1", "--export=ALL"]
     if "SLURM_NTASKS" not in environ:
         words += ["--ntasks-per-node=1"]
-    if "SLURM_CPUS_PER_TASK" in environ:  # which srun does not take from the job since SLURM 22.05
+    if "SLURM_CPUS_PER_TASK" in environ:  # srun does not take it from the job since SLURM 22.05
         words += [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"]
     return [*words, *command]

@@ -1,4 +1,4 @@
-"""Launchers that start a call in other processes: fresh ones (``ddp_spawn``), or copies of this one (``ddp_fork``)."""
+"""Launchers that run a call in other processes: new ones (``ddp_spawn``), or forks of this one (``ddp_fork``)."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ from lockstep.supervise.screen_text import name_cells, one_line, wipe_line
 from lockstep.supervise.stack import calling
 from lockstep.supervise.status import failed, noted_call, watch_uncaught, without_ranks
 
-# -- objects on their way ------------------------------------------------------------------------------------
+# -- pickling ------------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
 
 STAYS = ("cpu", "meta")
-"""Types of devices whose tensors travel as they are."""
+"""Types of devices whose tensors are pickled as they are."""
 
 
 def pack(obj: object, file: IO[bytes]) -> None:
-    """Write an object by cloudpickle, with all its tensors as CPU tensors, and code with the name of its file.
+    """Write an object with cloudpickle, with all its tensors moved to the CPU, and code with its file name.
 
-    A process that reads it can have other devices, or none; on a GPU each reader would allocate a copy. cloudpickle
-    drops the name of a file from 3.1.3 on, and a traceback would say "<dynamic-code>".
+    The reading process may have other devices, or none. On a GPU, each reader would allocate a copy. cloudpickle omits
+    file names from 3.1.3 on, and tracebacks would show "<dynamic-code>".
 
     Raises:
-        whatever pickling raises: there are objects that cannot travel, such as locks and open files.
+        any error of pickling: some objects cannot be pickled, such as locks and open files.
     """
     import cloudpickle
 
@@ -88,11 +88,11 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
 
 
-# -- fresh processes -----------------------------------------------------------------------------------------
+# -- new processes -------------------------------------------------------------------------------------------
 
 
-# Plain processes, not those of `multiprocessing`: these would import the script first, which then had to guard
-# its main part, and as daemons they could have no loader workers.
+# Plain processes, not those of `multiprocessing`, which import the script first, so that it has to guard its main part.
+# As daemons they could not have loader workers.
 _BOOT = """
 import os, pickle, sys
 call = os.fdopen(int(sys.argv[1]), "rb")
@@ -103,14 +103,15 @@ work(call, *sys.argv[2:])
 
 
 class SpawnLauncher:
-    """Calls functions in fresh processes, one per rank of the node, and brings rank 0's result back.
+    """Launcher that calls functions in new processes, one per rank of the node, and returns rank 0's result.
 
-    Function and arguments travel by cloudpickle: what a script or a notebook itself defines goes by value, so
-    the script is not run again and needs no ``if __name__ == "__main__"``. The processes end with the call.
+    Function and arguments are sent with cloudpickle. Definitions of the script or notebook itself are pickled by value,
+    so that the script is not run again and does not need ``if __name__ == "__main__"``. The processes end with the
+    call.
 
     Args:
-        world: of the calling process, which stands in for local rank 0 and takes no part itself.
-        strategy: what the user has chosen, for errors; None: the name that this launcher goes by.
+        world: world of the calling process, which takes the place of local rank 0 and is not a rank itself.
+        strategy: the user's strategy, for errors; None: the name of this launcher.
     """
 
     name = "ddp_spawn"
@@ -120,15 +121,15 @@ class SpawnLauncher:
         self.strategy = strategy or self.name
 
     def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """``function(*args, **kwargs)`` in each of the processes.
+        """Call ``function(*args, **kwargs)`` in each of the processes.
 
         Returns:
-            what it returned on this node's local rank 0; tensors in it lie on the CPU.
+            the result of this node's local rank 0. Its tensors are on the CPU.
 
         Raises:
-            MisconfigurationException: function or arguments cannot travel.
-            RuntimeError: a rank failed, and the others were ended. Its last line names the rank and the reason.
-            KeyboardInterrupt: a second Ctrl-C came, or the first one while nothing can be ended in order.
+            MisconfigurationException: function or arguments cannot be pickled.
+            RuntimeError: a rank failed, and the others were ended. The last line names the rank and the reason.
+            KeyboardInterrupt: a second Ctrl-C was pressed, or the first one before an orderly end was possible.
         """
         without_ranks()
         held = None if self.world.port else HeldPort()
@@ -146,14 +147,14 @@ class SpawnLauncher:
             processes.stop(GRACE / 4)
 
         def tell(rank: int) -> None:
-            """Let the others, whose collectives raise now, know why."""
+            """Report the first cause to the other ranks, whose collectives raise now."""
             first = early_cause(processes.failed, mailbox.read(), monitor.stands()) if processes.failed else None
             if first is not None and not mailbox.others("first"):
                 mailbox.leave({"first": str(first), "rank": first.rank})
 
         look = processes.memory_kills.look
         monitor = RankMonitor(mailbox, stop, lambda: processes.ended, world.size, on_look=look)
-        # Each of the files is open in parent and child and has no name: nothing is left if either is killed.
+        # The files are unnamed and open in parent and child: nothing is left if either is killed.
         with tempfile.TemporaryFile(prefix="lockstep-") as result, contextlib.ExitStack() as ends:
             if held is not None:
                 ends.callback(held.close)
@@ -165,7 +166,7 @@ class SpawnLauncher:
             try:
                 processes.wait()
             except KeyboardInterrupt:
-                if not mailbox.has_met():  # nothing can be lost yet, and some may be gone
+                if not mailbox.has_met():  # nothing can be lost yet, and some ranks may be gone
                     raise
                 # a rank that stops its training in order still has a result; a second Ctrl-C ends all
                 monitor.interrupt()
@@ -179,7 +180,7 @@ class SpawnLauncher:
         return returned
 
     def start(self, processes: RankProcesses, call: Call, result: IO[bytes], mailbox: Mailbox) -> None:
-        """Start the ranks of this node, and begin to watch them."""
+        """Start the ranks of this node, and start to watch them."""
         world = call.world
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with tempfile.NamedTemporaryFile(prefix="lockstep-") as file:
@@ -189,7 +190,7 @@ class SpawnLauncher:
                 environ = {**os.environ, **rank_variables(rank), **_on_one_host(world)}
                 if threading.current_thread() is threading.main_thread():
                     environ[PARENT] = str(os.getpid())
-                # opened once for each rank, since a file that is handed down twice has one position
+                # opened once per rank, since an inherited file shares its position
                 with open(file.name, "rb") as copy:
                     handed = (copy.fileno(), result.fileno(), mailbox.descriptor)
                     words = [str(handed[0]), str(handed[1]), mailbox.address, str(rank.rank)]
@@ -203,13 +204,13 @@ def _on_one_host(world: World) -> dict[str, str]:
 
 @dataclass
 class Call:
-    """What the ranks are to call."""
+    """The call that the ranks make."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     world: World
-    called: str  #: the line of the user's code that made it
+    called: str  #: the line of the user's code that made the call
 
 
 def _write(call: Call, file: IO[bytes], strategy: str) -> None:
@@ -228,7 +229,7 @@ def _write(call: Call, file: IO[bytes], strategy: str) -> None:
 
 
 def _first_cause(processes: RankProcesses, mailbox: Mailbox, monitor: RankMonitor) -> Cause | Ended | Divergence | None:
-    """What this process itself knows of the first cause."""
+    """Return the first cause as known to this process itself."""
     ranks = {end.rank for end in processes.failed}
     noted = mailbox.read()
     caught = [cause for cause in noted if cause.rank in ranks] or noted
@@ -236,7 +237,7 @@ def _first_cause(processes: RankProcesses, mailbox: Mailbox, monitor: RankMonito
 
 
 def _traces(cause: Cause | Ended | Divergence | None) -> str:
-    """Where the ranks were, in front of the first cause."""
+    """Return the ranks' tracebacks or stacks, to print above the first cause."""
     if isinstance(cause, Cause) and not cause.is_exit:
         return f"a rank failed:\n\n{cause.trace}\n"
     if isinstance(cause, Divergence) and cause.trace:
@@ -247,7 +248,7 @@ def _traces(cause: Cause | Ended | Divergence | None) -> str:
 def _failure(
     strategy: str, processes: RankProcesses, mailbox: Mailbox, verdict: Verdict | None, monitor: RankMonitor
 ) -> BaseException:
-    """What to raise in the calling process: the first cause; or that all was interrupted."""
+    """Return the exception to raise in the calling process: the first cause, or KeyboardInterrupt."""
     interrupted = verdict is not None and verdict.interrupted
     cause: Cause | Ended | Divergence | None = None if verdict is None else verdict.cause
     if cause is None and not interrupted:
@@ -256,15 +257,15 @@ def _failure(
         return KeyboardInterrupt(*([str(cause)] if isinstance(cause, Divergence) else []))
     if isinstance(cause, Ended) and monitor.interrupted_at is not None and cause.code in (-2, 130):
         return KeyboardInterrupt()
-    # the first cause is the last thing on the screen
+    # the first cause is the last line on the terminal
     return RuntimeError(name_cells(f"{_traces(cause)}strategy={strategy!r}: {one_line(str(cause), None)}"))
 
 
 def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
-    """Be a rank in a fresh process: read the call, and make it.
+    """Run as a rank in a new process: read the call, and make it.
 
     Args:
-        file: with the call.
+        file: file with the call.
         result, mailbox, rank: as for :func:`run_rank`.
     """
 
@@ -278,13 +279,13 @@ def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
 
 
 def run_rank(take: Callable[[], Call], result: int, mailbox: str, rank: int) -> NoReturn:
-    """Be a rank: take over the call, make it, leave its result or a note on its failure.
+    """Run as a rank: make the call, and leave its result, or a note on its failure.
 
     Args:
-        take: gives the call.
+        take: returns the call.
         result: descriptor of the file for the result.
-        mailbox: its address.
-        rank: this process' global rank.
+        mailbox: address of the mailbox.
+        rank: global rank of this process.
     """
     try:
         inherit(os.environ)
@@ -306,12 +307,14 @@ def run_rank(take: Callable[[], Call], result: int, mailbox: str, rank: int) -> 
 
 
 def _end(code: int) -> NoReturn:
-    """End this process as Python does, but leave its memory to the system: to tidy it up takes seconds on a busy
-    machine, in which the others do not know yet that this rank has failed."""
-    with contextlib.suppress(BaseException):  # it has been printed, and is not what ended the call
+    """End this process like Python, but without freeing its memory.
+
+    On a busy machine that takes seconds, in which the other ranks do not know yet that this one has failed.
+    """
+    with contextlib.suppress(BaseException):  # it was printed, and did not end the call
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or missing
             stream.flush()
     flush_open_files()
     os._exit(code)
@@ -337,12 +340,12 @@ def _deterministic() -> tuple[bool, bool]:
 
 
 def _restore(surroundings: dict[str, Any]) -> None:
-    """Make this process as the calling one was, as far as results may depend on it."""
+    """Restore the state of the calling process that results may depend on."""
     sys.argv[:] = surroundings["argv"]
     hand_down_seed(surroundings["seed"])
     set_random_states(surroundings["random states"])
     torch.set_default_dtype(surroundings["default dtype"])
-    if surroundings["deterministic"] != _deterministic():  # the call alone imports a second's worth of torch
+    if surroundings["deterministic"] != _deterministic():  # the call itself imports torch modules for a second
         enabled, warn_only = surroundings["deterministic"]
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = surroundings["cudnn"]
@@ -351,14 +354,14 @@ def _restore(surroundings: dict[str, Any]) -> None:
     log.setLevel(surroundings["level"])
 
 
-# -- copies of this process ----------------------------------------------------------------------------------
+# -- forks of this process -----------------------------------------------------------------------------------
 
 
 HARD = 2
-"""OpenMP's ``omp_pause_hard``: let go of everything."""
+"""OpenMP's ``omp_pause_hard``: release all resources."""
 
 AUTOGRAD = "pt_autograd"
-"""What autograd's threads for devices are called."""
+"""Prefix of the names of autograd's device threads."""
 
 _CUDA = (
     "CUDA is in use in it, and cannot be used in a copy: use strategy='ddp_spawn', or leave CUDA alone before the call"
@@ -366,19 +369,19 @@ _CUDA = (
 
 
 class ForkLauncher(SpawnLauncher):
-    """Calls functions in copies of this process, one per rank of the node, and brings rank 0's result back.
+    """Launcher that calls functions in forks of this process, one per rank of the node.
 
     Args:
-        world: of the calling process, which stands in for local rank 0 and takes no part itself.
+        world: world of the calling process, which takes the place of local rank 0 and is not a rank itself.
     """
 
     name = "ddp_fork"
 
     def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """``function(*args, **kwargs)`` in each of the processes; errors as of :meth:`SpawnLauncher.launch`.
+        """Call ``function(*args, **kwargs)`` in each of the forks. See :meth:`SpawnLauncher.launch`.
 
         Raises:
-            MisconfigurationException: a copy of this process could not work; the sentence says why.
+            MisconfigurationException: a fork of this process could not work. The message gives the reason.
         """
         reason = why_not()
         if reason is not None:
@@ -386,13 +389,13 @@ class ForkLauncher(SpawnLauncher):
         return super().launch(function, *args, **kwargs)
 
     def start(self, processes: RankProcesses, call: Call, result: IO[bytes], mailbox: Mailbox) -> None:
-        """Copy this process for each rank of the node, and begin to watch them."""
-        for stream in (sys.stdout, sys.stderr):  # else what waits in them is written once more by each copy
+        """Fork this process for each rank of the node, and start to watch them."""
+        for stream in (sys.stdout, sys.stderr):  # otherwise each fork would write their buffers again
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         threads = torch.get_num_threads() if end_openmp_pools() else 1
         strategy = self.strategy
-        # a build for an accelerator that this machine does not have calls each copy bad, and is never asked for it
+        # torch builds for an absent accelerator report a bad fork in any case, which does not matter
         there = any(is_there(kind) for kind in accelerator_kinds())
         parent = {PARENT: str(os.getpid())} if threading.current_thread() is threading.main_thread() else {}
         for local_rank in range(call.world.local_size):
@@ -416,7 +419,7 @@ class ForkLauncher(SpawnLauncher):
 
 
 def why_not() -> str | None:
-    """Why copies of this process could not work; None if they can."""
+    """Return why forks of this process could not work, or None if they can."""
     return obstacle(
         can_fork=hasattr(os, "fork"),
         cuda=any(devices_of(kind, started=True) for kind in accelerator_kinds()),
@@ -426,10 +429,10 @@ def why_not() -> str | None:
 
 
 def obstacle(can_fork: bool, cuda: bool, group: bool, threads: list[str]) -> str | None:
-    """The first thing that makes copies of a process useless; None if there is none.
+    """Return the first obstacle to forking a process, or None.
 
     Args:
-        can_fork: whether the system has forks.
+        can_fork: whether the system supports forks.
         cuda: whether CUDA is initialized.
         group: whether there is a process group.
         threads: names of the process' threads.
@@ -465,12 +468,12 @@ def _thread_names() -> list[str]:
 
 
 def end_openmp_pools() -> bool:
-    """End the threads that libgomp keeps for this thread's parallel regions; the next region makes new ones.
+    """End libgomp's pool of threads for this thread. The next parallel region creates new ones.
 
-    Other OpenMPs (LLVM's, Intel's) see to forks themselves.
+    Other OpenMP libraries (LLVM's, Intel's) handle forks themselves.
 
     Returns:
-        whether a copy of this process may compute on several threads.
+        True if a fork of this process may compute on several threads.
     """
     paths = set()
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
@@ -482,10 +485,10 @@ def end_openmp_pools() -> bool:
 
 
 class ForkedProcess:
-    """A copy of this process, with what of :class:`subprocess.Popen` is needed to watch it.
+    """A fork of this process, with the part of :class:`subprocess.Popen` that is needed to watch it.
 
     Attributes:
-        pid: its id.
+        pid: process id.
     """
 
     def __init__(self, pid: int) -> None:
@@ -494,20 +497,20 @@ class ForkedProcess:
         self._lock = threading.Lock()
 
     def wait(self) -> int:
-        """Wait for its end; the exit code, or the negative number of the signal that killed it."""
+        """Wait for its end. Return the exit code, or the negative number of the signal that killed it."""
         with self._lock:
             if self._code is None:
                 try:
                     self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-                except ChildProcessError:  # somebody else in this process has waited for it
+                except ChildProcessError:  # other code in this process has waited for it
                     self._code = 0
             return self._code
 
 
 def _fork(body: Callable[[], object], name: str) -> ForkedProcess:
-    """Copy this process; the copy calls ``body`` and ends."""
-    # multiprocessing's own process, of which only the child's side is used: it knows what has to be made anew there,
-    # while its parent's side lets no two threads wait for a child
+    """Fork this process. The child calls ``body`` and ends."""
+    # Only the child's side of multiprocessing's process is used: it resets what a fork must reset. Its parent's side
+    # does not let two threads wait for a child.
     process = multiprocessing.get_context("fork").Process(target=body, name=name, daemon=False)
     wait_for_torch_threads()
     with warnings.catch_warnings():
@@ -519,15 +522,15 @@ def _fork(body: Callable[[], object], name: str) -> ForkedProcess:
 
 
 def _be_a_child(process: BaseProcess) -> NoReturn:
-    """Be a copy. It never comes back: the lines that called it are the parent's."""
+    """Run the child's side of a fork. It never returns: its callers' code belongs to the parent."""
     code = 1
     try:
-        gc.freeze()  # the parent's garbage is not ours to collect: it may wait for threads that are not here
-        signal.set_wakeup_fd(-1)  # an event loop's of the parent, say
+        gc.freeze()  # finalizers of the parent's garbage may wait for threads that do not exist here
+        signal.set_wakeup_fd(-1)  # for instance that of an event loop of the parent
         for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):  # the parent's, as in any fresh process
+            if callable(signal.getsignal(number)):  # set by the parent; a new process would not have it
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        atexit._clear()  # the parent does these itself
+        atexit._clear()  # the parent runs its own exit functions
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
         code = process._bootstrap()  # type: ignore[attr-defined]
     finally:

@@ -1,4 +1,4 @@
-"""Where this process stands, read from its environment, and the launcher that follows from it."""
+"""The placement of this process, read from its environment, and the launcher for it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 def here(devices: int | None, num_nodes: int, cluster: DescribesRanks | None = None) -> Placement:
-    """This process among the ranks.
+    """Return this process' placement among the ranks.
 
-    In the batch script of a SLURM job with several tasks it does not come back: the process becomes ``srun``.
+    Does not return in the batch script of a SLURM job with several tasks: the process becomes ``srun``.
 
     Args:
         devices: as for :func:`lockstep.cluster.detect.detect`.
         num_nodes: the same.
-        cluster: the user's, which alone is asked; None: whichever the environment tells of.
+        cluster: the user's cluster environment; None: the one that the environment variables indicate.
 
     Raises:
         MisconfigurationException: flags and cluster contradict each other, or a variable is missing.
@@ -40,26 +40,26 @@ def here(devices: int | None, num_nodes: int, cluster: DescribesRanks | None = N
 
 
 def dealt_out(cluster: DescribesRanks | None = None) -> bool:
-    """Whether somebody else than lockstep places the ranks, and gives each its devices; ``cluster`` as for `here`."""
+    """Return True if a cluster, not lockstep, places the ranks and assigns devices. ``cluster`` is as for `here`."""
     name = _known(cluster)
     return True if cluster is not None and name is None else is_placed(os.environ, name)
 
 
 def _known(cluster: object) -> str | None:
-    """The name of a cluster of which lockstep reads the variables itself."""
+    """Return the name of a cluster whose variables lockstep reads itself, or None."""
     name = getattr(cluster, "cluster", None)
     return NAMES.get(name) if isinstance(name, str) else None
 
 
 def is_interactive(placement: Placement) -> bool:
-    """Whether ranks have to be started, and there is no script that could be: a notebook, or Python's prompt."""
+    """Return True if ranks have to be started without a script, as in a notebook or at Python's prompt."""
     import __main__
 
     return not placement.launched and command_line(__main__, sys.argv, sys.orig_argv) is None
 
 
 def directly(function: Callable[..., T], *args: object) -> T:
-    """Call ``function`` in this process: there are no other ranks to start."""
+    """Call ``function`` in this process, without other ranks."""
     check_first_call()
     without_ranks()
     try:
@@ -70,16 +70,16 @@ def directly(function: Callable[..., T], *args: object) -> T:
 
 
 def launcher(kind: str | None, placement: Placement, asked: object = None) -> Callable[..., Any]:
-    """What calls a function on all ranks: ``launch(function, *args)``.
+    """Return the function that calls another one on all ranks: ``launch(function, *args)``.
 
     Args:
         kind: a strategy's ``launcher``: None, "script", "spawn" or "fork".
-        placement: from :func:`here`.
-        asked: what the user gave as the Trainer's ``strategy``, which errors repeat.
+        placement: result of :func:`here`.
+        asked: the user's ``strategy`` argument of the Trainer, for error messages.
     """
     if kind is None or placement.world.size == 1 or (kind != "script" and placement.launched):
         return directly
-    # ranks that are there already go through the script launcher too: it leaves a note of what ends them
+    # running ranks use the script launcher, too: it records what ends them
     if kind == "script":
         return ScriptLauncher(placement.world, placement.launched).launch
     name = "ddp_notebook" if asked == "auto" else asked if isinstance(asked, str) else None

@@ -1,1 +1,1 @@
-"""Supervision: where ranks stand, what they wait for, and the first cause when one fails or hangs."""
+"""Supervision: the state of all ranks, what they wait for, and the first cause when one fails or hangs."""

@@ -1,4 +1,4 @@
-"""The first cause of a failure: found among what all ranks left, and put into words. Pure."""
+"""The first cause of a failure, found from the records of all ranks, and its message. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lockstep.launch.processes import Ended
 from lockstep.supervise.screen_text import one_line, reason_of, shortened
 from lockstep.supervise.stack import Stack, calling, stack_of
 
-# -- the causes ----------------------------------------------------------------------------------------------
+# -- causes --------------------------------------------------------------------------------------------------
 
 
 TRACE = 100_000
-"""Characters of a traceback that are noted: what takes a note in has a limit."""
+"""Maximum length of a recorded traceback in characters. The mailbox limits the size of a message."""
 
 SLACK = 0.5
-"""Seconds by which the end of a process may be seen later than what follows from it in the others."""
+"""Seconds by which the end of a process may be observed later than its consequences on other ranks."""
 
 INTERRUPTED = "KeyboardInterrupt"
 EXIT = "sys.exit("
@@ -28,29 +28,29 @@ RULE = "All ranks must make the same calls."
 
 @dataclass(frozen=True)
 class Cause:
-    """An exception that came out of a rank's run."""
+    """An exception that ended a rank's run or one of its calls."""
 
     rank: int
     at: float  #: seconds on the clock that the processes of this machine share (``time.monotonic``)
-    reason: str  #: ``"ValueError: what it said"``
-    location: str  #: ``"train.py:14"``: the line of the user's code that raised it, or was on the way to it
+    reason: str  #: ``"ValueError: message"``
+    location: str  #: ``"train.py:14"``: the innermost line of the user's code in the traceback
     trace: str  #: the traceback as Python prints it
-    call: int = 0  #: the call in which it came, counted from 1; 0: in none
-    lost: bool = False  #: whether it follows from another failure: a collective raised it, or a `RankFailed` is it
+    call: int = 0  #: the call that raised it, counted from 1; 0: no call
+    lost: bool = False  #: whether it follows from another failure: a collective raised it, or it is a `RankFailed`
     doing: str = ""  #: what lockstep was doing for the rank
 
     @property
     def is_exit(self) -> bool:
-        """Whether it is a ``sys.exit()``, of which Python prints no traceback."""
+        """True for ``sys.exit()``. Python prints no traceback for it."""
         return self.reason.startswith(EXIT)
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether this is a Ctrl-C, not a failure."""
+        """True for Ctrl-C, which is not a failure."""
         return self.reason.startswith(INTERRUPTED)
 
     def is_like(self, other: Cause) -> bool:
-        """Whether another rank failed of the same, at the same line."""
+        """Return True if another rank failed at the same line with the same message."""
         return (self.reason, self.location, self.lost) == (other.reason, other.location, other.lost)
 
     def __str__(self) -> str:
@@ -59,24 +59,24 @@ class Cause:
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a rank stands: in which of its calls, or behind which."""
+    """The position of a rank in its sequence of calls: inside a call or after it."""
 
     rank: int
-    at: float  #: since when, on the clock of ``time.monotonic``
+    at: float  #: when it got there, on the clock of ``time.monotonic``
     call: int  #: which call, counted from 1
-    inside: bool  #: whether it is in the call, or has come out of it
+    inside: bool  #: whether the rank is inside the call; False: the call has returned or raised
     location: str  #: the line of the user's code that called
     process: int = 0  #: id of the rank's process
-    answers: str = ""  #: where it answers for its stack
-    ended: bool = False  #: whether its process has come to its end
-    collectives: str = ""  #: where its trace of collectives lies
-    hang_timeout: float | None = None  #: seconds of waiting after which it is told who waits for whom; None: never
-    hang_kill: float | None = None  #: seconds of waiting after which the run is ended; None: never
+    answers: str = ""  #: address at which the rank answers requests for its stack
+    ended: bool = False  #: whether its process has ended
+    collectives: str = ""  #: path of its trace of collectives
+    hang_timeout: float | None = None  #: seconds of waiting until the wait is reported; None: never
+    hang_kill: float | None = None  #: seconds of waiting until the run is ended; None: never
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Ranks that went different ways, so that each would have waited for another for ever."""
+    """Ranks that took different paths, so that each would wait for another forever."""
 
     text: str
     trace: str = ""  #: the Python stacks of the ranks, to be printed before the text
@@ -86,17 +86,17 @@ class Divergence:
 
 
 def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -> Cause:
-    """The note on an exception, taken where it is caught.
+    """Return the record of an exception. Call it where the exception is caught.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         error: the exception.
-        call: in which call it came.
+        call: the call that raised it, counted from 1; 0: no call.
         called: the line of the user's code that made the call.
     """
     stack = stack_of(error)
-    stack = Stack(stack.frames + calling().frames)  # a traceback begins where the exception was caught
-    # torch's errors of collectives are RuntimeErrors; a RankFailed is what an error of another rank's makes of this one
+    stack = Stack(stack.frames + calling().frames)  # a traceback starts at the frame that caught the exception
+    # torch raises RuntimeError for failed collectives; RankFailed is raised here for another rank's error
     lost = (stack.waits and isinstance(error, RuntimeError)) or isinstance(error, RankFailed)
     trace = shortened(error)[-TRACE:]
     return Cause(rank, time.monotonic(), reason_of(error), stack.location(called), trace, call, lost, stack.doing)
@@ -109,23 +109,23 @@ def first_cause(
     caught: Sequence[Cause] = (),
     proof: Divergence | None = None,
 ) -> Ended | Cause | Divergence | None:
-    """What ended the run; None if nothing failed.
+    """Return what ended the run, or None if nothing failed.
 
-    A process that ended without a note (killed, crashed, ``os._exit``) breaks the connections to it, so
-    exceptions of other ranks about that moment are its consequences. Else the earliest exception counts that
-    did not come out of a collective. Where all did, either a rank had left, or the ranks' calls did not match.
+    A process that ended without a record (killed, crashed, ``os._exit``) breaks its connections. Exceptions of
+    other ranks around that time are consequences of it. Otherwise, the earliest exception that no collective raised
+    is the cause. If collectives raised all of them, either a rank had left, or the ranks' calls did not match.
 
     Args:
-        ended: processes that failed by themselves, in order of time.
-        noted: notes of ranks whose failure was not caught, in order of time.
-        stands: where the ranks stand, by rank.
-        caught: notes of ranks that did not fail, for their scripts caught what came out of their newest calls.
-        proof: that the ranks' calls did not match, which aborts processes and breaks connections.
+        ended: processes that failed by themselves, ordered by time.
+        noted: records of ranks whose exceptions were not caught, ordered by time.
+        stands: positions of the ranks, by rank.
+        caught: records of exceptions that ended the newest call of a rank and that its script caught.
+        proof: evidence that the ranks' calls did not match. Such calls abort processes and break connections.
     """
     own = [cause for cause in noted if not cause.lost]
     silent = _silent_end(ended, noted, own)
     if silent is not None:
-        aborted = silent.code in (None, -signal.SIGABRT)  # None: nobody could ask
+        aborted = silent.code in (None, -signal.SIGABRT)  # None: the exit code could not be read
         return proof if proof is not None and aborted else silent
     if own:
         return own[0]
@@ -135,12 +135,12 @@ def first_cause(
         return caught[0]
     if proof is not None:
         return proof
-    # All exceptions came out of collectives: a rank had left, or calls did not match.
+    # Collectives raised all exceptions: a rank had left, or calls did not match.
     return _gone(noted, stands or {}) or mismatch({c.rank: f"{c.doing} ({c.location})" for c in noted}) or noted[0]
 
 
 def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> Ended | None:
-    """The first process that ended without a note, unless an exception of a rank's own came clearly before."""
+    """Return the first process that ended without a record, unless a rank's own exception is clearly earlier."""
     ranks = {cause.rank for cause in noted}
     silent = next((end for end in ended if end.rank not in ranks), None)
     is_later = silent is not None and bool(own) and own[0].at < silent.at - SLACK
@@ -148,7 +148,7 @@ def _silent_end(ended: list[Ended], noted: list[Cause], own: list[Cause]) -> End
 
 
 def _gone(lost: list[Cause], stands: Mapping[int, Stand]) -> Divergence | None:
-    """The rank that had left a call before others lost it there."""
+    """Return the rank that had left a call before others failed in that call."""
     for cause in lost:
         for stand in stands.values():
             if cause.call and has_left(stand, cause.call) and stand.at <= cause.at:
@@ -157,13 +157,13 @@ def _gone(lost: list[Cause], stands: Mapping[int, Stand]) -> Divergence | None:
 
 
 def was_caught(cause: Cause, stands: Mapping[int, Stand]) -> bool:
-    """Whether an exception of its rank's own ended the newest call of that rank, and the script did not mind."""
+    """Return True if the script caught the exception that ended its newest call. Lost connections do not count."""
     stand = stands.get(cause.rank)
     return stand is not None and not cause.lost and stand.call == cause.call and not stand.inside
 
 
 def went_on(cause: Cause, stands: Mapping[int, Stand]) -> bool:
-    """Whether an exception of its rank's own ended a call in which others still are, and its script went on."""
+    """Return True if the script caught an exception, made another call, and other ranks are still in the first one."""
     stand = stands.get(cause.rank)
     if stand is None or cause.lost or not 0 < cause.call < stand.call:
         return False
@@ -171,12 +171,12 @@ def went_on(cause: Cause, stands: Mapping[int, Stand]) -> bool:
 
 
 def has_left(stand: Stand, call: int) -> bool:
-    """Whether a rank that stands there has come out of the ``call``, or will never get to it."""
+    """Return True if the rank has left the ``call``, or will never reach it."""
     return stand.ended or stand.call > call or (stand.call == call and not stand.inside)
 
 
 def left(stand: Stand, waiting: Sequence[int], where: str) -> Divergence:
-    """A rank came out of a call, or to its end, and others wait for it."""
+    """Describe a rank that left a call, or ended, while others wait for it."""
     did = f"left the call at {stand.location}" if stand.call else "made no call"
     if stand.ended:
         did += " and came to its end"
@@ -184,10 +184,10 @@ def left(stand: Stand, waiting: Sequence[int], where: str) -> Divergence:
 
 
 def mismatch(doings: Mapping[int, str]) -> Divergence | None:
-    """Ranks wait for one another at different places; None if it is the same one.
+    """Describe ranks that wait for each other at different places. Return None if the place is the same.
 
     Args:
-        doings: what each does, and where, by rank.
+        doings: what each rank does and where, by rank.
     """
     groups = alike(sorted(doings.items()))
     if len(groups) < 2:
@@ -197,7 +197,7 @@ def mismatch(doings: Mapping[int, str]) -> Divergence | None:
 
 
 def alike(said: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
-    """What is said of ranks, each thing once, with the ranks of which it is said."""
+    """Group ranks by the same words. Return each text once, with its ranks."""
     groups: dict[str, list[int]] = {}
     for rank, words in said:
         groups.setdefault(words, []).append(rank)
@@ -205,12 +205,12 @@ def alike(said: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
 
 
 def odd_first(groups: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """What is said of the fewest ranks first."""
+    """Sort groups by size, the smallest first."""
     return sorted(groups, key=lambda group: len(group[1]))
 
 
 def named(ranks: Sequence[int]) -> str:
-    """``"rank 3"``, ``"ranks 0, 2"`` or ``"ranks 0-2, 7"``."""
+    """Return ``"rank 3"``, ``"ranks 0, 2"`` or ``"ranks 0-2, 7"``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -222,12 +222,12 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: bool) -> Divergence | None:
-    """Whether ranks that stand still wait for something that cannot come.
+    """Find waiting ranks whose wait can never end. Return None if there are none.
 
     Args:
-        stands: where the ranks of this node stand.
-        stacks: of those that do nothing, in one and the same place for a while.
-        everyone: whether the ranks of this node are all there are.
+        stands: positions of the ranks of this node.
+        stacks: stacks of the ranks that have been idle at the same place for a while.
+        everyone: whether this node runs all ranks.
     """
     waiting = {rank: stack for rank, stack in stacks.items() if rank in stands and stack.waits}
     for rank, stack in sorted(waiting.items()):
@@ -240,33 +240,33 @@ def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: 
     return None
 
 
-# -- the words -----------------------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------------------
 
 
 CODE_OF_INTERRUPT = 128 + signal.SIGINT
-"""The exit code of a run that Ctrl-C has ended."""
+"""Exit code of a run that Ctrl-C ended."""
 
 First = Cause | Ended | Divergence
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is to be said of a run, and its exit code."""
+    """The final message of a run, and its exit code."""
 
-    text: str  #: for the screen; its last line is the first cause
+    text: str  #: text for the terminal; the last line is the first cause
     code: int
 
 
 def early_cause(
     failed: Sequence[Ended], notes: Sequence[Cause], stands: Mapping[int, Stand], left: Collection[int] = ()
 ) -> Cause | Ended | None:
-    """The first cause, as soon as it is certain; None while a rank that has lost another is all that is known.
+    """Return the first cause as soon as it is certain. Return None while only lost connections are known.
 
     Args:
-        failed: processes that failed by themselves, in order of time.
-        notes: of ranks on their exceptions, in order of time.
-        stands: where the ranks stand, by rank.
-        left: ranks whose scripts an error has ended, and whose processes still run.
+        failed: processes that failed by themselves, ordered by time.
+        notes: records of the ranks' exceptions, ordered by time.
+        stands: positions of the ranks, by rank.
+        left: ranks whose scripts ended with an error and whose processes still run.
     """
     lost = {cause.rank for cause in notes if cause.lost}
     gone = {end.rank for end in failed} | set(left)
@@ -289,17 +289,17 @@ def final_cause(
     proof: Divergence | None = None,
     folded: Collection[int] = (),
 ) -> tuple[First | None, bool]:
-    """The first cause, now that all have ended.
+    """Return the first cause after all processes have ended.
 
     Args:
         failed, notes, stands: as for `early_cause`.
-        left: the errors that ended the scripts of ranks which still wait to be told that they may end, by rank.
-        shown: ranks whose tracebacks are on the screen, whether their processes failed or were ended.
-        folded: ranks that left it to others to print theirs.
-        proof: that ranks were in different collectives, where it is known.
+        left: errors that ended the scripts of ranks that still wait for permission to exit, by rank.
+        shown: ranks whose tracebacks are on the terminal, whether their processes failed or were ended.
+        folded: ranks that left their traceback to a rank with the same error.
+        proof: evidence that ranks were in different collectives, if there is any.
 
     Returns:
-        it, and whether its traceback is on the screen already.
+        the cause, and whether its traceback is already on the terminal.
     """
     printed = {end.rank for end in failed} | left.keys() | set(shown)
     noted = {cause.rank: cause for cause in notes if cause.rank in printed} | dict(left)
@@ -310,7 +310,13 @@ def final_cause(
 
 
 def is_told(cause: First | None, printed: Collection[int], notes: Iterable[Cause] = ()) -> bool:
-    """Whether the traceback of a cause is on the screen, where those of the ranks ``printed`` are, or one like it."""
+    """Return True if the traceback of the cause, or one like it, is on the terminal.
+
+    Args:
+        cause: the first cause.
+        printed: ranks whose tracebacks are on the terminal.
+        notes: records of all exceptions.
+    """
     if not isinstance(cause, Cause):
         return False
     like = {cause.rank} | {note.rank for note in notes if note.is_like(cause)}
@@ -318,16 +324,16 @@ def is_told(cause: First | None, printed: Collection[int], notes: Iterable[Cause
 
 
 OTHERS = 2
-"""Ways in which other ranks failed that are told."""
+"""Maximum number of further ways to fail that are described."""
 
 
 def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> list[str]:
-    """What ranks failed of beside the first cause, a line for each way of failing, and for all beyond `OTHERS`.
+    """Return a line for each further way in which ranks failed, and one for all beyond `OTHERS` ways.
 
     Args:
-        cause: the first.
-        notes: of all ranks.
-        host: the name of this machine, where it has to be told from others.
+        cause: the first cause.
+        notes: records of all ranks.
+        host: name of this machine; "" if there is only one.
     """
     first = getattr(cause, "rank", None)
     own = [each for each in notes if not (each.lost or each.is_interrupt) and each.rank != first]
@@ -348,15 +354,15 @@ def judgement(
     host: str = "",
     also: Sequence[str] = (),
 ) -> Judgement:
-    """What follows from a first cause.
+    """Return the final message and the exit code for a first cause.
 
     Args:
-        cause: it; None where Ctrl-C ended the run before anything failed.
-        told: whether its traceback is on the screen.
-        interrupted: whether Ctrl-C had been pressed.
-        codes: of the processes that failed.
-        host: the name of this machine, where it has to be told from others.
-        also: what is told before the last line.
+        cause: the first cause; None where Ctrl-C ended the run before anything failed.
+        told: whether its traceback is already on the terminal.
+        interrupted: whether Ctrl-C was pressed.
+        codes: exit codes of the processes that failed.
+        host: name of this machine; "" if there is only one.
+        also: lines to print before the last one.
     """
     by_hand = interrupted or (isinstance(cause, Cause) and cause.is_interrupt)
     trace = "" if told or by_hand else getattr(cause, "trace", "")
@@ -371,7 +377,7 @@ def judgement(
 
 
 def located(cause: First | None, host: str) -> str:
-    """A cause in words, with the host of its rank."""
+    """Return the message of a cause, with the host of its rank."""
     if not host or cause is None or isinstance(cause, Divergence):
         return str(cause)
     return str(cause).replace(f"rank {cause.rank}", f"rank {cause.rank} on {host}", 1)

@@ -1,4 +1,4 @@
-"""Snapshots of ranks between nodes, as JSON: a message tells the ranks that have changed since the one before."""
+"""Snapshots of ranks as JSON messages between nodes. A message contains the ranks that changed since the last one."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import Members, Note, shared
 
 CLOCKS = ("still", "stopped", "held")
-"""What of a snapshot goes on by itself, where it has begun."""
+"""Fields of a snapshot that grow with time once they are nonzero."""
 
 TOLERANCE = 0.5
-"""Seconds by which those may differ from what is expected of them before they are told again."""
+"""Seconds by which a clock may deviate from its expected value before it is sent again."""
 
 
 def later(snapshot: RankSnapshot, seconds: float) -> RankSnapshot:
-    """A rank that goes on doing what it does, so many seconds later."""
+    """Return the snapshot of a rank whose activity has not changed for so many more seconds."""
     clocks = {name: value + seconds for name in CLOCKS if (value := getattr(snapshot, name))}
     return replace(snapshot, at=snapshot.at + seconds, **clocks)
 
 
 class Changes:
-    """What the next message on some ranks has to tell whoever has taken in all before it (`taken_in`)."""
+    """Builder of the next message for a receiver that has applied all earlier ones with `taken_in`."""
 
     def __init__(self) -> None:
-        self._known: dict[int, RankSnapshot] = {}  # as they were last told
+        self._known: dict[int, RankSnapshot] = {}  # as they were last sent
         self._next: dict[int, RankSnapshot] = {}
 
     def of(self, snapshots: Sequence[RankSnapshot], at: float) -> dict[str, Any]:
-        """The message: the ranks that have changed, and those that are no more.
+        """Return the message: the ranks that changed, and the ranks that are gone.
 
         Args:
-            snapshots: as they are now.
-            at: the moment.
+            snapshots: current snapshots.
+            at: current time, on the clock of ``time.monotonic``.
         """
         told = [now for now in snapshots if self._is_news(now)]
         self._next = {now.rank: self._known.get(now.rank, now) for now in snapshots}
@@ -46,7 +46,7 @@ class Changes:
         return {"at": at, "ranks": [plain(now) for now in told], "gone": gone}
 
     def keep(self) -> None:
-        """The last message has been sent."""
+        """Record that the last message was sent."""
         self._known = self._next
 
     def _is_news(self, now: RankSnapshot) -> bool:
@@ -61,10 +61,10 @@ class Changes:
 
 
 def taken_in(before: Mapping[int, RankSnapshot], told: Mapping[str, Any]) -> dict[int, RankSnapshot]:
-    """The ranks of a node after a message of `Changes`, by rank.
+    """Return the snapshots of a node's ranks after a message of `Changes`, by rank.
 
     Args:
-        before: as they were known.
+        before: the snapshots before the message.
         told: the message.
     """
     gone = set(told["gone"])
@@ -73,14 +73,14 @@ def taken_in(before: Mapping[int, RankSnapshot], told: Mapping[str, Any]) -> dic
 
 
 def plain(snapshot: RankSnapshot) -> dict[str, Any]:
-    """A snapshot as JSON knows it."""
+    """Return a snapshot as JSON data."""
     notes, stacks = plain_notes(snapshot.notes), {"stack": snapshot.stack, "worker": snapshot.worker}
     told = {name: None if stack is None else asdict(stack) for name, stack in stacks.items()}
     return {**vars(snapshot), "stand": vars(snapshot.stand), "notes": notes, **told}
 
 
 def snapshot_of(plain: Mapping[str, Any]) -> RankSnapshot:
-    """The snapshot of which `plain` made this."""
+    """Return the snapshot from the JSON data of `plain`."""
     stand, notes = Stand(**plain["stand"]), notes_of(plain["notes"])
     stack, worker = _stack_of(plain["stack"]), _stack_of(plain["worker"])
     return RankSnapshot(**{**plain, "stand": stand, "notes": notes, "stack": stack, "worker": worker})
@@ -96,20 +96,20 @@ _OF_A_NOTE = tuple(field.name for field in fields(Note))
 
 
 def plain_notes(notes: Iterable[Note]) -> list[dict[str, Any]]:
-    """Notes as JSON knows them."""
+    """Return notes as JSON data."""
     return [
         {name: getattr(note, name) for name in _OF_A_NOTE} | {"members": ranges(shared(note.members))} for note in notes
     ]
 
 
 def notes_of(plain: Iterable[dict[str, Any]]) -> tuple[Note, ...]:
-    """The notes of which `plain_notes` made these."""
+    """Return the notes from the JSON data of `plain_notes`."""
     return tuple(Note(**{**note, "members": members(tuple(map(tuple, note["members"])))}) for note in plain)
 
 
 @functools.lru_cache(maxsize=4096)
 def ranges(ranks: tuple[int, ...]) -> list[list[int]]:
-    """Numbers as runs of equal steps, ``[[first, last, step], ...]``: a group of thousands of ranks is one or few."""
+    """Compress ranks into runs ``[[first, last, step], ...]``. A group of thousands of ranks takes one run or a few."""
     found: list[list[int]] = []
     for rank in ranks:
         run = found[-1] if found else None
@@ -124,5 +124,5 @@ def ranges(ranks: tuple[int, ...]) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=4096)
 def members(runs: tuple[tuple[int, int, int], ...]) -> Members:
-    """The numbers of which `ranges` made these."""
+    """Return the ranks from the runs of `ranges`."""
     return shared(tuple(rank for first, last, step in runs for rank in range(first, last + 1, step)))

@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from typing import Any
 
 LONGEST = 4 * 2**20
-"""Bytes of a message; whoever sends more is no process of lockstep's."""
+"""Maximum size of a message in bytes. A sender of more is not a process of lockstep."""
 
 PATIENCE = 1
-"""Seconds that a message may take to be handed to the system: a peer that is stopped reads nothing."""
+"""Seconds that sending may block. A stopped peer does not read."""
 
 Message = dict[str, Any]
 
 
 class Channel:
-    """One end of it. Any thread may send; one thread at a time may receive.
+    """One end of a connection. Any thread may send; one thread at a time may receive.
 
     Args:
-        connection: a connected stream socket; it belongs to the channel from now on.
+        connection: a connected stream socket. The channel owns it.
 
     Example:
         >>> here, there = map(Channel, socket.socketpair())
@@ -41,12 +41,11 @@ class Channel:
         self._wait_at_most(PATIENCE)
         self._lock = threading.Lock()
         self._rest = b""
-        self.error: OSError | None = None  #: why it is over, where the other end has not simply hung up
+        self.error: OSError | None = None  #: why the connection ended; None where the other end closed it
 
     @contextlib.contextmanager
     def patient(self, seconds: int) -> Iterator[None]:
-        """Inside, a message may take so long to be handed to the system: a peer that has just begun to start reads
-        nothing yet."""
+        """Let sending block for longer inside the context. A process that is still starting does not read yet."""
         self._wait_at_most(seconds)
         try:
             yield
@@ -57,10 +56,10 @@ class Channel:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
 
     def send(self, message: Message, descriptor: int | None = None) -> bool:
-        """Send a message, and with it an open file, between processes of one machine.
+        """Send a message and, optionally, an open file to a process on the same machine.
 
         Returns:
-            whether it went out; not where the other end is gone, or takes nothing in for a second (`patient`).
+            True if it was sent. False if the other end is gone, or does not read within a second (see `patient`).
         """
         text = line_of(message)
         with self._lock:
@@ -70,12 +69,12 @@ class Channel:
                 else:
                     self._socket.sendall(text)
             except (OSError, ValueError):
-                self.hang_up()  # half a message may be out
+                self.hang_up()  # half a message may have been sent
                 return False
         return True
 
     def receive(self) -> Message | None:
-        """The next message; waits for it. None when there will be no more."""
+        """Wait for the next message and return it. Return None once the connection has ended."""
         while b"\n" not in self._rest:
             more = self._take()
             if not more or len(self._rest) > LONGEST:
@@ -85,7 +84,7 @@ class Channel:
         return message_in(text)
 
     def receive_with_file(self) -> tuple[Message | None, int | None]:
-        """The first message of a channel, and the file that came with it."""
+        """Return the first message of a channel, and the file descriptor sent with it."""
         try:
             text, descriptors, _, _ = socket.recv_fds(self._socket, 2**16, 1)
         except OSError:
@@ -94,12 +93,12 @@ class Channel:
         return self.receive(), descriptors[0] if descriptors else None
 
     def hang_up(self) -> None:
-        """End the conversation: whoever waits in :meth:`receive`, here or there, gets None."""
+        """Shut the connection down. :meth:`receive` returns None at both ends."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up, and give the socket back."""
+        """Shut the connection down and close the socket."""
         self.hang_up()
         self._socket.close()
 
@@ -112,12 +111,12 @@ class Channel:
 
 
 def line_of(message: Message) -> bytes:
-    """A message as it is sent."""
+    """Return the encoded line of a message."""
     return json.dumps(message).encode() + b"\n"
 
 
 def message_in(line: bytes) -> Message | None:
-    """The message that a line is; None if it is none."""
+    """Return the message on a line, or None if the line is not a message."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -126,10 +125,10 @@ def message_in(line: bytes) -> Message | None:
 
 
 def door(name: str) -> socket.socket | None:
-    """Where the ranks of this machine find a supervisor: a name in the system's memory, no file.
+    """Open the socket where the ranks of this machine find a supervisor. Its name is abstract, not a file.
 
     Returns:
-        None on another system than Linux, and where somebody has the name.
+        the listening socket; None on systems other than Linux, and where the name is taken.
     """
     try:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -141,7 +140,7 @@ def door(name: str) -> socket.socket | None:
 
 
 def caller(connection: socket.socket) -> int:
-    """The process at the other end, if it is this user's; else 0."""
+    """Return the process id of the other end, or 0 if it belongs to another user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     process, user, _ = struct.unpack("3i", credentials)
     return int(process) if user == os.getuid() else 0

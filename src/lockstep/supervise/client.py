@@ -1,4 +1,4 @@
-"""This process as a rank under its node's supervisor: started here by local rank 0, found by the others."""
+"""The rank's side of its node's supervisor: local rank 0 starts the supervisor, the other ranks connect to it."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 OFF = "LOCKSTEP_SUPERVISE"
-"""The variable that, at 0, has ranks of a launcher do without a supervisor."""
+"""Variable that turns supervision off for ranks that a launcher started, if it is 0."""
 
 PATIENCE = 30.0
-"""Seconds after which a script that has ended says which ranks it waits for."""
+"""Seconds after which a script that has ended logs which ranks it waits for."""
 
 STARTING = 60
-"""Seconds that a supervisor gets to start: Python may lie on a disk that is far away."""
+"""Seconds that a supervisor has to start. Python may be installed on a slow network disk."""
 
 ONE_SCREEN = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_ID", "JSM_NAMESPACE_SIZE")
-"""Variables of launchers that bring together on one screen what the nodes print."""
+"""Variables of launchers that collect the output of all nodes on one terminal."""
 
 MEETING = 10.0
-"""Seconds in which a rank of a launcher looks for its node's supervisor; it does not wait for it."""
+"""Seconds for which a rank of a launcher searches for its node's supervisor, in a thread."""
 
 FAREWELL = 2.0
-"""Seconds that a rank of a launcher which has failed waits for the first cause to be on the screen."""
+"""Seconds that a failed rank of a launcher waits until the first cause is printed."""
 
 _BOOT = """
 import json, sys, types
@@ -60,20 +60,21 @@ package.__path__ = [order["folder"]]
 from lockstep.supervise.supervisor import main
 main(*order["descriptors"])
 """
-# Isolated, without the user's own start-up code, and with a package that does not import what lockstep's does.
+# Isolated mode, without the user's startup code. The package object is a bare one, so that lockstep's own imports are
+# not run.
 
 
 class Supervised:
-    """Local rank 0's side of its supervisor.
+    """Local rank 0's connection to the supervisor that it starts.
 
     Args:
-        world: of this process; with a port.
-        command: of the other ranks, where they are to be started.
-        environ: for them.
+        world: world of this process, with a port.
+        command: command that starts the other ranks; None if a launcher starts them.
+        environ: environment of the other ranks.
 
     Attributes:
-        address: of the mailbox.
-        listening: a context in which the supervisor hears of Ctrl-C, also while this process waits in a collective.
+        address: address of the mailbox.
+        listening: context in which the supervisor receives Ctrl-C, even while this process waits in a collective.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Supervised:
         self._supervisor = _start(there, self._mailbox, self._signal_pipe)
         there.close()
         environ = {} if environ is None else {**environ, MAILBOX: self.address}
-        with self._channel.patient(STARTING):  # an environment may be larger than what waits in a socket
+        with self._channel.patient(STARTING):  # an environment may exceed the socket's buffer
             self._channel.send(
                 {
                     "process": self._process,
@@ -118,22 +119,22 @@ class Supervised:
         threading.Thread(target=self._hear, name="lockstep-supervised", daemon=True).start()
 
     def open_hub(self) -> tuple[int, str] | None:
-        """On the first node: the port where its supervisor listens for those of the others, and the word they need."""
+        """On the first node, return the port of its supervisor and the token that other nodes need to connect."""
         self._channel.send({"say": "hub", "address": self._world.address})
         answer = self._answer("hub", MEETING)
         return None if answer is None else (answer["port"], answer["token"])
 
     def join_hub(self, address: str, port: int, token: str) -> None:
-        """On another node: tell the supervisor where the first node's listens."""
+        """On another node, pass the address of the first node's supervisor to this node's."""
         self._channel.send({"say": "join", "address": address, "port": port, "token": token})
 
     def _hear(self) -> None:
-        """In a thread: do what the supervisor says."""
+        """Carry out the supervisor's messages, in a thread."""
         while (message := self._channel.receive()) is not None:
             if message["do"] == "end":
                 self._end(message["text"], message["code"])
             with self._answered:
-                self._over = self._over or message["do"] == "go"  # its end is no failure from now on
+                self._over = self._over or message["do"] == "go"  # from now on, the supervisor's end is not a failure
                 self._answers[message["do"]] = message
                 self._answered.notify_all()
         if not self._over and self._starts and os.getpid() == self._process:
@@ -146,10 +147,10 @@ class Supervised:
             self._answered.notify_all()
 
     def _end(self, text: str, code: int) -> None:
-        """Have a text be the last on the screen, and end this process."""
-        for worker in multiprocessing.active_children():  # of a loader, say
+        """Print a text as the last on the terminal, and exit."""
+        for worker in multiprocessing.active_children():  # workers of a data loader, for instance
             worker.kill()
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or there is none
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the reader is gone, or stdout is missing
             sys.stdout.flush()
         flush_open_files()
         self._channel.send({"say": "acts"})
@@ -158,14 +159,14 @@ class Supervised:
         os._exit(code)
 
     def _answer(self, kind: str, seconds: float | None) -> Message | None:
-        """Wait for an answer; None if it has not come in time, or never will."""
+        """Wait for an answer. Return None if it does not arrive in time, or never will."""
         with self._answered:
             self._answered.wait_for(lambda: kind in self._answers or self._over, seconds)
             return self._answers.get(kind)
 
     def _finish(self) -> None:
-        """When this process ends: wait for the others; where something has failed, this does not come back."""
-        if os.getpid() != self._process:  # a process that was forked here
+        """Wait for the other ranks at exit. Does not return if the run has failed."""
+        if os.getpid() != self._process:  # a forked child
             return
         if not self._starts:
             if _take_leave(self._channel, self.address, self._world.rank):
@@ -190,12 +191,12 @@ def _start(channel: socket.socket, notes: Mailbox, signal_pipe: SignalPipe) -> s
     handed = [channel.fileno(), notes.descriptor, signal_pipe.fileno()]
     order = {
         "prefixes": [sys.prefix, sys.exec_prefix],
-        "paths": [path for path in sys.path if isinstance(path, str)],  # a Path, say, is ignored by Python, too
+        "paths": [path for path in sys.path if isinstance(path, str)],  # Python ignores other entries, too
         "folder": os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
         "descriptors": handed,
     }
     flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # they wait until it has its handlers
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # blocked until the supervisor has its handlers
     try:
         return subprocess.Popen(
             [sys.executable, *flags, "-c", _BOOT, json.dumps(order)], stdin=subprocess.DEVNULL, pass_fds=handed
@@ -204,11 +205,11 @@ def _start(channel: socket.socket, notes: Mailbox, signal_pipe: SignalPipe) -> s
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# -- ranks that somebody else has started ------------------------------------------------------------------
+# -- ranks started by a launcher ---------------------------------------------------------------------------
 
 
 def meeting_name(world: World, environ: Mapping[str, str] = os.environ) -> str:
-    """The name under which the ranks of a node find its supervisor: of this node, run and attempt, and no other."""
+    """Return the name under which ranks find their supervisor. It is unique to the node, the run and the attempt."""
     names = (
         "TORCHELASTIC_RUN_ID",
         "TORCHELASTIC_RESTART_COUNT",
@@ -221,13 +222,13 @@ def meeting_name(world: World, environ: Mapping[str, str] = os.environ) -> str:
 
 
 class FoundSupervisor:
-    """Another local rank's side of the supervisor that local rank 0 has started.
+    """Another local rank's connection to the supervisor that local rank 0 started.
 
     Args:
-        world: of this process.
+        world: world of this process.
 
     Attributes:
-        address: of the mailbox; "" as long as the supervisor is not found.
+        address: address of the mailbox; "" until the supervisor is found.
     """
 
     def __init__(self, world: World) -> None:
@@ -244,7 +245,7 @@ class FoundSupervisor:
         _leaving.append(self._finish)
 
     def _find(self) -> None:
-        """In a thread: look for it, and hear what it says."""
+        """Find the supervisor and receive its messages, in a thread."""
         name, until = "\0" + meeting_name(self._world), time.monotonic() + MEETING
         while time.monotonic() < until and self._channel is None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -254,7 +255,7 @@ class FoundSupervisor:
                 connection.close()
                 time.sleep(0.05)
                 continue
-            if not caller(connection):  # another user has taken the name, and would hand out a mailbox of its own
+            if not caller(connection):  # another user has taken the name and would send a mailbox of their own
                 connection.close()
                 return
             self._channel = Channel(connection)
@@ -280,17 +281,17 @@ class FoundSupervisor:
 
 
 def _last_word(rank: int) -> Message:
-    """That this process' script has come to its end, and what ended it, if something did."""
+    """Return the message that this process' script has ended, with its error if there is one."""
     error = getattr(sys, "last_value", None)
     cause = None if error is None else asdict(status.note_on(error, rank))
     return {"say": "left", "at": time.monotonic(), "cause": cause}
 
 
 def _take_leave(channel: Channel, address: str, rank: int) -> bool:
-    """At the end of a process that somebody else has started: note how it ends, for a supervisor that cannot ask.
+    """Record how a process that a launcher started ends, for a supervisor that cannot read its exit code.
 
     Returns:
-        whether it has failed, and waits for the supervisor to print the first cause.
+        True if it failed and has to wait until the supervisor has printed the first cause.
     """
     word = _last_word(rank)
     leave_note(address, {"left": rank, "code": 0 if word["cause"] is None else 1})
@@ -300,7 +301,7 @@ def _take_leave(channel: Channel, address: str, rank: int) -> bool:
 Side = Supervised | FoundSupervisor
 
 _leaving: list[Callable[[], None]] = []
-"""What the sides of this process do when it ends: one, or none."""
+"""Exit functions of this process' supervisor connection: one or none."""
 
 
 def _leave() -> None:
@@ -308,30 +309,32 @@ def _leave() -> None:
         leave()
 
 
-# At the import, and so behind what the script has put there: from its leave a rank 0 whose run has failed does not come
-# back.
+# Registered at import, after the exit functions of the script: for a rank 0 whose run has failed, this one does not
+# return.
 EXIT_SUPERVISOR.at_exit(_leave)
 
 
 def at_launcher(world: World, environ: Mapping[str, str] = os.environ) -> Side | None:
-    """The supervisor's side of a rank that somebody else has started; None where there is to be no supervisor."""
+    """Connect a rank that a launcher started to its supervisor. Return None without supervision."""
     if world.size == 1 or environ.get(OFF) == "0":
         return None
     try:
         if world.local_rank == 0:
             return Supervised(world)
         return FoundSupervisor(world) if sys.platform.startswith("linux") else None
-    except OSError:  # no more processes may be started: the run can do without
+    except OSError:  # process limit reached: the run works without a supervisor
         return None
 
 
 def meet_nodes(side: Side | None, world: World, store: Store) -> None:
-    """Have the supervisors of several nodes find each other, through the store where their ranks have met.
+    """Connect the supervisors of several nodes, through the store of the ranks' rendezvous.
+
+    Every local rank 0 must call it.
 
     Args:
-        side: this process' side of its supervisor; None: it has none.
-        world: of this process.
-        store: of the meeting, with ``set`` and ``get``. All local ranks 0 must come here.
+        side: this process' connection to its supervisor; None: it has none.
+        world: world of this process.
+        store: store of the rendezvous, with ``set`` and ``get``.
     """
     if world.num_nodes == 1 or world.local_rank:
         return

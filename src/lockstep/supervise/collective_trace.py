@@ -1,4 +1,4 @@
-"""A trace of torch's collectives, noted at a gate before each call, which also makes strided tensors contiguous."""
+"""A trace of torch's collectives. A wrapper records each call before it runs, and makes strided tensors contiguous."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lockstep.supervise.stack_request import answer_with
 from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own
 from lockstep.supervise.traced_groups import TracedGroup, kind_of_device, kinds_by_backend, sequence_of
 
-# -- what is noted -------------------------------------------------------------------------------------------
+# -- recording -----------------------------------------------------------------------------------------------
 
 
 NOTED = (
@@ -45,16 +45,16 @@ NOTED = (
     "all_gather_object",
     "broadcast_object_list",
 )
-"""Collectives that are noted before they are made. Of all others stacks tell who waits, and the backends count them."""
+"""Collectives that are recorded before they run. The others are counted by backends, and shown by stacks."""
 
 MESSAGES = ("send", "recv")
-"""Messages from rank to rank that are noted, and not numbered, since only some ranks of a group make them."""
+"""Point-to-point operations that are recorded. They have no number, since only some ranks of a group call them."""
 
 COUNTED = ("send", "recv", "recv_anysource")
-"""Methods of torch's groups by which every message goes: some backends count them among the collectives."""
+"""Methods of torch's groups that every message passes through. Some backends count messages among the collectives."""
 
 _SIMPLE = ("all_reduce", "broadcast", "reduce", "all_gather", "barrier", *RENAMED)
-"""Those that make one collective of the group, and call nothing that is noted."""
+"""Functions that make exactly one collective of the group, and call no other recorded function."""
 
 _ROOTS = ("src", "dst")
 _REDUCTIONS = dist.ReduceOp.RedOpType.__members__
@@ -65,57 +65,57 @@ _PENDING = 4096
 
 
 class CollectiveTrace:
-    """Makes functions of torch's write what they do into this process' trace.
+    """Recorder of this process' collectives, by wrappers around torch's functions.
 
     Attributes:
-        where: gives the hook in which this rank is, and the batch; None: nobody knows.
+        where: returns the hook that this rank is in, and the batch; None: unknown.
     """
 
     def __init__(self) -> None:
         self.memory: TraceMemory = own()
         self.where: Callable[[], tuple[str, int]] | None = None
-        self._busy: set[int] = set()  # threads inside a collective: what that calls in turn is not noted
+        self._busy: set[int] = set()  # threads inside a collective: nested calls are not recorded
         self._groups: dict[int, TracedGroup] = {}
         self._watched: list[Any] = []
         self._generations: dict[str, int] = {}
         self._payloads: dict[Any, int] = {}
         self._locations: dict[tuple[int, int], int] = {}
-        self._kept: dict[int, CodeType] = {}  # so that no other code gets the id of one that is gone
+        self._kept: dict[int, CodeType] = {}  # keeps code objects alive, so that their ids are not reused
         self._files: dict[str, int] = {}
         self._phases: dict[str, int] = {"": 0}
-        self._pending: dict[int, int] = {}  # works that nobody has waited for, and their notes
-        self._queues: dict[int, str] = {}  # those of them that are in a device's queue when they have been waited for
-        self._works: set[type] = {dist.Work}  # classes of what has been begun
+        self._pending: dict[int, int] = {}  # ids of works not yet waited for, and their notes
+        self._queues: dict[int, str] = {}  # notes of pending works that remain in a device's queue after the wait
+        self._works: set[type] = {dist.Work}  # classes of the works that were returned
         self._marks = DeviceMarks(self.memory)
         self._reductions = {id(value): f" {name}" for name, value in _REDUCTIONS.items()} | {id(None): ""}
         default = GroupMember.WORLD
         if default is not None:
             self._meet(default, whole=True)
 
-    # -- what is put in the place of torch's functions
+    # -- wrappers of torch's functions
 
     def collective(
         self, name: str, function: Callable[..., Any], strided: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """A collective that is noted.
+        """Return the recording wrapper of a collective.
 
         Args:
             name: one of `COLLECTIVES`.
-            function: torch's.
-            strided: what is called instead for a tensor that is not contiguous.
+            function: torch's function.
+            strided: function to call instead for a tensor that is not contiguous.
         """
         return self._noted(name, function, COLLECTIVES[name], name not in _SIMPLE, strided=strided)
 
     def message(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A message from rank to rank that is noted."""
+        """Return the recording wrapper of a point-to-point operation."""
         return self._noted(name, function, "tensor", nests=False, numbered=False)
 
     def composed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of ours that is made of messages, and noted as the collective that it is."""
+        """Return the recording wrapper of a function of ours that implements a collective by messages."""
         return self._noted(name, function, COLLECTIVES[name], nests=True)
 
     def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A group's way to send or receive: what its backend counts for that is no collective."""
+        """Wrap a group's method to send or receive. What its backend counts for it is not a collective."""
         groups = self._groups
 
         def counted(group: Any, tensors: list[Tensor], *args: object, **kwargs: object) -> Any:
@@ -132,7 +132,7 @@ class CollectiveTrace:
         return functools.update_wrapper(counted, method)
 
     def waited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """``Work.wait``, which notes that what was waited for is complete."""
+        """Wrap ``Work.wait``, to record that the collective is complete."""
         pending, complete, queues, mark = self._pending, self.memory.complete, self._queues, self._marks.put
 
         @waits()
@@ -170,13 +170,13 @@ class CollectiveTrace:
             known = groups.get(id(group))
             if known is None or known.parts:
                 known = find(group, name, args, kwargs)
-                if known is None:  # the call itself says why
+                if known is None:  # the call itself raises the error
                     return function(*args, **kwargs)
             index = begin(args, kwargs, group, known)
             call = function if strided is None or _is_whole(args, kwargs) else strided
             if nests:
                 busy.add(get_ident())
-            work: Any = call  # what is no answer, if there is none
+            work: Any = call  # marker: the call has not returned
             try:
                 work = call(*args, **kwargs)
             finally:
@@ -185,11 +185,11 @@ class CollectiveTrace:
 
         return functools.update_wrapper(noted, function)
 
-    # The functions that follow are called at each collective. What can be known of a function of torch's is found out
-    # before, when it is replaced.
+    # The functions below run at each collective. What depends on torch's function alone is computed once, when it is
+    # wrapped.
 
     def _begun(self, name: str, names: list[str], payload: str, numbered: bool) -> Callable[..., int]:
-        """What notes that a call begins, and gives the note's index."""
+        """Return the function that records the start of a call and returns the note's index."""
         word, enter = self.memory.word("operation", name), self.memory.enter
         payload_of = self._payload_of(names, payload) if payload else lambda args, kwargs: 0
         root_of = _root_of(names)
@@ -209,14 +209,14 @@ class CollectiveTrace:
             else:
                 number, flags = 0, MESSAGE
             thread = get_ident()
-            if thread != main and thread in threads:  # one of Python's; autograd's are none
+            if thread != main and thread in threads:  # a Python thread; autograd's threads are not in the table
                 flags |= ASIDE
             return enter(number, shape, location_of(sys._getframe(2)), word, known.word, phase, flags, batch, source)
 
         return begin
 
     def _payload_of(self, names: list[str], payload: str) -> Callable[..., int]:
-        """What gives the word for the tensor of a call, and its reduction; 0 where there is no tensor."""
+        """Return the function that looks up the word for a call's tensor and reduction; 0 without a tensor."""
         what = names.index(payload)
         op = names.index("op") if "op" in names else -1
         payloads, describe = self._payloads, self._describe
@@ -228,23 +228,23 @@ class CollectiveTrace:
             try:
                 found = payloads.get((tensor.shape, tensor.dtype, id(reduction)))
                 return describe(tensor, reduction) if found is None else found
-            except (AttributeError, TypeError, RuntimeError):  # no tensor: the call itself says so
+            except (AttributeError, TypeError, RuntimeError):  # not a tensor: the call itself raises the error
                 return 0
 
         return payload_of
 
     def _ended(self, nests: bool) -> Callable[..., None]:
-        """What notes that a call is over."""
+        """Return the function that records the end of a call."""
         busy, leave, pend, mark = self._busy, self.memory.leave, self._pend, self._marks.put
 
         def end(index: int, group: Any, known: TracedGroup, work: Any, returned: bool) -> None:
             if nests:
                 busy.discard(get_ident())
-                if known.counts:  # how many it makes is seen behind it
+                if known.counts:  # the number of collectives it made is known only afterwards
                     known.sequence = known.sequence_of(group)
-            complete = not returned or work is None or work.__class__ is int  # a received message's source
+            complete = not returned or work is None or work.__class__ is int  # an int: the source of a received message
             if not returned:
-                known.whole = False  # nobody knows whether it has been begun
+                known.whole = False  # whether the collective started is unknown
             leave(index, complete and not (known.queue and work is None and mark(index, known.queue)))
             if not complete:
                 pend(work, index, known.queue)
@@ -252,15 +252,15 @@ class CollectiveTrace:
         return end
 
     def stop(self) -> None:
-        """Note nothing of this thread any more, also where somebody has kept a function that notes."""
+        """Stop recording this thread, even through recording wrappers that are still referenced."""
         self._busy.add(get_ident())
 
     def _pend(self, work: Any, index: int, queue: str) -> None:
-        """What has been begun, and nobody has waited for."""
+        """Record a work that nobody has waited for yet."""
         kind: Any = work.__class__
         if kind not in self._works:
             self._works.add(kind)
-            if issubclass(kind, dist.Work) and "wait" in kind.__dict__:  # a backend that is written in Python
+            if issubclass(kind, dist.Work) and "wait" in kind.__dict__:  # a backend written in Python
                 _set(kind, "wait", self.waited(kind.wait))
         self._pending[id(work)] = index
         if queue:
@@ -272,11 +272,11 @@ class CollectiveTrace:
     # -- words
 
     def _describe(self, tensor: Tensor, reduction: object) -> int:
-        """The word for a tensor, and the reduction of it, if there is one."""
+        """Return the word for a tensor and its reduction, if it has one."""
         name = self._reductions.get(id(reduction))
         text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{' ?' if name is None else name}"
         found = self.memory.word("payload", text, tensor.numel())
-        if found and name is not None:  # other reductions may be gone soon, and their ids another's
+        if found and name is not None:  # other reductions may be freed, and their ids reused
             self._payloads[tensor.shape, tensor.dtype, id(reduction)] = found
         return found
 
@@ -289,7 +289,7 @@ class CollectiveTrace:
         return found, batch
 
     def _location(self, frame: FrameType | None) -> int:
-        """The innermost line of the user's; 0 where lockstep's loop has made the call."""
+        """Return the innermost line of the user's code, or 0 if lockstep's loop made the call."""
         files = self._files
         while frame is not None:
             code = frame.f_code
@@ -311,8 +311,10 @@ class CollectiveTrace:
     # -- groups
 
     def _find(self, group: Any, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> TracedGroup | None:
-        """A group that is new here or has several backends: of these, the one that carries the call. None where this
-        rank is no member, or there is no group."""
+        """Return the record of a group that is new, or the part of a group whose backend carries the call.
+
+        Return None where this rank is not a member, or the group does not exist.
+        """
         known = self._groups.get(id(group)) or self._meet(group, whole=False)
         if known is not None and known.parts:
             known = known.parts.get(kind_of_device(name, args, kwargs, group)) or known
@@ -321,7 +323,7 @@ class CollectiveTrace:
     def _meet(self, group: Any, whole: bool) -> TracedGroup | None:
         try:
             members = dist.get_process_group_ranks(group)
-        except (KeyError, RuntimeError, TypeError, ValueError):  # one that torch does not know
+        except (KeyError, RuntimeError, TypeError, ValueError):  # unknown to torch
             return None
         name = group.group_name
         generation = self._generations[name] = self._generations.get(name, -1) + 1
@@ -350,7 +352,10 @@ class CollectiveTrace:
 
 
 def _root_of(names: list[str]) -> Callable[..., int] | None:
-    """What gives the source or destination of a call, -1 where that is no number; None for functions without one."""
+    """Return the function that reads the source or destination of a call: -1 if it is not an int.
+
+    Return None for functions without such an argument.
+    """
     name = next((each for each in _ROOTS if each in names), "")
     if not name:
         return None
@@ -364,7 +369,7 @@ def _root_of(names: list[str]) -> Callable[..., int] | None:
 
 
 def _is_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether gloo reduces the tensor of a call rightly."""
+    """Return True if gloo reduces the tensor of a call correctly."""
     tensor = args[0] if args else kwargs.get("tensor")
     return not isinstance(tensor, Tensor) or tensor.is_contiguous()
 
@@ -375,39 +380,39 @@ def _kind(file: str) -> int:
     return _USERS
 
 
-# -- the gate before collectives -----------------------------------------------------------------------------
+# -- wrappers in place of collectives ------------------------------------------------------------------------
 
 
 IN_PLACE = ("all_reduce", "reduce")
-"""Collectives that gloo performs wrongly on strided views."""
+"""Collectives that gloo computes incorrectly for strided views."""
 
 # -- strided tensors
 
 
 class _Done:
-    """The work of a collective that has been waited for."""
+    """The work of a completed collective."""
 
     def __init__(self, result: list[Tensor]) -> None:
         self._result = result
 
     def wait(self, timeout: object = None) -> bool:
-        """Nothing is left to wait for."""
+        """Return True at once."""
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """A failure was raised when it happened."""
+        """Return True. A failure was raised when it happened."""
         return True
 
     def result(self) -> list[Tensor]:
-        """The tensors."""
+        """Return the tensors."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future that has its value."""
+        """Return a completed future with the tensors."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self._result)
         return future
@@ -429,20 +434,23 @@ def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
     return whole
 
 
-# -- putting it up
+# -- installation
 
 _HOMES = (dist, dist.distributed_c10d)
 _replaced: list[tuple[Any, str, Any]] = []
-"""What stood where the gate stands: object, name, value."""
+"""Replaced attributes: object, name, original value."""
 _trace: CollectiveTrace | None = None
 
 
 def install_trace() -> None:
-    """Have torch's collectives noted from here on, in this process, and strided tensors reduced rightly; once."""
+    """Record torch's collectives in this process from now on, and reduce strided tensors correctly.
+
+    Repeated calls do nothing.
+    """
     global _trace
     if not _replaced:
         TORCH_COLLECTIVES.install(lambda: take_down)
-        # a process that is forked here must not write into this one's trace; its own gate, if any, has another
+        # a forked child must not write into this process' trace; its own wrappers, if any, use another
         FORK_TRACE.at_fork(after_in_child=_forget)
         _trace = trace = CollectiveTrace()
         for name in NOTED:
@@ -465,7 +473,7 @@ def _forget() -> None:
 
 
 def take_down() -> None:
-    """Put torch's own functions back: for what is to be measured or tested without the gate."""
+    """Restore torch's own functions, for measurements and tests without the trace."""
     while _replaced:
         home, name, value = _replaced.pop()
         setattr(home, name, value)
@@ -473,7 +481,7 @@ def take_down() -> None:
 
 
 def set_location(where: Callable[[], tuple[str, int]] | None) -> None:
-    """Say who knows in which hook this rank is, and at which batch; None: nobody any more."""
+    """Set the function that returns this rank's hook and batch. None removes it."""
     if _trace is not None:
         install_trace()
         _trace.where = where
@@ -481,16 +489,16 @@ def set_location(where: Callable[[], tuple[str, int]] | None) -> None:
 
 
 WAITS = (*COLLECTIVES, *RENAMED.values(), "wait")
-"""All that may wait for other ranks: torch's collectives, and waits for those that were begun."""
+"""All functions that may wait for other ranks: torch's collectives, and the wait for their works."""
 
 
 @contextmanager
 def wrapped(wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]], names: Iterable[str]) -> Iterator[None]:
-    """Inside, functions of torch's are called through what ``wrap`` makes of their names and of what stands there.
+    """Replace functions of torch by ``wrap(name, function)`` inside the context.
 
     Args:
-        wrap: gives the function that is called.
-        names: of functions, out of `WAITS`.
+        wrap: returns the function to call instead.
+        names: names of functions in `WAITS`.
     """
     homes = [(home, name) for name in names for home in (*_HOMES, dist.Work) if hasattr(home, name)]
     made: list[tuple[Any, str, Any, Any]] = []
@@ -514,6 +522,6 @@ def _replace(name: str, function: Callable[..., Any]) -> None:
 
 
 def _set(home: object, name: str, value: object) -> None:
-    # as it stands in the class: what `getattr` gives of a method of C++ is not bound any more once it is put back
+    # the static attribute: a C++ method that `getattr` returned would not be bound after it is restored
     _replaced.append((home, name, inspect.getattr_static(home, name)))
     setattr(home, name, value)

@@ -1,6 +1,6 @@
-"""Collectives of a rank that was aborted, beside those of ranks on other nodes: gloo ends a process where sizes differ.
+"""Comparison of an aborted rank's collectives with those of other nodes. Gloo aborts a process if sizes differ.
 
-Node 0 sends the newest notes of that rank to all nodes. Each answers with what its ranks did as the same collectives.
+Node 0 sends the rank's newest notes to all nodes. Each node answers with what its ranks did as the same collectives.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lockstep.supervise.hang import Position, mismatched, position
 from lockstep.supervise.traces import Made
 
 ANSWERS = 0.4
-"""Seconds that the nodes get to answer."""
+"""Seconds that the nodes have to answer."""
 
 
 class NotesOfAll:
-    """Answers what this node's ranks did; on node 0, asks all.
+    """Exchange of what ranks did in given collectives. Node 0 asks, and every node answers for its ranks.
 
     Args:
-        hub: the way to the other nodes.
-        own: gives what this node's ranks did as these collectives.
+        hub: connection to the other nodes.
+        own: returns what this node's ranks did as the given collectives.
     """
 
     def __init__(self, hub: OtherNodes, own: Callable[[Collection[Position]], list[Made]]) -> None:
@@ -36,7 +36,7 @@ class NotesOfAll:
         hub.listen("compared", self._take)
 
     def ask(self, notes: list[dict[str, Any]]) -> Divergence | None:
-        """On node 0: whether ranks did different things as the collectives of these notes; it may take `ANSWERS`."""
+        """On node 0, return the mismatch of all ranks in the noted collectives, if any. May wait `ANSWERS` seconds."""
         with self._heard:
             self._made, self._answered = self._own(_positions(notes)), set()
         self._hub.send("compare", {"notes": notes})

@@ -1,6 +1,6 @@
-"""Marks behind collectives in a device's queue: a thread looks once a second which of them the device is done with.
+"""Events after collectives in a device's queue. A thread checks once a second which of them the device has completed.
 
-A collective of a device's backend returns when it is queued; the rank waits later, where it asks for a value.
+A collective of a device's backend returns once it is queued. The rank waits later, when it reads a value.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from lockstep.ground.installed import DEVICE_MARKS
 from lockstep.supervise.trace_memory import TraceMemory
 
 PERIOD = 1.0
-"""Seconds from one look to the next."""
+"""Seconds between checks."""
 
 MOST = 1024
-"""Marks that are kept; a collective beyond counts as complete when its call returns."""
+"""Maximum number of pending events. Further collectives count as complete when their call returns."""
 
 
 class DeviceMarks:
-    """The collectives of this process that a device may not be done with.
+    """Collectives of this process that a device may not have completed.
 
     Args:
-        memory: the trace in which their ends are noted.
+        memory: the trace that records their ends.
     """
 
     def __init__(self, memory: TraceMemory) -> None:
@@ -38,11 +38,11 @@ class DeviceMarks:
         self._wakes = threading.Event()
 
     def put(self, index: int, device: str) -> bool:
-        """Put a mark into the current queue of a device; False where that cannot be.
+        """Record an event in the current queue of a device. Return False where that is impossible.
 
         Args:
-            index: of the collective's note.
-            device: the type, as "cuda".
+            index: index of the collective's note.
+            device: device type, such as "cuda".
         """
         new = self._new.get(device)
         if new is None:
@@ -73,12 +73,12 @@ class DeviceMarks:
         return self._wakes.set
 
     def look(self) -> None:
-        """Note the ends of those that the device is done with."""
+        """Record the ends of the collectives that the device has completed."""
         for _ in range(len(self._open)):
             index, mark = self._open.popleft()
             try:
                 done = mark[1].query()
-            except RuntimeError:  # the device has failed: its process is about to say so
+            except RuntimeError:  # the device has failed: its process is about to raise
                 continue
             if done:
                 self._memory.complete(index)
@@ -93,7 +93,7 @@ class DeviceMarks:
 
 
 def _maker(device: str) -> Callable[[], Any] | None:
-    """What makes a mark; None where a device has none."""
+    """Return the class of a device's events, or None if it has none."""
     try:
         event = torch.get_device_module(device).Event
         event().record()
@@ -104,7 +104,7 @@ def _maker(device: str) -> Callable[[], Any] | None:
 
 
 def _is_captured(device: str) -> bool:
-    """Whether what is queued now is not run but becomes a part of a graph."""
+    """Return True if operations are currently captured into a graph instead of run."""
     module = torch.get_device_module(device)
     ask = getattr(module, "is_current_stream_capturing", None)
     return ask is not None and bool(ask())

@@ -1,7 +1,7 @@
-"""What ranks of other nodes do: each node tells node 0, which judges all of them and asks for what it lacks.
+"""Ranks of other nodes. Each node reports to node 0, which compares all ranks and requests what it lacks.
 
-While nobody waits, nothing is told. Once a rank has waited for `soon` seconds, node 0 has all nodes tell what has
-changed of their ranks, and every 2 s that nothing has. Stacks are told where node 0 asks for them.
+Nothing is sent while nobody waits. Once a rank has waited for `soon` seconds, node 0 requests reports from all nodes.
+They report their ranks' changes, and every 2 s that nothing has changed. They send stacks where node 0 requests them.
 """
 
 from __future__ import annotations
@@ -19,59 +19,66 @@ from lockstep.supervise.snapshot import RankSnapshot
 from lockstep.supervise.stack_proof import StackQuestion
 
 PATIENCE = 5.0
-"""Seconds for which what was heard from another node counts."""
+"""Seconds for which a report from another node is valid."""
 STEADY = 1.9
-"""Seconds from one message between nodes to the next, where nothing changes: less than two looks."""
+"""Seconds between messages of a node without changes. Less than two checks."""
 SUSPECT, CROWD = 2.0, 256
-"""Seconds of waiting after which a node tells of its ranks, and ranks for which it lets one second more pass."""
+"""Seconds of waiting after which a node reports its ranks, and the number of ranks that adds one second to it."""
 
 
 class OtherNodes(Protocol):
-    """The way to the supervisors of other nodes; of those, node 0 compares what the ranks of all do."""
+    """Connection to the supervisors of other nodes. Node 0 compares the ranks of all nodes."""
 
     node: int
 
     @property
     def nodes(self) -> list[int]:
-        """Those to which there is a way."""
+        """The nodes that are connected."""
         ...
 
     def send(self, topic: str, body: object, to: int | None = None, newest: bool = False) -> bool:
-        """To one of them, or all; ``newest``: unless the one before on this topic waits. Whether it goes out."""
+        """Send a message to one node, or to all. Return True if it was accepted.
+
+        Args:
+            topic: topic of the message.
+            body: content, as JSON data.
+            to: the node; None: all.
+            newest: drop the message if the previous one on this topic still waits.
+        """
         ...
 
     def listen(self, topic: str, callback: Callable[[int, Any], None]) -> None:
-        """``callback(node, body)`` for what comes from others."""
+        """Call ``callback(node, body)`` for each message of other nodes on a topic."""
         ...
 
 
 Ask = Callable[[bool], Iterable[RankSnapshot]]
-"""Gives this node's ranks with their stacks: those that are stopped, or all others."""
+"""Returns this node's ranks with their stacks: the stopped ranks if True, all others if False."""
 
 
 def soon(limit: float, size: int) -> float:
-    """Seconds of waiting after which nodes tell of their ranks: node 0 of very many has enough to do with long waits.
+    """Return the seconds of waiting after which nodes report. It grows with the ranks, to limit node 0's load.
 
     Args:
-        limit: seconds after which a wait is told to the user.
-        size: ranks of all nodes.
+        limit: seconds of waiting after which the user gets a report.
+        size: number of ranks of all nodes.
     """
     return min(limit / 2, SUSPECT + size / CROWD)
 
 
 class OtherRanks:
-    """Tells node 0 of this node's ranks, and knows on node 0 those of all nodes.
+    """Reporter of this node's ranks to node 0. On node 0, the collection of all nodes' ranks.
 
     Args:
-        hub: the way to the other nodes.
-        question: on node 0, takes what they answer.
-        size: ranks of all nodes; 0: nobody knows.
-        wake: has this node look at once.
+        hub: connection to the other nodes.
+        question: on node 0, collects the answers of the nodes.
+        size: number of ranks of all nodes; 0: unknown.
+        wake: makes this node check at once.
 
     Attributes:
-        caught: on node 0, what ended a call on other nodes, and was no failure there, as they have answered.
-        ended: ranks of nodes that have said farewell, as they stood.
-        caught_at_end: what had ended a call on such a node.
+        caught: on node 0, the caught exceptions that ended calls on other nodes, by node.
+        ended: positions of the ranks of nodes that have ended.
+        caught_at_end: the caught exception that ended a call on such a node; "" if there is none.
     """
 
     def __init__(
@@ -84,29 +91,29 @@ class OtherRanks:
         self.ended: dict[int, Stand] = {}
         self.caught_at_end = ""
         self._changes = Changes()
-        self._was_urgent, self._sent_at = False, -PATIENCE  # in what node 0 was last sent
+        self._was_urgent, self._sent_at = False, -PATIENCE  # state of the last message to node 0
         self._wanted_at = self._urged_at = -PATIENCE
-        self._asked, self._answered = (0, False), 0  # the newest question, whether it wakes; what is answered here
+        self._asked, self._answered = (0, False), 0  # the newest question, and the newest answer sent
         hub.listen("snapshots", self._hear)
         hub.listen("wanted", self._be_asked)
         hub.listen("farewell", self._hear_end)
 
     @property
     def nodes(self) -> set[int]:
-        """Those that have to answer a question which this node puts, itself included."""
+        """Nodes that have to answer a question of this node, including itself."""
         return {0, *self._hub.nodes} if self._hub.node == 0 else {self._hub.node}
 
     def exchange(
         self, own: Sequence[RankSnapshot], limit: float, now: float, ask: Ask, caught: str
     ) -> list[RankSnapshot]:
-        """Tell node 0 of this node's ranks; there, those of all nodes, those included that are in no call.
+        """Report this node's ranks to node 0. On node 0, return the ranks of all nodes, even those that are in no call.
 
         Args:
-            own: the ranks of this node.
-            limit: seconds after which a wait is told to the user.
-            now: the moment.
-            ask: what node 0's question is answered with.
-            caught: what ended a call on this node, and a script has caught.
+            own: snapshots of this node's ranks.
+            limit: seconds of waiting after which the user gets a report.
+            now: current time, on the clock of ``time.monotonic``.
+            ask: returns the answer to node 0's question.
+            caught: a caught exception that ended a call on this node; "" if there is none.
         """
         urgent = any(self._is_urgent(each, limit) for each in own)
         if self._hub.node:
@@ -121,18 +128,18 @@ class OtherRanks:
         return [*own, *told, *(RankSnapshot(stand.rank, now, stand) for stand in [*self.ended.values()])]
 
     def _is_urgent(self, snapshot: RankSnapshot, limit: float) -> bool:
-        """Whether a rank may be waiting for what cannot come."""
+        """Return True if a rank may be waiting for something that can never happen."""
         long = max(snapshot.waited, snapshot.still) >= soon(limit, self._size) or snapshot.stopped >= HALTED
         return snapshot.stand.inside and long
 
     # -- node 0
 
     def put(self, now: float, is_new: bool = False) -> None:
-        """Have all nodes tell of their ranks, and answer the newest question for stacks.
+        """Request reports from all nodes, and answers to the newest question for stacks.
 
         Args:
-            now: the moment.
-            is_new: whether the question is new; else the message may be left out where the one before still waits.
+            now: current time.
+            is_new: whether the question is new. If not, the message is dropped while the previous one still waits.
         """
         if self._hub.node == 0:
             self._wanted_at = now
@@ -143,7 +150,7 @@ class OtherRanks:
         return [(at, ranks) for at, ranks in self._elsewhere.values() if now - at < PATIENCE]
 
     def _hear(self, node: int, body: Mapping[str, Any]) -> None:
-        """What a node's ranks do."""
+        """Receive the snapshots of a node's ranks."""
         now = time.monotonic()
         with self._lock:
             before = self._elsewhere.get(node, (0.0, {}))[1]
@@ -158,16 +165,16 @@ class OtherRanks:
             if self._question.is_answered(self.nodes):
                 self._wake()
 
-    # -- another node
+    # -- other nodes
 
     @property
     def is_watched(self) -> bool:
-        """Whether node 0 looks at this node's ranks, too."""
+        """True if node 0 also watches this node's ranks."""
         return self._hub.node > 0 and time.monotonic() - self._wanted_at < PATIENCE and 0 in self._hub.nodes
 
     @property
     def is_asked(self) -> bool:
-        """Whether node 0 waits for an answer of this node."""
+        """True if node 0 waits for an answer from this node."""
         return self._hub.node > 0 and self._asked[0] > self._answered
 
     def _tell(self, own: Sequence[RankSnapshot], urgent: bool, now: float, answer: Mapping[str, Any]) -> None:
@@ -180,27 +187,27 @@ class OtherRanks:
             self._was_urgent, self._sent_at = urgent, now
 
     def _be_asked(self, node: int, body: Mapping[str, Any]) -> None:
-        """Node 0 wants to know; the next look tells it."""
+        """Receive a request of node 0. The next check answers it."""
         self._wanted_at = time.monotonic()
         if body["question"] > self._asked[0]:
             self._asked = int(body["question"]), bool(body["wakes"])
             self._wake()
 
     def _answer(self, ask: Ask, caught: str) -> dict[str, Any]:
-        """The answer to node 0's question."""
+        """Return the answer to node 0's question."""
         self._answered, wakes = self._asked
         return {"question": self._answered, "asked": [plain(each) for each in ask(wakes)], "caught": caught}
 
-    # -- the end
+    # -- end
 
     def last(self, stands: Iterable[Stand], caught: str = "") -> dict[str, Any]:
-        """What is to be said of this node's ranks in its farewell."""
+        """Return the content of this node's farewell message."""
         return {"at": time.monotonic(), "stands": [asdict(stand) for stand in stands], "caught": caught}
 
     def _hear_end(self, node: int, body: Mapping[str, Any] | None) -> None:
         if not body:
             return
-        off = time.monotonic() - body["at"]  # of clocks
+        off = time.monotonic() - body["at"]  # difference between the clocks
         for each in body["stands"]:
             stand = Stand(**each)
             self.ended[stand.rank] = replace(stand, at=stand.at + off)

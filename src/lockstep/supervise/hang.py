@@ -1,8 +1,8 @@
-"""Who diverges: what the ranks' traces, stacks and processes say together, once somebody waits. Pure functions.
+"""Detection of hangs from the ranks' traces, stacks and process states. Pure functions.
 
-Proofs end a run at once: two ranks did different things as the same collective of one group (`diverged`); a rank has
-been stopped, and others wait for it (`stopped`). All else may come right: a rank that is busy outside a collective
-keeps others waiting with good reason. It is told once (`overdue`).
+Proofs end a run at once: two ranks did different things as the same collective of one group (`diverged`), or a rank was
+stopped while others wait for it (`stopped`). Anything else may resolve itself: a rank that is busy outside a collective
+has a good reason to keep others waiting. Such a wait is reported once (`overdue`).
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from lockstep.supervise.snapshot import RUNS, SLEEPS, STOPPED, RankSnapshot, tol
 from lockstep.supervise.trace_memory import Note
 
 HALTED = 1.0
-"""Seconds after which a rank that was stopped is given up, where others wait for it."""
+"""Seconds after which a stopped rank is given up if others wait for it."""
 
 
 # -- proofs
 
 
 Position = tuple[str, tuple[int, ...], int]
-"""A collective of a group: the group's name, its members, the number."""
+"""A collective of a group: group name, members, number."""
 
 
 def position(note: Note) -> Position:
-    """As which collective of which group a note was made."""
+    """Return the position of a note."""
     return note.group, note.members, note.number
 
 
 Call = tuple[int, str, Note]
-"""What a rank did: its number, the line of the user's code, and the note."""
+"""What a rank did: rank, line of the user's code, note."""
 
 
 def differing(made: Iterable[Call], sizes: bool = False) -> list[Call]:
-    """What was done as the first collective of a group as which ranks did different things; nothing if there is none.
+    """Return the calls at the first position where ranks did different things, or an empty list.
 
     Args:
-        made: what ranks did.
-        sizes: whether other sizes count, too, which gloo refuses, where some have not come out of the collective.
+        made: what the ranks did.
+        sizes: whether different sizes count, too, if a rank is still inside. Gloo rejects different sizes.
     """
     found: dict[Position, list[Call]] = {}
     for rank, where, note in made:
@@ -54,30 +54,29 @@ def differing(made: Iterable[Call], sizes: bool = False) -> list[Call]:
 
 
 def mismatched(made: Iterable[Call]) -> Divergence | None:
-    """Ranks that did different things as one collective, or brought other sizes to one that some have not come out
-    of."""
+    """Return the mismatch of ranks in one collective, if any. Different sizes count if a rank is still inside."""
     calls = differing(made, sizes=True)
     return parted(calls) if calls else None
 
 
 def diverged(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Ranks that did different things as the same collective of one group."""
+    """Return the mismatch of ranks in the same collective of one group, with their stacks, if any."""
     calls = differing((each.rank, location_of(each, note), note) for each in snapshots for note in each.notes)
     return parted(calls, traced(snapshots)) if calls else None
 
 
 def location_of(snapshot: RankSnapshot, note: Note) -> str:
-    """Where a collective was called; autograd's own threads have no line of the user's, but who waits for them has."""
+    """Return the line that called a collective. For autograd's threads, use the rank's stack or its own call."""
     if note.location or not note.inside or snapshot.stack is None:
         return note.location or snapshot.stand.location
     return snapshot.stack.location(snapshot.stand.location)
 
 
 def parted(calls: Iterable[Call], trace: str = "") -> Divergence:
-    """What different ranks did as one collective.
+    """Return the mismatch message for calls of one collective.
 
     Args:
-        calls: what they did.
+        calls: what the ranks did.
         trace: stacks of the ranks.
     """
     said = []
@@ -91,7 +90,7 @@ def parted(calls: Iterable[Call], trace: str = "") -> Divergence:
 
 
 def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """A rank that somebody has stopped, for which others wait. A debugger's, that stops and goes on, is let be."""
+    """Return the failure of a stopped rank that others wait for, if any. Ranks under a debugger are ignored."""
     halted = [snapshot for snapshot in snapshots if snapshot.state == STOPPED and snapshot.stopped >= HALTED]
     waiting = [snapshot for snapshot in snapshots if snapshot.state in (RUNS, SLEEPS) and snapshot.waited >= HALTED / 2]
     if not halted or not waiting:
@@ -99,11 +98,11 @@ def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
     return Divergence(f"{told(halted)} (SIGSTOP), and {told(waiting)}", traced(snapshots))
 
 
-# -- no proofs
+# -- long waits
 
 
 def _newest(snapshot: RankSnapshot) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Of each group that a rank's notes tell of, the number of its newest collective."""
+    """Return the number of the newest collective of each group in a rank's notes."""
     found: dict[tuple[str, tuple[int, ...]], int] = {}
     for note in snapshot.notes:
         if note.number:
@@ -112,7 +111,10 @@ def _newest(snapshot: RankSnapshot) -> dict[tuple[str, tuple[int, ...]], int]:
 
 
 def behind_of(snapshots: Sequence[RankSnapshot], waiting: Iterable[RankSnapshot]) -> set[int]:
-    """The ranks that have not come to what some have in a device's queue; in another one they may wait as well."""
+    """Return the ranks that have not reached a collective that others have queued on a device.
+
+    A rank may be waiting in another collective instead.
+    """
     awaited = {position(note): note for snapshot in waiting if (note := snapshot.queued) is not None and note.whole}
     if not awaited:
         return set()
@@ -126,7 +128,7 @@ def behind_of(snapshots: Sequence[RankSnapshot], waiting: Iterable[RankSnapshot]
 
 
 def overdue(snapshots: Sequence[RankSnapshot], limit: float) -> Divergence | None:
-    """That ranks have waited longer than so many seconds, and what the others do."""
+    """Describe the ranks that have waited for more than ``limit`` seconds, and the others. Return None if none has."""
     waiting = [snapshot for snapshot in snapshots if snapshot.waited >= limit]
     if not waiting:
         return None

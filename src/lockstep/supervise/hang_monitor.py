@@ -1,4 +1,4 @@
-"""Watches the ranks of a node for hangs: what their traces and stacks show from one second to the next."""
+"""A node's monitor for hangs. It compares the ranks' traces and stacks from second to second."""
 
 from __future__ import annotations
 
@@ -24,47 +24,49 @@ from lockstep.supervise.trace_memory import Note
 from lockstep.supervise.traces import Traces
 
 PERIOD = 1.0
-"""Seconds from one look to the next. A look costs this process some 50 us for each rank, and the ranks nothing."""
+"""Seconds between checks. A check costs this process about 50 us per rank, and the ranks nothing."""
 PART = 0.04
-"""The part of a processor that may go into comparing what ranks of all nodes do, and again into who waits for long."""
+"""Fraction of processor time for comparing the ranks of all nodes, and the same again for finding long waits."""
 T = TypeVar("T")
 STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
 
 
 @dataclass(frozen=True)
 class WaitLimits:
-    """How long ranks may wait for others: until it is told, and until the run is ended. In seconds."""
+    """Seconds that ranks may wait for others: until the wait is reported, and until the run is ended."""
 
     told: float = math.inf
     kill: float = math.inf
 
     @classmethod
     def of(cls, stands: Sequence[Stand]) -> WaitLimits:
-        """As the first rank has it that has one."""
+        """Return the first timeout and the first kill limit that any rank has set."""
         timeouts = (stand.hang_timeout for stand in stands if stand.hang_timeout is not None)
         kills = (stand.hang_kill for stand in stands if stand.hang_kill is not None)
         return cls(next(timeouts, math.inf), next(kills, math.inf))
 
     @property
     def first(self) -> float:
-        """The shorter one; infinite where nobody wants to know."""
+        """The shorter of both limits; infinite if neither is set."""
         return min(self.told, self.kill)
 
     def are_over(self, snapshot: RankSnapshot) -> bool:
-        """Whether a rank has waited for so long that the run is to be ended. Where its stack alone says that it waits,
-        the time counts since that was first seen."""
+        """Return True if the run has to end because the rank has waited too long.
+
+        If only the rank's stack shows that it waits, the time counts since it was first seen there.
+        """
         noted = snapshot.waited if snapshot.awaited is not None else 0.0
         return max(snapshot.held, noted) >= self.kill
 
 
 class Ration:
-    """Has something done no more often than that it takes `PART` of the time."""
+    """Rate limit that keeps a task below the fraction `PART` of the time."""
 
     def __init__(self) -> None:
         self._next_at = 0.0
 
     def done(self, what: Callable[[], T], now: float) -> T | None:
-        """What it gives; None where it is too soon."""
+        """Run the task and return its result. Return None if it is too early."""
         if now < self._next_at:
             return None
         began = time.thread_time()
@@ -74,16 +76,16 @@ class Ration:
 
 
 class HangMonitor:
-    """Looks at the ranks of a node; on node 0 it judges those of all nodes.
+    """Monitor for hangs of a node's ranks. On node 0, it judges the ranks of all nodes.
 
     Args:
-        hub: to the other nodes; None: there are none, or no way to them.
-        size: ranks of all nodes; 0: nobody knows.
-        wake: has the next look come at once.
+        hub: connection to the other nodes; None without one.
+        size: number of ranks of all nodes; 0: unknown.
+        wake: requests the next check at once.
 
     Attributes:
-        traces: of this node's ranks.
-        others: the ranks of other nodes; None: there are none, or no way to them.
+        traces: traces of this node's ranks.
+        others: ranks of other nodes; None without a hub.
     """
 
     def __init__(self, hub: OtherNodes | None = None, size: int = 0, wake: Callable[[], None] = lambda: None) -> None:
@@ -93,30 +95,30 @@ class HangMonitor:
         self.others = None if hub is None else OtherRanks(hub, self._question, size, wake)
         self._node, self._size = 0 if hub is None else hub.node, size
         self._compares, self._counts = Ration(), Ration()
-        self._halted: dict[int, float] = {}  # ranks that are stopped, since when that is known
-        self._waits: dict[int, float] = {}  # ranks whose stacks waited, since when that is known
-        self._long: frozenset[tuple[int, bool]] = frozenset()  # ranks that stood still for long, and whether they wait
+        self._halted: dict[int, float] = {}  # stopped ranks, and when that was first seen
+        self._waits: dict[int, float] = {}  # ranks whose stacks wait, and when that was first seen
+        self._long: frozenset[tuple[int, bool]] = frozenset()  # ranks idle or waiting for long, and whether they wait
         self._ask_again = 0.0
         self._is_ending = False
-        self._said: list[tuple[set[str], set[int]]] = []  # of each wait told: where ranks waited, and who was late
+        self._said: list[tuple[set[str], set[int]]] = []  # for each reported wait: its places, and the late ranks
 
     @property
     def is_proving(self) -> bool:
-        """Whether answers are awaited, so that one should look again at once."""
+        """True while answers are pending, so that the next check should follow at once."""
         asked = self.others is not None and self.others.is_asked and not self._is_ending
         return asked or self._question.is_open or self._proof.is_pending
 
     @property
     def has_halted(self) -> bool:
-        """Whether a rank was stopped when it was last seen, so that one should look again soon."""
+        """True if a rank was stopped at the last check, so that the next one should follow soon."""
         return bool(self._halted)
 
     def is_halted(self, rank: int) -> bool:
-        """Whether a rank was stopped when it was last seen."""
+        """Return True if the rank was stopped at the last check."""
         return rank in self._halted
 
     def forget(self) -> None:
-        """This process was stopped itself: what it knows of how long others have stood still is worth nothing."""
+        """Forget all measured times, after this process was stopped itself."""
         self._halted.clear()
         self._waits.clear()
         self._long, self._ask_again = frozenset(), 0.0
@@ -130,16 +132,16 @@ class HangMonitor:
         caught: str = "",
         ending: bool = False,
     ) -> Divergence | None:
-        """One look; says why the run has to be ended, if it has.
+        """Check the ranks once. Return why the run has to end, or None.
 
         Args:
-            inside: where the ranks stand that are in a call.
-            still: for how many seconds each has not worked.
-            now: the moment, on the clock of ``time.monotonic``.
-            outside: where the ranks stand that have come out of one.
-            caught: what ended a call on this node, and a script has caught.
-            ending: whether a rank has failed or Ctrl-C was pressed: waits are no news then, and only this node's
-                ranks are looked at.
+            inside: positions of the ranks that are in a call.
+            still: seconds for which each rank has been idle.
+            now: current time, on the clock of ``time.monotonic``.
+            outside: positions of the ranks that have left a call.
+            caught: a caught exception that ended a call on this node; "" if there is none.
+            ending: whether a rank has failed or Ctrl-C was pressed. Waits are expected then, and only this node's ranks
+                are checked.
         """
         self.traces.open(inside)
         limits = WaitLimits() if ending else WaitLimits.of([*inside.values()])
@@ -154,7 +156,7 @@ class HangMonitor:
             return self._judged(everybody, own, {self._node}, limits, now)
         return self._judged_with(self.others, everybody, own, caught, now)
 
-    # -- all ranks that this node judges
+    # -- ranks of all nodes
 
     def _judged_with(
         self,
@@ -164,14 +166,14 @@ class HangMonitor:
         caught: str,
         now: float,
     ) -> Divergence | None:
-        """Why the run has to be ended, if it has, where there are ranks on other nodes.
+        """Return why the run has to end, or None, where other nodes have ranks.
 
         Args:
-            others: those.
+            others: ranks of other nodes.
             known: this node's ranks.
-            own: those of them that are in a call.
-            caught: what ended a call on this node, and a script has caught.
-            now: the moment.
+            own: this node's ranks in a call.
+            caught: a caught exception that ended a call on this node; "" if there is none.
+            now: current time.
         """
         limits = WaitLimits.of([each.stand for each in own])
         everybody = others.exchange(
@@ -194,14 +196,14 @@ class HangMonitor:
         limits: WaitLimits,
         now: float,
     ) -> Divergence | None:
-        """Why the run has to be ended, if it has.
+        """Return why the run has to end, or None.
 
         Args:
-            everybody: all ranks that are known, those included that are in no call.
+            everybody: all known ranks, even those that are in no call.
             own: this node's ranks in a call.
-            nodes: those that answer questions for stacks.
+            nodes: nodes that answer questions for stacks.
             limits: how long ranks may wait.
-            now: the moment.
+            now: current time.
         """
         if not self._question.is_open and self._is_due(everybody, limits, now):
             self._put(own, now)
@@ -210,7 +212,8 @@ class HangMonitor:
             found = self._proof.conclude(everybody, answers, now)
             if found is not None:
                 return found
-            if limits.first < math.inf and stopped([*answers.values()]) is not None:  # it can say at which line it is
+            if limits.first < math.inf and stopped([*answers.values()]) is not None:
+                # a stopped rank can report the line where it stopped
                 self._put(own, now, kept=answers)
                 answers = self._question.answers(nodes, now)
         if answers is None or limits.first == math.inf:
@@ -218,7 +221,7 @@ class HangMonitor:
         return stopped([*answers.values()]) or self._overdue([*answers.values()], limits)
 
     def _is_due(self, everybody: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
-        """Whether it is time to ask the ranks for their stacks."""
+        """Return True if it is time to request the ranks' stacks."""
         if self._proof.is_due(everybody, now):
             return True
         if limits.first == math.inf:
@@ -228,9 +231,9 @@ class HangMonitor:
         return bool(self._counts.done(lambda: self._stands_long(everybody, limits, now), now))
 
     def _stands_long(self, snapshots: Sequence[RankSnapshot], limits: WaitLimits, now: float) -> bool:
-        """Whether ranks have stood still or waited for so long that it is to be told who waits for whom."""
+        """Return True if a rank has been idle or waiting for so long that the wait has to be reported."""
         limit = limits.first
-        long = frozenset(  # a rank whose device waits is known to do so a while after it stands still
+        long = frozenset(  # a wait on a device is recorded only a while after the rank became idle
             (each.rank, each.waited >= limit) for each in snapshots if max(each.waited, each.still) >= limit
         )
         is_new, self._long = bool(long - self._long), long
@@ -240,14 +243,14 @@ class HangMonitor:
         return True
 
     def _put(self, own: Sequence[RankSnapshot], now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
-        """Ask all nodes for their ranks' stacks; with ``kept`` those that are stopped, after all others."""
+        """Request the ranks' stacks from all nodes; with ``kept``, those of stopped ranks, after all others."""
         self._question.put(now, kept)
         if self.others is not None:
             self.others.put(now, is_new=True)
         self._question.take(self._node, self._question.number, self._answers(own, now, kept is not None))
 
     def _overdue(self, asked: Sequence[RankSnapshot], limits: WaitLimits) -> Divergence | None:
-        """Tells of those that wait long; why the run has to be ended, if it has."""
+        """Report long waits. Return why the run has to end, or None."""
         late = None if any(each.state == STOPPED for each in asked) else overdue(asked, limits.told)
         if late is not None and self._is_new(asked, limits.told):
             _say(late, limits.kill)
@@ -257,10 +260,10 @@ class HangMonitor:
         return None if final is None else replace(final, text=f"{final}; hang_kill={limits.kill:g} s are over")
 
     def _is_new(self, snapshots: Sequence[RankSnapshot], limit: float) -> bool:
-        """Whether this wait has not been told: ranks wait in another place, or for a rank that had not been late.
+        """Return True for a wait that was not reported: at a new place, or for a rank that was not late before.
 
-        Ranks that join those that wait, or whose message came later, are not news; that nobody is late any more, is,
-        once all have been heard of.
+        Ranks that join the waiting ones, or whose report arrived later, do not count. If no rank is late any more, that
+        counts once all ranks have reported.
         """
         waiting = {snapshot.location for snapshot in snapshots if snapshot.waited >= limit}
         late = {snapshot.rank for snapshot in snapshots if snapshot.waited < limit}
@@ -271,22 +274,24 @@ class HangMonitor:
         self._said.append((waiting, late))
         return True
 
-    # -- where the traces alone tell
+    # -- proofs from traces alone
 
     def _parted(self, differing: Mapping[int, Note]) -> Divergence:
-        """What ranks of this node did as one collective, with their stacks."""
+        """Return the mismatch of this node's ranks in one collective, with their stacks."""
         stands = self.traces.stands
         ranks = [self._asked(self._snapshot(stands[rank], 0.0, 0.0), 0.0) for rank in differing]
         calls = [(each.rank, location_of(each, differing[each.rank]), differing[each.rank]) for each in ranks]
         return parted(calls, traced(ranks))
 
     def divergence(self) -> Divergence | None:
-        """What all traces prove, those of ranks too that have come to their end; once, since it takes a while."""
+        """Return what all traces prove, even those of ended ranks. Slow: call it once."""
         return self.traces.mismatch() or self._unreached()
 
     def _unreached(self) -> Divergence | None:
-        """Of what devices have in their queues and are not done with: which rank has not come to it. Where a device's
-        backend loses patience it aborts the ranks that wait."""
+        """Return the failure of ranks that did not reach a collective that others have queued on their devices.
+
+        A device's backend aborts the waiting ranks at its timeout.
+        """
         stands = self.traces.stands
         snapshots = [RankSnapshot(rank, 0.0, stand, notes=self.traces.newest(rank)) for rank, stand in stands.items()]
         waiting = [snapshot for snapshot in snapshots if snapshot.queued is not None]
@@ -296,7 +301,7 @@ class HangMonitor:
             return None
         found = [self._asked(self._snapshot(stands[rank], 0.0, 0.0), 0.0) for rank in sorted(behind)]
         if any(snapshot.state == GONE for snapshot in found):
-            return None  # that is why it did not come
+            return None  # its end explains why it did not arrive
         return Divergence(f"{told(found)}, and others do not come out: {told(waiting)}. {RULE}")
 
     # -- ranks of this node
@@ -321,15 +326,15 @@ class HangMonitor:
         return snapshot if since is None else replace(snapshot, held=max(0.0, snapshot.at - since))
 
     def _answers(self, own: Iterable[RankSnapshot], now: float, wakes: bool) -> dict[int, RankSnapshot]:
-        """This node's ranks with their stacks: those that are stopped, which go on then, or all others."""
+        """Return this node's ranks with their stacks: the stopped ones, which continue afterwards, or all others."""
         if wakes:
-            # A stopped rank answers before it goes on, and then it is to be ended anyway.
+            # A stopped rank answers before it continues. The run ends then in any case.
             halted = [(each, each.stand) for each in own if each.stopped >= HALTED]
             return {each.rank: replace(each, stack=ask_stopped(at.process, at.answers)) for each, at in halted}
         return {each.rank: self._asked(each, now) for each in own}
 
     def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
-        """With its stack; one of which a thread could go on does not sleep, whatever its main thread does."""
+        """Return the snapshot with its stack. A process with a runnable thread counts as running."""
         if snapshot.state not in (RUNS, SLEEPS):
             return snapshot
         stand = snapshot.stand
@@ -353,7 +358,7 @@ def _state(process: int) -> str:
 
 
 def _runs(process: int) -> bool:
-    """Whether a thread of a process could go on, if only the processor or a disk had time for it."""
+    """Return True if a thread of a process is runnable or waits for a disk."""
     try:
         threads = [int(name) for name in os.listdir(f"/proc/{process}/task")]
         for thread in threads:
@@ -365,7 +370,7 @@ def _runs(process: int) -> bool:
 
 
 def _say(found: Divergence, kill: float) -> None:
-    """The warning: the run goes on."""
+    """Print the warning that the run continues."""
     then = "the run goes on" + ("" if kill == math.inf else f", and ends after hang_kill={kill:g} s of waiting")
     with contextlib.suppress(OSError, ValueError):
         wipe_line()

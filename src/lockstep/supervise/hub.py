@@ -1,8 +1,8 @@
-"""The connections between the supervisors of several nodes: each is connected with node 0, and none waits for another.
+"""Connections between the supervisors of several nodes. Each node connects to node 0, and none waits for another.
 
-One thread of a node runs an event loop, with a task for each connection: what one sends, or does not take in, concerns
-no other. What a connection does not take in yet is kept for it; a message that tells how things are now is not sent
-while the one before it still waits.
+One thread per node runs an event loop with a task for each connection, so that a slow peer affects no other. Messages
+that a connection cannot send yet are buffered. A message about the current state is dropped while the previous one is
+still buffered.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from lockstep.supervise.channel import LONGEST, Message, line_of, message_in
 from lockstep.supervise.screen_text import one_line, reason_of, say
 
 IDLE, INTERVAL, PROBES = 10, 5, 4
-"""Seconds without a message after which a node is asked whether it is there, seconds between that, and how often."""
+"""Seconds without a message until a node is probed, seconds between probes, and number of probes."""
 
 SILENCE = IDLE + INTERVAL * PROBES
-"""Seconds after which a node that does not answer is taken for gone."""
+"""Seconds after which a node that does not answer counts as gone."""
 
 SILENT = f"has not answered for {SILENCE} s"
-"""What is said of such a node."""
+"""Reason for the loss of such a node."""
 
 CALLING = 10.0
-"""Seconds that a call of the hub may take, and that a caller gets to say who it is."""
+"""Seconds that connecting to the hub may take, and that a connecting node has to identify itself."""
 
 HELLO = 2**16
-"""Bytes that a caller gets to say who it is."""
+"""Maximum size of a connecting node's first message in bytes."""
 
 NAME = 100
-"""Characters of a host's name that are shown."""
+"""Maximum length of a displayed host name."""
 
 WAITING = 16 * LONGEST
-"""Bytes that wait for a connection to take them in, above which it is given up."""
+"""Maximum number of buffered bytes of a connection. With more, it is closed."""
 
 FLUSH = 1.0
-"""Seconds for which `Hub.close` lets what waits go out."""
+"""Seconds for which `Hub.close` waits until buffered messages are sent."""
 
 WELCOME = b"\n"
-"""What the hub says first to a node that it has let in: a message without content."""
+"""First message of the hub to an admitted node: an empty line."""
 
 TAKEN = b"!"
-"""What it says to one whose number another has."""
+"""Message of the hub to a node whose number is taken."""
 
 SENT_AWAY = "each node needs a number of its own (NODE_RANK, --node_rank). The run goes on with the first"
-"""What is said of two nodes with one number."""
+"""Message about two nodes with the same number."""
 
 _UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
@@ -63,16 +63,16 @@ Heard = Callable[[int, Any], None]
 
 
 class _Connection:
-    """One connection of two nodes that know each other. Whoever calls a method holds the hub's lock.
+    """A connection of two nodes that have identified themselves. Callers of its methods hold the hub's lock.
 
     Args:
         opened: the socket.
-        node, host, name: at its other end.
+        node, host, name: identity of the other end.
 
     Attributes:
-        well: the other end has said farewell.
-        waits: bytes that have not gone out.
-        filled: set when there is something to send; only the loop may set it.
+        well: whether the other end has sent its farewell.
+        waits: number of buffered bytes.
+        filled: set when there is something to send. Only the event loop may set it.
     """
 
     def __init__(self, opened: socket.socket, node: int, host: str, name: str = "") -> None:
@@ -84,7 +84,7 @@ class _Connection:
         self._out: deque[tuple[str, bytes]] = deque()
 
     def put(self, topic: str, text: bytes, newest: bool = False) -> bool:
-        """Keep a message until it can go out; ``newest``: unless one on this topic still waits."""
+        """Buffer a message; with ``newest``, only if none on this topic is still buffered. Return True if buffered."""
         if newest and any(waiting == topic for waiting, _ in self._out):
             return False
         self._out.append((topic, text))
@@ -94,38 +94,37 @@ class _Connection:
         return True
 
     def next(self) -> bytes:
-        """The message that is to go out first; empty if there is none."""
+        """Return the first buffered message, or b"" without one."""
         return self._out[0][1] if self._out else b""
 
     def sent(self) -> None:
-        """That message has gone out."""
+        """Remove the first buffered message, after it was sent."""
         self.waits -= len(self._out.popleft()[1])
 
     def hang_up(self) -> None:
-        """End the conversation; its task sees that at both ends."""
+        """Shut the connection down. The tasks at both ends notice it."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Hub:
-    """This node's end of it. Until the nodes have met, what is sent is lost.
+    """This node's end of the connections. Messages sent before the nodes are connected are lost.
+
+    ``on_lost`` and the functions passed to `listen` run in the hub's thread and must not block.
 
     Args:
-        node: this node's number; 0 is the hub.
-        host: its name, for the others.
-        on_lost: called with number and host of a node whose supervisor is gone and has not said farewell, and with the
-            reason.
+        node: number of this node. Node 0 is the hub.
+        host: name of this node's host, for the others.
+        on_lost: called with node, host and reason, if a node's supervisor disappears without a farewell.
 
     Attributes:
-        is_refused: the hub has not let this node in, since another has its number.
-
-    ``on_lost`` and the functions of `listen` are called in the hub's thread, and must not wait.
+        is_refused: whether the hub has rejected this node, since another node has its number.
     """
 
     def __init__(self, node: int, host: str, on_lost: Callable[[int, str, str], None]) -> None:
         self.node, self.host = node, host
         self.is_refused = False
-        self._name = secrets.token_hex(8)  # by which a second call is known
+        self._name = secrets.token_hex(8)  # recognizes a node that connects again
         self._on_lost = on_lost
         self._listeners: dict[str, Heard] = {}
         self._connections: dict[int, _Connection] = {}
@@ -140,23 +139,23 @@ class Hub:
 
     @property
     def nodes(self) -> list[int]:
-        """The other nodes with which this one is connected."""
+        """The other nodes that this one is connected to."""
         with self._lock:
             return sorted(self._connections)
 
     def listen(self, topic: str, heard: Heard) -> None:
-        """Have ``heard(node, body)`` called for each message on a topic."""
+        """Call ``heard(node, body)`` for each message on a topic."""
         self._listeners[topic] = heard
 
     def open(self, address: str = "") -> tuple[int, str]:
-        """Be the hub.
+        """Start to listen, as the hub.
 
         Args:
-            address: by which the others call. It listens there alone if it means the host itself on every host, else
-                everywhere.
+            address: address that the other nodes connect to. A loopback address is bound alone; otherwise all
+                interfaces are.
 
         Returns:
-            the port where it listens, and the word by which the others prove that they belong here.
+            the port, and the token that connecting nodes have to send.
         """
         self._token = secrets.token_hex(16)
         host = loopback_of(address) if is_own(address) else ""
@@ -168,14 +167,14 @@ class Hub:
         return int(self._door.getsockname()[1]), self._token
 
     def join(self, address: str, port: int, token: str) -> bool:
-        """Call the hub, and wait until it has let this node in; whether it has."""
+        """Connect to the hub and wait for admission. Return True if admitted."""
         try:
             opened = _kept_alive(socket.create_connection((address, port), CALLING))
         except OSError:
             return False
         try:
             opened.sendall(line_of({"token": token, "node": self.node, "host": self.host, "name": self._name}))
-            welcome = opened.recv(1)  # the hub's first byte: nothing else is sent before it
+            welcome = opened.recv(1)  # the hub sends nothing before this byte
             self.is_refused = welcome == TAKEN
         except OSError:
             welcome = b""
@@ -191,25 +190,25 @@ class Hub:
         return True
 
     def send(self, topic: str, body: object, to: int | None = None, newest: bool = False) -> bool:
-        """Tell another node something that JSON can say, or all others.
+        """Send JSON data to another node, or to all others.
 
         Args:
-            topic: of the listeners there.
-            body: what they get.
-            to: the node; None: all others, by way of node 0.
-            newest: leave it out where the one before on this topic has not gone out yet.
+            topic: topic of the message.
+            body: content of the message.
+            to: the node; None: all others, forwarded by node 0.
+            newest: drop the message if the previous one on this topic is still buffered.
 
         Returns:
-            whether it will go out to any node. Not if it has more than `LONGEST` bytes.
+            True if it was buffered for a node. False if it exceeds `LONGEST` bytes.
         """
         text = line_of({"node": self.node, "topic": topic, "body": body, **({} if to is None else {"to": to})})
         return len(text) <= LONGEST and self._pass(topic, text, to, newest=newest)
 
     def close(self, last: object = None) -> None:
-        """Say farewell to the others, who then do not take this node for lost.
+        """Send a farewell, so that the other nodes do not report this one as lost, and close all connections.
 
         Args:
-            last: what those who listen for a "farewell" get.
+            last: content of the "farewell" message.
         """
         self._pass("farewell", line_of({"node": self.node, "farewell": True, "body": last}), None)
         self._end()
@@ -217,7 +216,7 @@ class Hub:
     # -- the thread
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have the loop do something, and begin it if there is none."""
+        """Run a coroutine in the event loop. Start the loop first if it is not running."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -225,13 +224,13 @@ class Hub:
             self._loop.call_soon_threadsafe(self._do, work)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        """In the loop: do something beside all else."""
+        """Start a task, in the event loop."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _run(self) -> None:
-        """The thread."""
+        """Run the event loop, in the thread."""
         assert self._loop is not None
         self._loop.run_until_complete(self._until_the_end())
 
@@ -244,20 +243,20 @@ class Hub:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # the system gets the sockets back
+        await asyncio.sleep(0)  # lets the transports close their sockets
 
     def _waits(self) -> bool:
         with self._lock:
             return any(connection.waits for connection in self._connections.values())
 
     def _end(self) -> None:
-        """Let what waits go out, and end the thread."""
+        """Send what is buffered, and end the thread."""
         self._is_ending = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ends.set)
             self._thread.join(2 * FLUSH)
         with self._lock:
-            self._connections.clear()  # nobody uses the loop any more
+            self._connections.clear()  # nobody uses the loop from here on
             if self._loop is not None and not self._loop.is_running():
                 self._loop.close()
                 self._loop = None
@@ -267,7 +266,7 @@ class Hub:
     # -- sending
 
     def _pass(self, topic: str, text: bytes, to: int | None, but: int | None = None, newest: bool = False) -> bool:
-        """Send a message to a node, or to all but one."""
+        """Buffer a message for a node, or for all nodes but one. Return True if buffered anywhere."""
         with self._lock:
             wanted = [node for node in self._connections if (to is None or node == to) and node != but]
             told = [self._connections[node] for node in wanted if self._connections[node].put(topic, text, newest)]
@@ -277,7 +276,7 @@ class Hub:
         return bool(told)
 
     async def _write(self, connection: _Connection, writer: asyncio.StreamWriter) -> None:
-        """Send what comes, one message after another."""
+        """Send buffered messages, one after another."""
         while True:
             await connection.filled.wait()
             connection.filled.clear()
@@ -291,26 +290,26 @@ class Hub:
         with self._lock:
             return connection.next()
 
-    # -- callers
+    # -- connecting nodes
 
     async def _admit_callers(self, door: socket.socket) -> None:
-        """Let callers in who have not said yet who they are."""
+        """Accept connections and identify their nodes."""
         while True:
             try:
                 opened, _ = await asyncio.get_running_loop().sock_accept(door)
             except OSError as error:
                 if error.errno in _NO_FILES and not raise_limit():
-                    await asyncio.sleep(1.0)  # the door would be ready all the time
+                    await asyncio.sleep(1.0)  # otherwise accepting would fail in a busy loop
                 continue
             self._do(self._admit(_kept_alive(opened)))
 
     async def _admit(self, opened: socket.socket) -> None:
-        """Hear who a caller is, and serve it if it is one of ours."""
+        """Identify a connecting node, and serve it if it is admitted."""
         connection = None
         try:
             hello = _message(await asyncio.wait_for(_greeting(opened), CALLING))
             connection = self._meet(opened, hello)
-        except Exception:  # whatever it has sent
+        except Exception:  # malformed messages
             pass
         finally:
             if connection is None:
@@ -319,16 +318,16 @@ class Hub:
             await self._serve(connection)
 
     def _meet(self, opened: socket.socket, hello: Message | None) -> _Connection | None:
-        """Whether a caller is one of ours, by its first message.
+        """Admit a node by its first message. Return None if it is rejected.
 
-        One that calls again takes the place of before. Another with the number of one that is there is sent away: the
-        run goes on with the first.
+        A node that connects again replaces its previous connection. A second node with the number of a connected one is
+        rejected: the run continues with the first.
         """
         if hello is None:
             return None
         node, name = hello.get("node"), str(hello.get("name"))
         host = one_line(str(hello.get("host")), NAME)
-        given = str(hello.get("token")).encode(errors="backslashreplace")  # of text, only ASCII can be compared
+        given = str(hello.get("token")).encode(errors="backslashreplace")  # compare_digest accepts only ASCII text
         if not hmac.compare_digest(given, self._token.encode()) or type(node) is not int or node < 1:
             return None
         with self._lock:
@@ -345,24 +344,24 @@ class Hub:
         say(f"{host} calls itself node {node}, and {before.host} is that: {SENT_AWAY}")
         return None
 
-    # -- hearing
+    # -- receiving
 
     async def _serve(self, connection: _Connection) -> None:
-        """See to one connection until it is over. Whatever comes by it, the others are served on."""
+        """Serve one connection until it ends. Errors do not affect other connections."""
         reason = "ended without a word"
         try:
             await self._converse(connection)
         except OSError as error:
             if error.errno in _UNREACHED:
                 reason = SILENT
-        except ValueError:  # a message that is too long
+        except ValueError:  # the message is too long
             pass
         finally:
             self._lose(connection, reason)
 
     async def _converse(self, connection: _Connection) -> None:
         reader, writer = await asyncio.open_connection(sock=connection.socket, limit=LONGEST)
-        writer.transport.set_write_buffer_limits(0)  # what is drained has gone out
+        writer.transport.set_write_buffer_limits(0)  # drain() returns only when everything is sent
         writing = asyncio.ensure_future(self._write(connection, writer))
         try:
             while (message := _message(await reader.readline())) is not None:
@@ -373,16 +372,16 @@ class Hub:
             writer.transport.abort()
 
     def _take(self, connection: _Connection, message: Message) -> None:
-        """A message of a node; one that makes no sense is left out, and the node stays."""
+        """Handle a message of a node. Drop a malformed one, and keep the connection."""
         try:
             self._hear(connection, message)
-        except Exception as error:  # of another version, say
+        except Exception as error:  # for instance from another version
             if not self._has_said_broken:
                 self._has_said_broken = True
                 say(f"a message of node {connection.node} ({connection.host}) makes no sense: {reason_of(error)}")
 
     def _hear(self, connection: _Connection, message: Message) -> None:
-        # node 0 passes on what others say; at node 0 each speaks for itself
+        # node 0 forwards messages, so they name their sender; node 0 itself relies on the connection
         node = connection.node if self.node == 0 else int(message["node"])
         if message.get("farewell"):
             connection.well = connection.well or node == connection.node
@@ -396,7 +395,7 @@ class Hub:
             heard(node, message["body"])
 
     def _lose(self, connection: _Connection, reason: str) -> None:
-        """A connection is over."""
+        """Remove a connection that has ended, and report the loss of its node."""
         with self._lock:
             own = self._connections.get(connection.node) is connection
             if own:
@@ -406,7 +405,7 @@ class Hub:
 
 
 async def _greeting(opened: socket.socket) -> bytes:
-    """What a caller says first: one line, and nothing more before it is answered."""
+    """Read the first line of a connecting node. It sends nothing more before the answer."""
     opened.setblocking(False)
     text = b""
     while not text.endswith(b"\n") and len(text) <= HELLO:
@@ -418,18 +417,18 @@ async def _greeting(opened: socket.socket) -> bytes:
 
 
 def _wake(connections: list[_Connection]) -> None:
-    """In the loop: there is something to send."""
+    """Signal that there is something to send, in the event loop."""
     for connection in connections:
         connection.filled.set()
 
 
 def _kept_alive(opened: socket.socket) -> socket.socket:
-    """Have the system ask now and then whether the other machine is there."""
+    """Enable TCP keep-alive, to detect that the other machine is gone."""
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     options = {
         "TCP_KEEPIDLE": IDLE,
-        "TCP_KEEPALIVE": IDLE,  # its name on macOS
+        "TCP_KEEPALIVE": IDLE,  # the name on macOS
         "TCP_KEEPINTVL": INTERVAL,
         "TCP_KEEPCNT": PROBES,
         "TCP_USER_TIMEOUT": SILENCE * 1000,
@@ -441,9 +440,9 @@ def _kept_alive(opened: socket.socket) -> socket.socket:
 
 
 def _nobody(node: int, body: object) -> None:
-    """Who hears what nobody listens for."""
+    """Ignore a message that nobody listens for."""
 
 
 def _message(line: bytes) -> Message | None:
-    """The message that a line is; None if it is none, or not whole."""
+    """Return the message on a line; None if it is incomplete or not a message."""
     return message_in(line) if line.endswith(b"\n") else None

@@ -1,4 +1,4 @@
-"""The mailbox: a file in which the ranks of a node leave notes for the process that watches them."""
+"""The mailbox: a file in which the ranks of a node leave notes for their supervisor."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing import IO, Any
 from lockstep.supervise.causes import Cause, Stand
 
 MAILBOX = "LOCKSTEP_MAILBOX"
-"""The variable with the address of the mailbox into which a rank puts notes."""
+"""Environment variable with the address of the mailbox."""
 
 RANK = "LOCKSTEP_RANK"
-"""The variable with the rank of a started process among all, for what it notes before its Trainer."""
+"""Environment variable with the global rank of a started process, for notes before its Trainer exists."""
 
 MET = "met"
-"""The key of the note by which a rank reports that it has joined the others."""
+"""Key of the note by which a rank reports that it has joined the process group."""
 
 
 class Mailbox:
-    """What the ranks of a node put in for their supervisor: a file without a name, which leaves nothing.
+    """Notes from a node's ranks to their supervisor, in an unnamed file that leaves nothing on disk.
 
     Args:
-        descriptor: of the file, where another process has made it; None: make it.
+        descriptor: descriptor of the file, if another process created it; None: create it.
 
     Attributes:
-        descriptor: of the file; a started process inherits it and writes to it.
-        address: the same for an environment variable; a process that got only the variable can tell.
+        descriptor: descriptor of the file. Started processes inherit it and write to it.
+        address: descriptor and inode, for an environment variable. A process without the file detects the mismatch.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -50,7 +50,7 @@ class Mailbox:
 
     @classmethod
     def at(cls, address: str) -> Mailbox | None:
-        """The mailbox at an address; None if this process cannot read there."""
+        """Return the mailbox at an address, or None if this process did not inherit it."""
         descriptor, inode = map(int, address.split(":"))
         try:
             return cls(descriptor) if os.fstat(descriptor).st_ino == inode else None
@@ -58,29 +58,29 @@ class Mailbox:
             return None
 
     def read(self) -> list[Cause]:
-        """The exceptions so far, the earliest first; of each rank the last."""
+        """Return the latest exception of each rank, ordered by time."""
         with self._lock:
             self._take_in()
             return sorted(self._causes.values(), key=lambda cause: cause.at)
 
     def stands(self) -> dict[int, Stand]:
-        """Where each rank stands that has come to a call, by rank."""
+        """Return the latest position of each rank that has made a call, by rank."""
         with self._lock:
             self._take_in()
             return dict(self._stands)
 
     def others(self, key: str) -> list[dict[str, Any]]:
-        """Other notes that have such a key, in the order in which they were left."""
+        """Return the other notes with a key, in the order in which they were written."""
         with self._lock:
             self._take_in()
             return [note for note in self._others if key in note]
 
     def leave(self, note: Cause | Stand | dict[str, Any]) -> None:
-        """Leave one."""
+        """Write a note."""
         leave_note(self.address, note)
 
     def is_inside(self, rank: int) -> bool:
-        """Whether a rank has gone into a call and not come out of it."""
+        """Return True if the rank has entered a call and not left it."""
         stand = self.stands().get(rank)
         return stand is not None and stand.inside
 
@@ -89,7 +89,7 @@ class Mailbox:
         return bool(self.others(MET))
 
     def is_someone_ending(self) -> bool:
-        """Whether a rank has failed and is not out of its call yet: it may be saving what it has."""
+        """Return True if a failed rank has not left its call yet. It may be saving its state."""
         with self._lock:
             self._take_in()
             stands = self._stands
@@ -99,11 +99,11 @@ class Mailbox:
             )
 
     def failed_at(self, rank: int) -> float | None:
-        """When a rank left a note on an exception; None if it has not."""
+        """Return the time of a rank's exception, or None."""
         return next((cause.at for cause in self.read() if cause.rank == rank), None)
 
     def close(self) -> None:
-        """Let go of the file; what was in it can still be read."""
+        """Close the file. Notes read so far remain available."""
         with self._lock:
             self._take_in()
             self._closed = True
@@ -117,7 +117,7 @@ class Mailbox:
         text = os.pread(self.descriptor, size - self._read, self._read)
         whole = text[: text.rfind(b"\n") + 1]
         for line in whole.split(b"\n"):
-            with suppress(ValueError, TypeError, RecursionError):  # half a note, where a disk was full: it is left out
+            with suppress(ValueError, TypeError, RecursionError):  # a truncated note from a full disk is skipped
                 note = json.loads(line)
                 if "reason" in note:
                     self._causes[note["rank"]] = Cause(**note)
@@ -129,13 +129,13 @@ class Mailbox:
 
 
 def file_without_a_name(name: str) -> IO[bytes]:
-    """In memory where the system can do that: on a disk that is full, nobody could leave a note on it.
+    """Open an unnamed file, in memory if the system supports it, so that a full disk does not matter.
 
-    Each note goes to the end: processes share the file's position, which Linux does not guard for a file in memory, so
-    that two that write at once would write to one place.
+    Writes append. Processes share the file's position, and Linux does not lock it for files in memory, so that two
+    simultaneous writes would overlap otherwise.
 
     Args:
-        name: what the system's list of open files says of it.
+        name: name of the file in the system's list of open files.
     """
     if not hasattr(os, "memfd_create"):
         return tempfile.TemporaryFile(prefix="lockstep-")
@@ -145,10 +145,10 @@ def file_without_a_name(name: str) -> IO[bytes]:
 
 
 def leave_note(address: str, note: Cause | Stand | dict[str, Any]) -> None:
-    """Write a note to the process that watches this one; nowhere if that did not hand its file down."""
+    """Write a note to the mailbox at an address. Do nothing if this process did not inherit the file."""
     descriptor, inode = map(int, address.split(":"))
     try:
         if os.fstat(descriptor).st_ino == inode:
             os.write(descriptor, json.dumps(note if isinstance(note, dict) else asdict(note)).encode() + b"\n")
-    except OSError:  # closed, or its disk is full: the exception itself matters more
+    except OSError:  # closed, or the disk is full: the exception itself matters more
         return

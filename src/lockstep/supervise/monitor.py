@@ -1,4 +1,4 @@
-"""Watches the ranks of a node: who has failed, who has left, and who waits for what cannot come."""
+"""The monitor of a node's ranks: it detects failed ranks, ranks that left, and waits that can never end."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from lockstep.supervise.stack_proof import QUIET
 from lockstep.supervise.stack_request import ask, is_there
 
 BUSY = 0.05
-"""The part of a second of processor time from which on a rank counts as working."""
+"""Fraction of a second of processor time per second above which a rank counts as working."""
 
 FAREWELL = 5.0
-"""Seconds that a rank gets to end after its failure before it is asked where it is."""
+"""Seconds that a failed rank has to leave its call before its stack is requested."""
 
 LATE = 5.0
-"""Seconds from one look to the next after which this process was asleep itself."""
+"""Seconds between two checks after which this process must have been stopped itself."""
 
 OPENING = 30.0
-"""Seconds after the first rank has come to a call in which the others' traces are looked for every tenth of one."""
+"""Seconds after the first rank's first call in which traces of the others are searched for ten times a second."""
 
 AT_ONCE = 3.0
-"""Seconds that the ranks get to end after a second Ctrl-C, or after the first one while they have not met."""
+"""Seconds that ranks have to end after a second Ctrl-C, or after the first one before they have joined."""
 
 UNHEARD = 1.0
-"""Seconds after a Ctrl-C in which rank 0's own handler should have told of it."""
+"""Seconds after a Ctrl-C in which rank 0's own handler should have reported it."""
 
 BUSY_RANKS = (
     "lockstep: Ctrl-C: the ranks end at their next boundary, and rank 0 is still in {where}; a second Ctrl-C ends them "
@@ -52,26 +52,26 @@ BUSY_RANKS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the ranks have to be ended."""
+    """The reason to end the ranks."""
 
-    cause: Cause | Divergence | None  #: the first cause; None: what is noted tells
+    cause: Cause | Divergence | None  #: the first cause; None: it follows from the notes
     interrupted: bool = False
 
 
 class RankMonitor:
-    """A thread that looks at the ranks of a node once a second, and gives its verdict at most once.
+    """A thread that checks the ranks of a node once a second. It reports at most one verdict.
 
     Args:
-        mailbox: of the ranks.
+        mailbox: mailbox of the ranks.
         on_verdict: called in the thread when the ranks have to be ended.
-        ended: ranks whose processes came to their end and did not fail, with the time.
-        size: ranks of all nodes.
-        hub: to the monitors of other nodes; None: there are none, or no way to them.
-        host: the name of this machine, where it has to be told from others.
-        on_look: called at each look, in the thread.
+        ended: returns the ranks whose processes ended without failure, with the time.
+        size: number of ranks of all nodes.
+        hub: connection to the monitors of other nodes; None without one.
+        host: name of this machine; "" if there is only one.
+        on_look: called at each check, in the thread.
 
     Attributes:
-        hangs: knows what the ranks' traces show.
+        hangs: monitor for hangs.
     """
 
     def __init__(
@@ -97,23 +97,23 @@ class RankMonitor:
         self._told_at = 0.0
         self._stopping = threading.Event()
         self._stillness: dict[int, _Stillness] = {}
-        self._seconds: dict[int, float] = {}  # for which each rank has not worked
+        self._seconds: dict[int, float] = {}  # for which each rank has been idle
         self._looked_at = 0.0
         self.hangs = HangMonitor(hub, size, self.signal_pipe.wake)
         self._opens_until = math.inf
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self._thread.start()
 
     def interrupt(self) -> None:
-        """Ctrl-C reached this process, which is no rank itself: pass it on."""
+        """Pass on a Ctrl-C that reached this process."""
         self._presses += 1
         self.signal_pipe.wake()
 
     def stop(self) -> None:
-        """Stop looking; called once, and not from ``on_verdict``."""
+        """Stop the thread. Call it once, and not from ``on_verdict``."""
         self._stopping.set()
         self.signal_pipe.wake()
         if self._thread.is_alive():
@@ -122,29 +122,29 @@ class RankMonitor:
         self.hangs.traces.close()
 
     def stands(self) -> dict[int, Stand]:
-        """Where the ranks stand, those included that have come to their end, also on nodes that have said farewell."""
+        """Return the positions of the ranks, even of ended ones and of those on nodes that have ended."""
         others = self.hangs.others
         return {**self.own_stands(), **({} if others is None else others.ended)}
 
     def last(self) -> dict[str, Any] | None:
-        """What is to be said of this node's ranks in its farewell."""
+        """Return the content of this node's farewell message."""
         others, own = self.hangs.others, self.own_stands()
         return None if others is None else others.last(own.values(), self._told(self._caught(own)))
 
     @property
     def caught_elsewhere(self) -> str:
-        """What ended a call on a node that has said farewell, and was no failure there; ""."""
+        """The caught exception that ended a call on a node that has ended; "" without one."""
         return "" if self.hangs.others is None else self.hangs.others.caught_at_end
 
     def _caught(self, stands: Mapping[int, Stand]) -> Cause | None:
-        """What ended a call on this node, and a script has caught."""
+        """Return the caught exception that ended a call on this node, if any."""
         return next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
 
     def _told(self, caught: Cause | None) -> str:
         return "" if caught is None else located(caught, self.host)
 
     def own_stands(self) -> dict[int, Stand]:
-        """Where the ranks of this node stand, those included that have come to their end."""
+        """Return the positions of this node's ranks, even of ended ones."""
         stands = self._mailbox.stands()
         for rank, at in self._ended().items():
             there = stands.get(rank) or Stand(rank, at, 0, False, "")
@@ -162,8 +162,10 @@ class RankMonitor:
                 return
 
     def _await_period(self) -> None:
-        """Sleep until the next look, or a signal. Traces are opened as soon as ranks say where they lie: a rank that
-        dies in its first second takes an unopened one with it."""
+        """Sleep until the next check, or a signal.
+
+        Traces are opened as soon as ranks announce them: the trace of a rank that dies early is lost unless it is open.
+        """
         until = time.monotonic() + self._seconds_to_next()
         while (left := until - time.monotonic()) > 0:
             if time.monotonic() < self._opens_until:
@@ -176,7 +178,7 @@ class RankMonitor:
                 return
 
     def _seconds_to_next(self) -> float:
-        """Seconds to the next look: fewer while a proof is under way, a rank is stopped, or one begins to wait."""
+        """Return the seconds to the next check: fewer during a proof, if a rank is stopped, or has just become idle."""
         if self.hangs.is_proving:
             return PERIOD / 10
         begins = any(PERIOD <= still < 2 * QUIET for still in self._seconds.values())
@@ -187,7 +189,7 @@ class RankMonitor:
         since, self._looked_at = now - (self._looked_at or now), now
         inside = {rank: stand for rank, stand in stands.items() if stand.inside}
         if not inside:
-            if stands:  # a call is over, and its Ctrl-C with it
+            if stands:  # the call has ended, and the effect of Ctrl-C with it
                 self._presses, self.interrupted_at, self._second_at, self._told_at = 0, None, 0.0, 0.0
             return self._hung(inside, now)
         if self._presses:
@@ -195,21 +197,21 @@ class RankMonitor:
             if verdict is not None:
                 return verdict
         if since > max(3 * PERIOD, LATE):
-            # this process was stopped, or starved: what it knows of time is worth nothing
+            # this process was stopped or starved, so its measured times are wrong
             self._stillness.clear()
             self.hangs.forget()
         self._seconds = {rank: self._seconds_still(stand, now) for rank, stand in inside.items()}
         return self._failed(inside, now) or self._hung(inside, now) or self._cannot_be_stopped(inside, now)
 
     def _hung(self, inside: dict[int, Stand], now: float) -> Verdict | None:
-        """Ranks that wait for what their traces say cannot come, or for too long."""
+        """Return the verdict on ranks whose wait can never end, or takes too long."""
         others, own = self.hangs.others, self.own_stands()
         if not inside and (others is None or not own):
             return None
         ending = bool(self._presses) or self._mailbox.is_someone_ending()
         outside = [stand for stand in own.values() if not stand.inside]
         caught = self._caught(own) if outside else None
-        if caught is None:  # or a script has caught what ended a call in which others still are, and gone on
+        if caught is None:  # or a script caught what ended a call that others are still in, and continued
             caught = next((note for note in self._mailbox.read() if went_on(note, own)), None)
         found = self.hangs.look(inside, self._seconds, now, outside, self._told(caught), ending)
         if found is None:
@@ -226,15 +228,17 @@ class RankMonitor:
         if has_met and 0 in inside and now - self.interrupted_at >= UNHEARD and not self._told_at:
             self._told_at = now
             self._tell_of_interrupt(inside[0])
-        if self._presses > 1 or not has_met:  # nothing to save: the first is as good as a second
+        if self._presses > 1 or not has_met:  # nothing to save: the first press counts like a second
             self._second_at = self._second_at or now
             if now - self._second_at >= AT_ONCE:
                 return Verdict(None, interrupted=True)
         return None
 
     def _tell_of_interrupt(self, stand: Stand) -> None:
-        """Say what follows from a Ctrl-C in the place of rank 0, if it has not: Python runs no handler while its main
-        thread waits for a device or for other ranks."""
+        """Print what follows from Ctrl-C, if rank 0 has not.
+
+        Python runs no handler while the main thread waits for a device or for other ranks.
+        """
         heard = self._mailbox.others("heard")
         if any((note["heard"], note["call"]) == (stand.rank, stand.call) for note in heard):
             return
@@ -245,7 +249,7 @@ class RankMonitor:
             print(name_cells(BUSY_RANKS.format(where=where)), file=sys.stderr, flush=True)
 
     def _failed(self, inside: dict[int, Stand], now: float) -> Verdict | None:
-        """A rank that has failed, and has still not come out of its call."""
+        """Return the verdict on a rank that has failed and is stuck in its call."""
         for cause in self._mailbox.read():
             stand = inside.get(cause.rank)
             if stand is None or stand.call != cause.call or now - cause.at < FAREWELL or cause.is_interrupt:
@@ -256,8 +260,8 @@ class RankMonitor:
         return None
 
     def _cannot_be_stopped(self, inside: Mapping[int, Stand], now: float) -> Verdict | None:
-        """After Ctrl-C: all ranks wait, so that none comes to where it would stop."""
-        patience = QUIET if len(inside) >= self._size else LONGEST  # ranks elsewhere may have more to do
+        """Return the verdict after Ctrl-C if all ranks wait, so that none can reach a boundary."""
+        patience = QUIET if len(inside) >= self._size else LONGEST  # ranks on other nodes may take longer
         if self.interrupted_at is None or now - self.interrupted_at < patience or self.hangs.is_proving:
             return None
         if any(self._seconds[rank] < QUIET for rank in inside):
@@ -272,26 +276,26 @@ class RankMonitor:
         )
 
     def _seconds_still(self, stand: Stand, now: float) -> float:
-        """Seconds for which a rank has not worked."""
+        """Return the seconds for which a rank has been idle."""
         return self._stillness.setdefault(stand.rank, _Stillness()).seconds(stand.process, now)
 
 
 def _waiting(inside: Mapping[int, Stand]) -> dict[int, Stack]:
-    """The ranks that wait for others, with their stacks."""
+    """Return the stacks of the ranks that wait for others, by rank."""
     answers = {rank: ask(stand.process, stand.answers) for rank, stand in inside.items()}
     return {rank: stack for rank, stack in answers.items() if stack is not None and stack.waits}
 
 
 class _Stillness:
-    """For how long a process has not worked."""
+    """Stopwatch for the time that a process has been idle."""
 
     def __init__(self) -> None:
         self._used, self._at, self._since = -1.0, 0.0, 0.0
 
     def seconds(self, process: int, now: float) -> float:
-        """Seconds; 0 where it cannot be told."""
+        """Return the seconds of idleness so far; 0 if unknown."""
         used, sleeps = _processor_time(process)
-        first = self._at == 0.0  # nothing is known of the time before
+        first = self._at == 0.0  # nothing is known about the time before
         if first or not sleeps or used - self._used > BUSY * max(PERIOD, now - self._at):
             self._since = now
         self._used, self._at = used, now
@@ -299,7 +303,7 @@ class _Stillness:
 
 
 def _processor_time(process: int) -> tuple[float, bool]:
-    """Seconds of processor time that a process has used, and whether all its threads sleep."""
+    """Return the processor time that a process has used in seconds, and whether all its threads sleep."""
     try:
         fields = stat_of(process)
         used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

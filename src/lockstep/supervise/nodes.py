@@ -1,4 +1,4 @@
-"""This node among the others: nodes claim what they know of the first cause, and node 0 decides."""
+"""This node among the others. Nodes claim the first cause that they know, and node 0 decides."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from lockstep.supervise.hub import Hub
 
 MEETING = 60.0
-"""Seconds for which a node calls the hub again and again."""
+"""Seconds for which a node tries to connect to the hub."""
 
 LEAVING = 15.0
-"""Seconds for which a node whose ranks have left a call waits for others to miss them; a proof of it takes 5."""
+"""Seconds for which a node whose ranks left a call waits for others to notice. A proof takes 5 s."""
 
 UNTOLD = "failures of other nodes are not told here"
-"""What follows for a node that cannot reach the others."""
+"""Consequence for a node that cannot reach the others."""
 
 
 @dataclass(frozen=True)
@@ -31,27 +31,27 @@ class Decision:
     """The first cause of all nodes."""
 
     words: str
-    node: int  #: of which it is
-    rank: int = -1  #: of which it is; -1: of none alone
-    proved: bool = False  #: whether it is that ranks of several nodes did not make the same calls
+    node: int  #: node of the cause
+    rank: int = -1  #: rank of the cause; -1: not a single rank
+    proved: bool = False  #: whether ranks of several nodes did not make the same calls
 
 
 class Nodes:
-    """This node among the others, for the first cause of all: each claims what it knows, and node 0 decides.
+    """Agreement of all nodes on the first cause. Each node claims what it knows, and node 0 decides.
 
     Args:
-        node: its number.
-        count: how many there are.
-        put: called in threads with the name of an event and what belongs to it, for `claimed`, `heard` and `lost`.
+        node: number of this node.
+        count: number of nodes.
+        put: called in threads with the name and the argument of an event, for `claimed`, `heard` and `lost`.
         follow: called when the first cause of all nodes is known.
-        scheduled: whether a scheduler looks after nodes that do not answer: it may start the run elsewhere, and would
-            not if it ended by itself.
+        scheduled: whether a scheduler handles nodes that do not answer. It may restart the run elsewhere, but not if
+            the run ended by itself.
 
     Attributes:
-        host: the name of this machine; "" where there is no other.
-        hub: to the other nodes; None where there are none.
-        decided: the first cause; None: nobody knows it yet.
-        compares: on node 0: whether ranks did different things as the collectives of these notes; it may wait.
+        host: name of this machine; "" on a single node.
+        hub: connection to the other nodes; None on a single node.
+        decided: the first cause; None until it is known.
+        compares: on node 0, returns the mismatch among all ranks in the noted collectives, if any. It may block.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Nodes:
         self._follow = follow
         self._scheduled = scheduled
         self.host = socket.gethostname() if count > 1 else ""
-        self._leaving = set[int]()  # nodes whose ranks have left a call by sys.exit(), and that wait for the others
-        self._leaves_until = 0.0  # for this node; 0: it does not wait
+        self._leaving = set[int]()  # nodes whose ranks left a call by sys.exit() and that wait for the others
+        self._leaves_until = 0.0  # for this node; 0: it is not waiting
         self.hub: Hub | None = None
         if count > 1:
-            # asyncio takes a tenth of a second to import, which one node has no use for
+            # importing asyncio takes 0.1 s, which a single node does not need
             from lockstep.supervise.hub import Hub
 
             self.hub = Hub(node, self.host, self._lose)
@@ -82,19 +82,19 @@ class Nodes:
         self._is_comparing = False
 
     def open(self, address: str) -> tuple[int, str]:
-        """Let the others call by an address; gives the port and the word that they need."""
+        """Listen for the other nodes. Return the port and the token that they need."""
         assert self.hub is not None
         self.hub.listen("claim", lambda node, body: self._put("claim", (node, body)))
         return self.hub.open(address)
 
     def join(self, address: str, port: int, token: str) -> None:
-        """Call the first node, in a thread, until it answers."""
+        """Connect to the first node, in a thread that retries until it answers."""
         assert self.hub is not None
         self.hub.listen("first", lambda node, body: self._put("first", body))
         thread = threading.Thread(target=self._call, args=(address, port, token), name="lockstep-call", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no more threads may be started: the run can do without
+        except RuntimeError:  # thread limit reached: the run works without the connection
             say(f"node {self._node} ({self.host}) may start no more threads (`ulimit -u`): {UNTOLD}")
 
     def _call(self, address: str, port: int, token: str) -> None:
@@ -110,11 +110,11 @@ class Nodes:
             time.sleep(1.0)
 
     def say(self, cause: First, notes: Sequence[dict[str, Any]] = ()) -> None:
-        """Tell the others the first cause of this node.
+        """Send the first cause of this node to the others.
 
         Args:
-            cause: it.
-            notes: the newest collectives of a rank that may have been aborted since another brought other sizes.
+            cause: the first cause.
+            notes: the newest collectives of a rank that gloo may have aborted, if another rank passed other sizes.
         """
         if self.hub is None:
             return
@@ -125,14 +125,14 @@ class Nodes:
             self.hub.send("claim", body, to=0)
 
     def ask(self, body: dict[str, Any]) -> None:
-        """A rank of this node has lost others: ask all other nodes who has left it, or failed."""
+        """Ask all other nodes which of their ranks failed or left the call in which a rank of this node lost them."""
         if self.hub is not None:
             self.hub.send("asked", body)
 
     def misses(self) -> bool:
-        """Whether others may still wait for this node's ranks, which have left a call by ``sys.exit()`` and would end.
+        """Return True while others may wait for this node's ranks, which left a call by ``sys.exit()``.
 
-        They end as soon as all others have, or have left in the same way, and after `LEAVING` at the latest.
+        This node ends as soon as all others have ended or left in the same way, at the latest after `LEAVING` seconds.
         """
         if self.hub is None:
             return False
@@ -140,23 +140,23 @@ class Nodes:
             self._leaves_until = time.monotonic() + LEAVING
             self.hub.send("leaves", None)
         there = set(self.hub.nodes)
-        if self._node == 0:  # others cannot see who is there, and follow when this one goes
+        if self._node == 0:  # other nodes cannot see who is connected; they follow when this one ends
             there -= self._leaving
         return bool(there) and time.monotonic() < self._leaves_until
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the first cause is known, and another node's, or not of one node alone."""
+        """True if the first cause is known, and is another node's or concerns several nodes."""
         decided = self.decided
         return decided is not None and (decided.node != self._node or decided.proved)
 
     def close(self, last: object = None) -> None:
-        """Say farewell, with a last word."""
+        """Send a farewell and close the connections."""
         if self.hub is not None:
             self.hub.close(last)
 
     def claimed(self, what: tuple[int, Any]) -> None:
-        """On the first node: one knows a cause. The first to say so is believed."""
+        """Handle a node's claim, on the first node. The first claim wins."""
         node, body = what
         if self.decided is not None or self._is_comparing:
             return
@@ -171,21 +171,21 @@ class Nodes:
         thread.start()
 
     def _compare(self, claim: Decision, notes: list[dict[str, Any]]) -> None:
-        """In a thread: what other nodes' ranks did, beside one that has been aborted."""
+        """Compare an aborted rank with the ranks of other nodes, in a thread."""
         proof = None
-        with contextlib.suppress(Exception):  # of whatever kind it is: the claim counts
+        with contextlib.suppress(Exception):  # on any error, the claim counts
             proof = self.compares(notes)
         self._put("compared", claim if proof is None else Decision(str(proof), claim.node, proved=True))
 
     def compared(self, decision: Decision) -> None:
-        """On the first node: a claim has been compared with what other nodes' ranks did."""
+        """Decide, on the first node, after a claim was compared with the other nodes' ranks."""
         if self.decided is None:
             assert self.hub is not None
             self.hub.send("first", asdict(decision))
             self._decide(decision)
 
     def heard(self, body: dict[str, Any]) -> None:
-        """On another one: the first node has decided."""
+        """Accept the decision of the first node, on another node."""
         if self.decided is None:
             self._decide(Decision(**body))
 
@@ -194,11 +194,11 @@ class Nodes:
         self._follow(decision)
 
     def lost(self, what: tuple[int, str]) -> None:
-        """A node's supervisor is gone, and has not said farewell."""
+        """Handle the loss of a node's supervisor that sent no farewell."""
         node, words = what
         if node:
             self.claimed((node, {"words": words, "rank": -1, "notes": []}))
-        elif self.decided is None:  # nobody is there to decide
+        elif self.decided is None:  # the deciding node is gone
             self._decide(Decision(words, node))
 
     def _lose(self, node: int, host: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What a failed run prints on a terminal: short tracebacks, and lines that it shows as they are."""
+"""Text that a failed run prints on a terminal: short tracebacks, and lines that it shows unchanged."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from lockstep.supervise.stack import IN_WORKER, LOCKSTEP, TORCH
 
 WHOLE = "LOCKSTEP_WHOLE_TRACEBACKS"
-"""The variable that, at 1, has all lines printed."""
+"""Environment variable that, if 1, makes tracebacks print in full."""
 
 SHORT = 16
-"""Lines up to which a traceback is shown as it is."""
+"""Maximum number of lines of a traceback that is printed unchanged."""
 
 MOST = 17
-"""Lines of a traceback that are shown, the first and the last, where ranks fail: two of them stay below 40 lines."""
+"""Maximum number of printed lines of a traceback with several ranks. Two of them fit into 40 lines."""
 
 MOST_ALONE = 36
-"""The same on one process, which prints one traceback and nothing else."""
+"""The same for a single process, which prints one traceback and nothing else."""
 
 WIDE = 1000
-"""Characters of a line that are shown."""
+"""Maximum number of printed characters of a line."""
 
 _FRAME = re.compile(r'^\s*File "(.+)", line \d+')
 _EXCEPTIONS = re.compile(r"\blockstep\.ground\.errors\.(?=MisconfigurationException|NonFiniteError|RankFailed)")
@@ -32,16 +32,14 @@ _CARETS = re.compile(r"^\s*[\^~]+\s*$")
 
 
 def shortened(error: BaseException, most: int = MOST) -> str:
-    """The traceback of an exception, as Python prints it; if it is long, without the frames of libraries.
+    """Return the traceback of an exception. Long ones omit frames of lockstep, torch and the standard library.
 
-    Those are lockstep, torch and Python's standard library.
-
-    The innermost frame of each traceback stays, whosever it is. Chains and groups of many exceptions and messages of
-    many lines lose their middle, and characters that a terminal would obey are escaped.
+    The innermost frame of each traceback remains in any case. Long chains and groups of exceptions, and long
+    messages, lose their middle. Control characters are escaped.
 
     Args:
         error: the exception.
-        most: lines that are shown.
+        most: maximum number of lines.
     """
     text = as_imported("".join(traceback.format_exception(error)))
     if os.environ.get(WHOLE) == "1":
@@ -58,23 +56,26 @@ def shortened(error: BaseException, most: int = MOST) -> str:
 
 
 def as_imported(text: str) -> str:
-    """Name the package's own exceptions in a traceback as users import them."""
+    """Replace the names of the package's own exceptions by those that users import."""
     return _EXCEPTIONS.sub("lockstep.utilities.exceptions.", text)
 
 
 def wipe_line() -> None:
-    """On a terminal, begin at the left, and show the cursor: another rank may have its bars on this line and below.
+    """On a terminal, move to the start of the line, clear everything below, and show the cursor.
 
-    It draws them again, if it is still there.
+    Another rank may have progress bars there. It draws them again, if it still runs.
     """
     begin = wiping()
     if begin:
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # stderr is closed
             os.write(2, begin.encode())
 
 
 def wiping() -> str:
-    """What :func:`wipe_line` writes; in one write with a text, no bar comes between. "" where stderr is no terminal."""
+    """Return the control sequence of :func:`wipe_line`, or "" if stderr is not a terminal.
+
+    Written together with a text, it leaves no gap in which a bar could be drawn.
+    """
     try:
         return "\r\x1b[J\x1b[?25h" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
     except OSError:
@@ -82,7 +83,7 @@ def wiping() -> str:
 
 
 def say(words: str) -> None:
-    """Write a line on the screen."""
+    """Print a line on stderr."""
     with contextlib.suppress(OSError):
         os.write(2, f"lockstep: {words}.\n".encode())
 
@@ -109,7 +110,7 @@ def _without_inner(lines: list[str]) -> Iterator[str]:
             yield lines[at]
             at += 1
             continue
-        end = at + 1  # of the frame's source and carets, which stand deeper than its first line
+        end = at + 1  # end of the frame's source and carets, which are indented deeper than its first line
         depth = len(lines[at]) - len(lines[at].lstrip())
         while end < len(lines) and lines[end].startswith(" " * (depth + 1)) and not _FRAME.match(lines[end]):
             end += 1
@@ -144,32 +145,32 @@ def name_cells(text: str) -> str:
 
 
 REASON = 400
-"""Characters of a reason that are told in the last line."""
+"""Maximum length of a reason in the last line."""
 
 
 def one_line(text: str, most: int | None = REASON) -> str:
-    r"""A text in one line that a terminal shows as it is: what does not print is escaped, what is too long is cut.
+    r"""Return the text on one line, with nonprintable characters escaped. A long text loses its middle.
 
     Args:
-        text: whatever somebody has said.
-        most: characters; None: all.
+        text: the text.
+        most: maximum number of characters; None: no limit.
 
     Example:
         >>> one_line("no\nlockstep: rank 1 failed\x1b[2K")
         'no\\nlockstep: rank 1 failed\\x1b[2K'
     """
     length = len(text)
-    if most is not None and length > 2 * most:  # no more is looked at
+    if most is not None and length > 2 * most:  # limits the work
         text = text[:most] + text[-most:]
     text = "".join(each if each.isprintable() else _escaped(each) for each in text)
     if most is None or (length <= most and len(text) <= most):
         return text
-    end = most // 3  # messages end with the way out
+    end = most // 3  # messages end with the solution
     return f"{text[: most - end]} ... ({length} characters) ... {text[-end:]}"
 
 
 def printable(text: str) -> str:
-    """Lines that a terminal shows as they are: of what does not print, ends of lines and tabs stay."""
+    """Return the text with nonprintable characters escaped, except newlines and tabs."""
     if text.isascii() and not _CONTROL.search(text):
         return text
     return "".join(each if each.isprintable() or each in "\n\t" else _escaped(each) for each in text)
@@ -183,13 +184,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception in one line, escaped and cut: ``"ValueError: what it said"``."""
+    """Return an exception on one line, escaped and cut: ``"ValueError: message"``."""
     if isinstance(error, SystemExit):
         return one_line(f"sys.exit({'' if error.code is None else repr(error.code)}) in the middle of the run")
     parts = traceback.format_exception_only(type(error), error)
-    if isinstance(error, SyntaxError):  # file and line stand before it
+    if isinstance(error, SyntaxError):  # file and line precede it
         parts = [next((part for part in parts if part.startswith(type(error).__name__)), parts[-1])]
     text = as_imported("".join(parts).strip())
-    if IN_WORKER in text:  # the last line of the worker's traceback has it
+    if IN_WORKER in text:  # the last line of the worker's traceback contains it
         return one_line(text.rsplit("\n", 1)[-1].strip()) + " (in a loader worker)"
     return one_line(text)

@@ -1,4 +1,4 @@
-"""Signals to a rank: noted, and Ctrl-C heard once."""
+"""Signal handlers of a rank, and the handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from typing import Any
 from lockstep.ground.installed import FORK_WAKEUP, HANDLERS, PASSED_ON, WAKEUP
 from lockstep.launch.parent_death import PARENT
 
-# -- signals, noted ------------------------------------------------------------------------------------------
+# -- handlers ------------------------------------------------------------------------------------------------
 
 
 ENDED = 128 + signal.SIGTERM
-"""The exit code of a process that SIGTERM has ended."""
+"""Exit code of a process that SIGTERM ended."""
 
 
 HANDLED = [getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TSTP")]
-"""Signals for which a supervisor has handlers; its starter blocks them until these are in place."""
+"""Signals that a supervisor handles. The starting process blocks them until the handlers are installed."""
 
 _giving_way: list[object] = []
-"""The handlers of :func:`handling` that one inside of them may replace."""
+"""Handlers of :func:`handling` that a nested one may replace."""
 
 
 @contextmanager
 def handling(
     numbers: Iterable[int], note: Callable[[int], None], gives_way: bool = False, beside: Collection[int] = ()
 ) -> Iterator[None]:
-    """Have ``note`` called for these signals. Outside the main thread nothing is changed.
+    """Call ``note`` for these signals inside the context. Outside the main thread, do nothing.
 
-    A handler that the user has set stays, alone or ``beside`` the note, as does what a parent told this process to
-    ignore. Forked processes, loader workers say, take no notice: a cluster signals them too, and the run could not come
-    to its boundary without them.
+    A handler that the user has set remains, alone or, for signals in ``beside``, in addition to ``note``. A signal that
+    a parent process set to be ignored stays ignored. Forked processes such as loader workers ignore these signals: a
+    cluster sends them to every process, and without its workers the run could not reach its boundary.
 
     Args:
         numbers: the signals.
-        note: called in the handler, so it must not print: the next signal may strike while it does.
-        gives_way: whether a fit that begins inside takes these signals over for its time.
+        note: called in the handler, so it must not print: another signal may interrupt it.
+        gives_way: whether a fit inside the context may take over these signals while it runs.
         beside: signals for which the user's handler is called, and ``note`` after it.
     """
     process = os.getpid()
@@ -80,18 +80,18 @@ def handling(
 
 
 def is_under_lockstep(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether lockstep started this process as a rank beside its own: it sends SIGTERM only after a failure."""
+    """Return True if lockstep started this process as a rank. It sends SIGTERM only after a failure."""
     return environ.get(PARENT) == str(os.getppid())
 
 
 def end_at_once() -> None:
-    """End this process as an unhandled SIGTERM does; for handlers."""
+    """End this process like an unhandled SIGTERM. For use in handlers."""
     os._exit(ENDED)
 
 
 @contextmanager
 def by_default(number: int) -> Iterator[None]:
-    """Inside, a signal does what the system does by itself: SIGTERM ends this process, also inside a collective."""
+    """Restore a signal's default action inside the context. SIGTERM then ends this process even in a collective."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -104,9 +104,9 @@ def by_default(number: int) -> Iterator[None]:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM end this process at once, also where its main thread waits for other ranks.
+    """Let Ctrl-C and SIGTERM end this process at once inside the context, even while it waits for other ranks.
 
-    A signal that this process ignores, or that a handler outside of Python has, is left alone.
+    A signal that is ignored, or handled outside of Python, is left alone.
     """
     with ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -116,9 +116,9 @@ def ending_at_once() -> Iterator[None]:
 
 
 def send_again(number: int) -> None:
-    """Send a signal that nobody has acted on to this process once more, now that nobody heeds it."""
+    """Send a signal that was not acted on to this process once more, after the handlers are removed."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or there is none
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the reader is gone, or the stream is missing
             stream.flush()
     os.kill(os.getpid(), number)
 
@@ -127,11 +127,11 @@ def send_again(number: int) -> None:
 
 
 PASS: int | None = int(signal.SIGRTMIN) + 10 if sys.platform.startswith("linux") else None
-"""The signal by which a Ctrl-C is passed on. Not SIGINT: a rank that the terminal told too would count two."""
+"""Signal that passes on a Ctrl-C. With SIGINT, a rank that also gets it from the terminal would count two."""
 
 
 def hear() -> None:
-    """From here on a Ctrl-C may be passed on to this process; it has no effect outside :func:`interruptible`."""
+    """Accept a passed-on Ctrl-C from now on. It has no effect outside :func:`interruptible`."""
     if PASS is not None and _in_main_thread() and signal.getsignal(PASS) is signal.SIG_DFL:
         PASSED_ON.install(_ignore_passed)
 
@@ -144,7 +144,7 @@ def _ignore_passed() -> Callable[[], object] | None:
 
 
 def pass_on(process: int) -> None:
-    """Tell a process that has called :func:`hear` of a Ctrl-C; more than once is as once."""
+    """Pass a Ctrl-C on to a process that has called :func:`hear`. Repeated calls count once."""
     if PASS is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, PASS)
@@ -152,13 +152,13 @@ def pass_on(process: int) -> None:
 
 @contextmanager
 def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Have the first Ctrl-C call ``ask``; the second one calls ``end`` and raises where it strikes.
+    """Call ``ask`` at the first Ctrl-C. At the second, call ``end`` and raise KeyboardInterrupt at once.
 
-    A handler that the script has set is called first. A Ctrl-C that is ignored, as by what a shell's script has started
-    in the background, stays so: the user means another process.
+    A handler that the script has set is called first. An ignored Ctrl-C stays ignored, as in a process that a shell
+    script started in the background: it is meant for another process.
 
-    Loader workers that are forked meanwhile take no notice: a terminal tells them too, and the run could not come
-    to its boundary without them. Outside the main thread nothing is changed.
+    Forked loader workers ignore Ctrl-C. A terminal sends it to them, too, and without them the run could not reach
+    its boundary. Outside the main thread, do nothing.
     """
     if not _in_main_thread():
         yield
@@ -167,7 +167,7 @@ def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal presses
-        if os.getpid() != process:  # a process that was forked here: a loader worker, or one of the user's own
+        if os.getpid() != process:  # a forked process: a loader worker, or one of the user's
             if current_process().daemon:
                 return
             raise KeyboardInterrupt
@@ -190,23 +190,23 @@ def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[
     finally:
         _asking.remove(handle)
         for number, handler in before.items():
-            if signal.getsignal(number) is handle:  # else the script has set one meanwhile
+            if signal.getsignal(number) is handle:  # otherwise the script has set another handler meanwhile
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 _asking: list[object] = []
-"""The handlers of :func:`interruptible` that are in place."""
+"""Installed handlers of :func:`interruptible`."""
 
 
 def _heard_of_ctrl_c() -> list[int]:
-    """The signals that tell of a Ctrl-C: SIGINT, unless it is ignored, and that of :func:`pass_on`."""
+    """Return the signals of a Ctrl-C: SIGINT, unless it is ignored, and the one of :func:`pass_on`."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     heard = (None if ignored else int(signal.SIGINT), PASS)
     return [number for number in heard if number is not None]
 
 
 def _users_of_ctrl_c() -> Callable[[int, FrameType | None], Any] | None:
-    """The handler of Ctrl-C that the script has set; None where it has set none."""
+    """Return the handler of Ctrl-C that the script has set, or None."""
     found = signal.getsignal(signal.SIGINT)
     if not callable(found) or found in (signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN, *_asking):
         return None
@@ -214,10 +214,10 @@ def _users_of_ctrl_c() -> Callable[[int, FrameType | None], Any] | None:
 
 
 class SignalPipe:
-    """Hears of every Ctrl-C to this process, also while its main thread waits in a collective.
+    """Pipe that receives every Ctrl-C of this process, even while its main thread waits in a collective.
 
-    Python runs handlers in the main thread between two of its instructions, so one that waits for another rank
-    never comes to them. The system's own handler writes the signal's number into a pipe at once.
+    Python runs handlers in the main thread between two instructions, so never while that thread waits for another rank.
+    The C-level handler writes the signal's number into a pipe at once.
     """
 
     def __init__(self) -> None:
@@ -227,14 +227,14 @@ class SignalPipe:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen, in the main thread; elsewhere, and where somebody else listens, this does nothing."""
+        """Receive signals inside the context. Do nothing outside the main thread, or if an event loop receives them."""
         if not _in_main_thread():
             yield
             return
-        # a process that is forked here must not report what it hears as if it were this one
+        # a forked process must not report its signals as this process' own
         FORK_WAKEUP.at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _in_main_thread() else None)
         before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if before != -1:  # an event loop's
+        if before != -1:  # set by an event loop
             signal.set_wakeup_fd(before)
             yield
             return
@@ -246,11 +246,11 @@ class SignalPipe:
             signal.set_wakeup_fd(-1)
 
     def fileno(self) -> int:
-        """For ``select``: readable when there is something to hear."""
+        """Return the descriptor for ``select``. It is readable when a signal has arrived."""
         return self._read
 
     def heard(self) -> int:
-        """How often Ctrl-C was pressed since the last time."""
+        """Return how often Ctrl-C was pressed since the last call."""
         try:
             return os.read(self._read, 4096).count(signal.SIGINT)
         except BlockingIOError:
@@ -262,7 +262,7 @@ class SignalPipe:
             os.write(self._write, b"\0")
 
     def close(self) -> None:
-        """Give the pipe back."""
+        """Close the pipe."""
         os.close(self._read)
         os.close(self._write)
 

@@ -1,4 +1,4 @@
-"""What is seen of a rank from outside at one moment, and how it is told."""
+"""Snapshots of ranks as seen from outside, and their description."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ RUNS, SLEEPS, STOPPED, TRACED, GONE = "runs", "sleeps", "is stopped", "is traced
 """States of a process."""
 
 SHORT = 6
-"""Frames of a stack that are told."""
+"""Maximum number of printed frames of a stack."""
 STACKS = 3
-"""Different stacks that are told."""
+"""Maximum number of different stacks that are printed."""
 
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """What is seen of one rank from outside, at one moment."""
+    """The state of one rank at one moment, as seen from outside."""
 
     rank: int
     at: float  #: the moment, on the clock of its host's ``time.monotonic``
     stand: Stand
     state: str = SLEEPS
-    still: float = 0.0  #: seconds without any work of the processor
+    still: float = 0.0  #: seconds without processor time
     stopped: float = 0.0  #: seconds since it was stopped
-    notes: tuple[Note, ...] = ()  #: the newest of its trace, the newest first
+    notes: tuple[Note, ...] = ()  #: newest notes of its trace, the newest first
     stack: Stack | None = None
-    worker: Stack | None = None  #: of a loader's worker, where the rank waits for it
-    held: float = 0.0  #: seconds since its stack was first seen to wait for others, if nothing has come in between
+    worker: Stack | None = None  #: stack of the loader worker that the rank waits for
+    held: float = 0.0  #: seconds since its stack was first seen waiting for others, without interruption
 
     @property
     def inside(self) -> Note | None:
-        """The collective that the thread that trains is in."""
-        for note in self.notes:  # a plain loop: of thousands of ranks this is asked each second
+        """The collective that the training thread is in; None if it is in none."""
+        for note in self.notes:  # a plain loop for speed: it runs each second for thousands of ranks
             if note.left is None and not note.aside:
                 return note
         return None
 
     @property
     def queued(self) -> Note | None:
-        """The oldest collective that its device is not done with. The call has returned, and the rank may have gone on
-        until it asked for a value that lies behind."""
+        """The oldest collective that its device has not completed; None if there is none.
+
+        The call has returned. The rank may have continued until it needed a value that depends on the collective.
+        """
         found = None
         for note in self.notes:
             if note.queued and note.left is not None:
@@ -54,12 +56,12 @@ class RankSnapshot:
 
     @property
     def awaited(self) -> Note | None:
-        """The collective in which it waits for others: its thread, or its device."""
+        """The collective in which its thread or its device waits for others."""
         return self.inside or self.queued
 
     @property
     def waited(self) -> float:
-        """Seconds that it has waited for other ranks, as far as its notes tell, or its stack; 0: it does not."""
+        """Seconds that it has waited for other ranks, by its notes or its stack; 0 if it does not wait."""
         inside = self.inside
         if inside is not None:
             return self.at - inside.entered
@@ -70,7 +72,7 @@ class RankSnapshot:
 
     @property
     def location(self) -> str:
-        """The line of the user's code at which it is; the innermost of the loader's worker where it waits for that."""
+        """The current line of the user's code; the worker's line if the rank waits for a loader worker."""
         if self.worker is not None:
             return self.worker.location()
         noted = self.inside
@@ -81,7 +83,7 @@ class RankSnapshot:
         return self.stand.location if self.stack is None else self.stack.location(self.stand.location)
 
     def described(self) -> str:
-        """What it does, and where: ``"waits in all_reduce #417, train.py:88 (on_validation_epoch_end)"``."""
+        """Return the rank's activity and line: ``"waits in all_reduce #417, train.py:88 (on_train_epoch_end)"``."""
         when = _since(self.stack) if self.awaited is None else when_of(self.awaited)
         return f"{self._doing()}, {self.location}{when}"
 
@@ -103,22 +105,22 @@ class RankSnapshot:
         return f"is in {doing or 'its own code'}"
 
     def _begun(self, doing: str) -> str:
-        """The oldest asynchronous collective that is not known to be complete, where the rank waits for one."""
+        """Return the oldest asynchronous collective not known to be complete, if the rank waits for one."""
         begun = [note for note in self.notes if note.left is not None and note.done is None and not note.aside]
         return begun[-1].named if begun and doing == "wait" else ""
 
 
 def when_of(note: Note) -> str:
-    """In which hook and at which batch a collective was called: ``" (on_validation_epoch_end, batch 7)"``."""
+    """Return the hook and the batch of a collective: ``" (on_validation_epoch_end, batch 7)"``."""
     function = "" if note.function == "<module>" else note.function
     return _in_brackets(note.phase or function, f"batch {note.batch}" if note.batch >= 0 else "")
 
 
 def _since(stack: Stack | None) -> str:
-    """In which hook a rank is, and since which batch, if it has said so."""
+    """Return the hook that a rank is in, and since which batch, if it reported them."""
     if stack is None:
         return ""
-    phase = "" if stack.loads else stack.phase  # who loads is between two steps: the hook is that of the last one
+    phase = "" if stack.loads else stack.phase  # while loading, the hook is that of the last step
     return _in_brackets(phase, f"since batch {stack.batch}" if stack.batch >= 0 else "")
 
 
@@ -131,7 +133,7 @@ def _in_brackets(*words: str) -> str:
 
 
 def told(snapshots: Iterable[RankSnapshot]) -> str:
-    """What ranks do, those that do the same together."""
+    """Describe what ranks do. Ranks that do the same are grouped."""
     groups = alike(
         (snapshot.rank, snapshot.described()) for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank)
     )
@@ -145,7 +147,7 @@ def _plural(what: str) -> str:
 
 
 def traced(snapshots: Iterable[RankSnapshot]) -> str:
-    """The ranks' Python stacks, each in a few lines, those alike once."""
+    """Return the ranks' Python stacks, each in a few lines. Equal stacks appear once."""
     groups = alike(
         (snapshot.rank, f"{whose}:\n{brief(stack)}")
         for snapshot in snapshots
@@ -157,7 +159,7 @@ def traced(snapshots: Iterable[RankSnapshot]) -> str:
 
 
 def brief(stack: Stack, most: int = SHORT) -> str:
-    """A stack in a few lines, the innermost call last: the user's lines, and the innermost of the others."""
+    """Return a stack in a few lines, the innermost call last: the user's lines, and the innermost others."""
     frames = [frame for frame in stack.frames if not frame.file.startswith(_BESIDE)]
     users = [index for index, frame in enumerate(frames) if frame.is_users][: most - 2]
     kept = sorted({*range(min(2, len(frames))), *users})

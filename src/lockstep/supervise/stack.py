@@ -1,4 +1,4 @@
-"""Stacks: where in the user's code a process is, or where an exception came from."""
+"""Stacks: the position of a process, or the origin of an exception, in the user's code."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lockstep.ground.errors import words_of
 from lockstep.ground.rank import Doing, marks_in
 
 LOCKSTEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_spec = find_spec("torch")  # not imported: a process that only watches ranks has no use for it
+_spec = find_spec("torch")  # torch is not imported: a process that only watches ranks does not need it
 TORCH = os.path.dirname(os.path.abspath((_spec and _spec.origin) or "torch")) + os.sep
 PACKAGES = tuple({folder + os.sep for folder in (*site.getsitepackages(), site.getusersitepackages())})
-"""Where packages are installed, the user's own among them."""
+"""Folders of installed packages, including the user's site packages."""
 
 _COMMANDS = tuple({os.path.join(folder, "bin") + os.sep for folder in (sys.prefix, site.getuserbase())})
-"""Where the commands of installed packages lie: a few lines each, which call the package."""
+"""Folders of installed commands. These are a few lines each that call their package."""
 
 FOREIGN = (LOCKSTEP, TORCH, os.path.dirname(os.__file__) + os.sep, *PACKAGES, *_COMMANDS, "<frozen")
-"""Where files lie that are nobody's training script."""
+"""Folders with files that are not training scripts."""
 
 SPAWNED = f"{LOCKSTEP}launch{os.sep}spawn.py"
 
@@ -33,7 +33,7 @@ _TORCH_WAITS = (
     (f"distributed{os.sep}distributed_c10d.py", ""),
     (f"distributed{os.sep}_functional_collectives.py", "wait_tensor"),
 )
-"""Ends of torch's files, and functions in them ("": any), that wait for other ranks."""
+"""Torch's files, by the end of their paths, and their functions ("": any) that wait for other ranks."""
 
 _LOADERS = (f"{TORCH}utils{os.sep}data{os.sep}", f"{LOCKSTEP}data{os.sep}")
 _FETCH = f"{TORCH}utils{os.sep}data{os.sep}_utils{os.sep}fetch.py"
@@ -41,7 +41,7 @@ _FETCH = f"{TORCH}utils{os.sep}data{os.sep}_utils{os.sep}fetch.py"
 
 @dataclass(frozen=True)
 class Frame:
-    """One function that has been called and has not returned."""
+    """A function that was called and has not returned."""
 
     file: str
     line: int
@@ -49,12 +49,12 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether this is neither lockstep's, torch's, Python's own nor an installed package's."""
+        """True if the file belongs to the user, not to lockstep, torch, Python or an installed package."""
         return not self.file.startswith(FOREIGN)
 
     @property
     def waits(self) -> bool:
-        """Whether this is a place that waits for other ranks."""
+        """True if the function waits for other ranks."""
         if self.file.startswith(TORCH):
             return any(self.file.endswith(end) and name in ("", self.function) for end, name in _TORCH_WAITS)
         mark = self.mark
@@ -62,7 +62,7 @@ class Frame:
 
     @property
     def mark(self) -> Doing | None:
-        """What a function of lockstep's is marked by."""
+        """The mark of a function of lockstep, or None."""
         return marks_in(self.file).get(self.function) if self.file.startswith(LOCKSTEP) else None
 
     def __str__(self) -> str:
@@ -71,14 +71,14 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """Frames, the innermost first."""
+    """A stack of frames, the innermost first."""
 
     frames: tuple[Frame, ...]
-    phase: str = field(default="", compare=False)  #: the hook in which the rank is, if its Trainer said so
-    batch: int = field(default=-1, compare=False)  #: the training batch at which it is, if its Trainer said so
+    phase: str = field(default="", compare=False)  #: the hook that the rank is in, if its Trainer reported it
+    batch: int = field(default=-1, compare=False)  #: the rank's training batch, if its Trainer reported it
 
     def location(self, called: str = "") -> str:
-        """The innermost line of the user's code, ``"train.py:14"``; where there is none, of any code.
+        """Return the innermost line of the user's code, ``"train.py:14"``. Without one, return a line of any code.
 
         Args:
             called: the line that called from another process.
@@ -93,7 +93,7 @@ class Stack:
         return str(next(outside, self.frames[0] if self.frames else "an unknown place"))
 
     def _callers_package(self) -> str:
-        """Where the installed package lies whose code has called lockstep; "" where none has."""
+        """Return the folder of the installed package that called lockstep; "" if none did."""
         calls = [at for at, frame in enumerate(self.frames) if frame.file.startswith(LOCKSTEP)]
         caller = self.frames[calls[-1] + 1].file if calls and calls[-1] + 1 < len(self.frames) else ""
         root = max((folder for folder in PACKAGES if caller.startswith(folder)), key=len, default="")
@@ -104,22 +104,22 @@ class Stack:
 
     @property
     def waits(self) -> bool:
-        """Whether it stands in a collective: lockstep or torch waits for other ranks, below the user's code."""
+        """True if it is in a collective: lockstep or torch waits for other ranks, below the user's code."""
         return any(frame.waits for frame in self._below_users())
 
     @property
     def loads(self) -> bool:
-        """Whether it fetches data: a data set's or a loader's code is under way."""
+        """True if it loads data, in a data set or a loader."""
         return not self.waits and any(frame.file.startswith(_LOADERS) for frame in self.frames)
 
     @property
     def fetches(self) -> bool:
-        """Whether it is in a data set, for a loader."""
+        """True if it is in a data set, called by a loader."""
         return any(frame.file == _FETCH for frame in self.frames)
 
     @property
     def doing(self) -> str:
-        """What it does below the user's code, in words or by the name of a function; "" if nothing."""
+        """The activity below the user's code, in words or as a function's name; "" if there is none."""
         below = list(self._below_users())
         for frame in reversed(below):
             mark = frame.mark
@@ -129,7 +129,7 @@ class Stack:
         return named[-1] if named else ""
 
     def described(self, called: str = "") -> str:
-        """What it does, and where; ``called`` as for :meth:`location`."""
+        """Return what it does and where. ``called`` is as for :meth:`location`."""
         return f"{self.doing or 'its own code'} ({self.location(called)})"
 
     def _below_users(self) -> Iterable[Frame]:
@@ -140,7 +140,7 @@ class Stack:
 
 
 def _within(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Frames up to where a spawned process was let into its call; what lies outside is no line of anybody's."""
+    """Return the frames inside a spawned process' call. Frames outside of it are no user's code."""
     kept: list[Frame] = []
     for frame in frames:
         if frame.file == SPAWNED and frame.function == "work":
@@ -150,7 +150,7 @@ def _within(frames: Iterable[Frame]) -> tuple[Frame, ...]:
 
 
 def stack_of(error: BaseException) -> Stack:
-    """Where an exception came from; if a loader worker raised it, where in the worker."""
+    """Return the origin of an exception. If a loader worker raised it, return its origin in the worker."""
     text = words_of(error)
     if IN_WORKER in text:
         frames = tuple(reversed(_read(text.split(IN_WORKER, 1)[1])))
@@ -160,7 +160,7 @@ def stack_of(error: BaseException) -> Stack:
 
 
 def is_through_lockstep(error: BaseException) -> bool:
-    """Whether an exception came out of a call of lockstep's, or is chained to one that did."""
+    """Return True if an exception, or one that it is chained to, passed through lockstep's code."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
@@ -172,7 +172,7 @@ def is_through_lockstep(error: BaseException) -> bool:
 
 
 def calling() -> Stack:
-    """The stack of the caller."""
+    """Return the stack of the caller."""
     found: list[Frame] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -182,8 +182,7 @@ def calling() -> Stack:
 
 
 def dumped(text: str) -> Stack:
-    """The stack in what `faulthandler` wrote, or the thread that answers: that one says first at which batch the rank
-    is."""
+    """Return the stack from the text of `faulthandler` or of the answering thread. The latter adds the batch."""
     said = _BATCH.search(text)
     frames = _within(_read(text))
     return Stack(frames) if said is None else Stack(frames, said[2], int(said[1]))

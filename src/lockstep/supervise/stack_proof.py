@@ -1,4 +1,4 @@
-"""What stacks tell of ranks that do nothing: a question to all nodes, and what two answers that are alike prove."""
+"""Proofs from the stacks of idle ranks: a question to all nodes, and the conclusion from two equal answers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from lockstep.supervise.snapshot import SLEEPS, RankSnapshot
 from lockstep.supervise.stack import Stack
 
 QUIET = 2.0
-"""Seconds without any work of the processor after which a rank is asked where it is."""
+"""Seconds without processor time after which a rank's stack is requested."""
 
 QUIET_AT_FIRST = 3.0
-"""The same while ranks connect to one another, which a signal disturbs, and where nobody looks for hangs."""
+"""The same while ranks connect, which a signal disturbs, and for ranks without hang detection."""
 
 AGAIN = 0.3
-"""Seconds from the answers to one question to the next question."""
+"""Seconds from the answers to one question until the next question."""
 
 SOON = 1.0
-"""Seconds to the next question at the least where a rank that does nothing could not answer."""
+"""Minimum seconds until the next question, if an idle rank could not answer."""
 
 UNANSWERED = 5.0
 """Seconds for which a question waits for nodes that do not answer."""
 
 LONGEST = 60.0
-"""Seconds from one proof that failed to the next at the most."""
+"""Maximum seconds between failed proofs."""
 
 
 def is_idle(snapshot: RankSnapshot) -> bool:
-    """Whether a rank in a call has done nothing for so long that it may wait for another."""
+    """Return True if a rank in a call has been idle for so long that it may be waiting for another."""
     stand = snapshot.stand
     connects = stand.hang_timeout is None and stand.hang_kill is None
     quiet = QUIET_AT_FIRST if connects else QUIET
@@ -38,14 +38,14 @@ def is_idle(snapshot: RankSnapshot) -> bool:
 
 
 class StackQuestion:
-    """A question for the stacks of all ranks in a call, and what nodes have answered. One is open at a time.
+    """A question for the stacks of all ranks in a call, and the answers of the nodes. At most one is open.
 
     Attributes:
-        number: of the newest question.
-        put_at: when it was put.
-        wakes: whether it is for the ranks that are stopped, which go on when they have answered. What all others
-            answered before is kept.
-        is_open: whether nothing has been concluded from its answers yet.
+        number: number of the newest question.
+        put_at: when it was asked.
+        wakes: whether it is for the stopped ranks, which continue after their answers. Earlier answers of all others
+            are kept.
+        is_open: whether its answers have not been evaluated yet.
     """
 
     def __init__(self) -> None:
@@ -54,32 +54,32 @@ class StackQuestion:
         self.wakes = self.is_open = False
         self._kept: Mapping[int, RankSnapshot] = {}
         self._answers: dict[int, Mapping[int, RankSnapshot]] = {}
-        self._lock = threading.Lock()  # answers of other nodes come in another thread
+        self._lock = threading.Lock()  # answers of other nodes arrive in another thread
 
     def put(self, now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
-        """Begin a new question.
+        """Start a new question.
 
         Args:
-            now: the moment.
-            kept: what was answered before, if only ranks that are stopped are asked now.
+            now: current time.
+            kept: earlier answers, if only stopped ranks are asked now.
         """
         with self._lock:
             self.number, self.put_at, self.is_open = self.number + 1, now, True
             self.wakes, self._kept, self._answers = kept is not None, kept or {}, {}
 
     def take(self, node: int, number: int, answers: Mapping[int, RankSnapshot]) -> None:
-        """The ranks of a node, as it has answered a question; an older one does not count any more."""
+        """Store a node's answer. Answers to older questions are ignored."""
         with self._lock:
             if number == self.number:
                 self._answers[node] = answers
 
     def is_answered(self, nodes: Collection[int]) -> bool:
-        """Whether these nodes have all answered."""
+        """Return True if all of these nodes have answered."""
         with self._lock:
             return self.is_open and self._answers.keys() >= set(nodes)
 
     def answers(self, nodes: Collection[int], now: float) -> dict[int, RankSnapshot] | None:
-        """By rank, what these nodes have answered, once; None as long as the question waits for one of them."""
+        """Return the answers by rank, once. Return None while the question waits for a node."""
         if not self.is_open or not (self.is_answered(nodes) or now - self.put_at >= UNANSWERED):
             return None
         with self._lock:
@@ -88,31 +88,31 @@ class StackQuestion:
 
 
 class StackProof:
-    """What the answers to two questions prove that were put one after the other.
+    """The proof from two consecutive questions.
 
-    All answers to the first question are there before the second is put. Where both answers are the same, there was a
-    moment at which all ranks stood where they say.
+    The second question is asked after all answers to the first one have arrived. If both answers are equal, there was a
+    moment at which all ranks were at the reported places.
 
     Args:
-        size: ranks of all nodes; 0: nobody knows.
+        size: number of ranks of all nodes; 0: unknown.
     """
 
     def __init__(self, size: int = 0) -> None:
         self._size = size
-        self._before: dict[int, tuple[int, Stack | None]] | None = None  # what the first answers said
+        self._before: dict[int, tuple[int, Stack | None]] | None = None  # the first answers
         self._next_at = self._wait = 0.0
 
     @property
     def is_pending(self) -> bool:
-        """Whether the second question is to be put."""
+        """True if the second question is still to be asked."""
         return self._before is not None
 
     def is_due(self, every: Sequence[RankSnapshot], now: float) -> bool:
-        """Whether to put a question: all ranks may be waiting, or some for one that has left.
+        """Return True if it is time for a question: all ranks may be waiting, or some wait for one that has left.
 
         Args:
-            every: all ranks that are known, those included that have come out of their call, or to their end.
-            now: the moment.
+            every: all known ranks, even those that have left their call or ended.
+            now: current time.
         """
         if self._is_suspect(every):
             return now >= self._next_at
@@ -129,7 +129,7 @@ class StackProof:
     def conclude(
         self, every: Sequence[RankSnapshot], answers: Mapping[int, RankSnapshot], now: float
     ) -> Divergence | None:
-        """What these answers prove, and those before; after the first ones the next question is due soon."""
+        """Return what these answers and the previous ones prove. After the first ones, schedule the next question."""
         if not self._is_suspect(every):
             self._before = None
             return None
@@ -138,7 +138,7 @@ class StackProof:
         stands = {each.rank: each.stand for each in every}
         found = strayed(stands, stacks, len(stands) >= self._size > 0)
         if found is None:
-            is_whole = all(each.rank in stacks for each in every if is_idle(each))  # else one was busy for a moment
+            is_whole = all(each.rank in stacks for each in every if is_idle(each))  # else one was busy
             self._wait = min(LONGEST, 2 * self._wait + 1) if is_whole else max(self._wait, SOON)
             self._before, self._next_at = None, now + self._wait
         elif self._before != seen:

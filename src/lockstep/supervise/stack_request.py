@@ -1,4 +1,4 @@
-"""A process asks another one where it is: that one writes the stack of its main thread into a file that both have."""
+"""Requests for the stack of another process. It writes its main thread's stack to a file that both have open."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from lockstep.supervise.mailbox import file_without_a_name
 from lockstep.supervise.stack import Stack, dumped
 
 SECONDS = 1.0
-"""How long an answer may take."""
+"""Seconds that an answer may take."""
 
 ASK: int | None = int(signal.SIGRTMIN) + 9 if sys.platform.startswith("linux") else None
-"""The signal that asks; `faulthandler` answers it at once, also while the rank waits in a collective."""
+"""Signal that requests a stack. `faulthandler` answers it at once, even while the rank waits in a collective."""
 
 HEADER = "Stack (most recent call first):\n"
-"""Before each answer, by `faulthandler` too."""
+"""First line of each answer, also of those by `faulthandler`."""
 
 PROMPT = 0.5
-"""Seconds in which the thread answers, unless it cannot."""
+"""Seconds in which the answering thread is expected to answer."""
 
 Handler: TypeAlias = "Callable[[int, FrameType | None], Any] | int | signal.Handlers | None"
 
 _file: IO[bytes] | None = None
 _where: Callable[[], tuple[str, int]] | None = None
 _bell: tuple[int, int] = (0, -1)
-"""The process in which a thread answers, and the descriptor of the pipe's end into which others write."""
+"""The process that has an answering thread, and the writing end of the pipe that wakes it."""
 
 
 def offer() -> str:
-    """Let other processes ask for the stack of this one's main thread.
+    """Let other processes request the stack of this one's main thread.
 
     Returns:
-        where the answers will lie, and where to ask: what :func:`ask` wants to know. "" where a system cannot do that.
+        the address for :func:`ask`: the file of the answers, and the pipe. "" on systems without support.
     """
     global _file, _bell
     if ASK is None:
         return ""
     if _file is None:
-        _file = file_without_a_name("lockstep-stack")  # open as long as this process lives
+        _file = file_without_a_name("lockstep-stack")  # stays open until this process ends
         STACK.install(_register)
-    if _bell[0] != os.getpid():  # a forked process has the descriptors, and not the thread
+    if _bell[0] != os.getpid():  # a forked process inherits the descriptors, but not the thread
         ear, mouth = os.pipe()
         _bell = os.getpid(), mouth
         threading.Thread(target=_attend, args=(ear, _file), name="lockstep-sample", daemon=True).start()
@@ -64,7 +64,7 @@ def offer() -> str:
 def _register() -> Callable[[], object]:
     assert ASK is not None
     assert _file is not None
-    # At the end of a process faulthandler puts back what was there before: who is asked then shall not die of it.
+    # At exit, faulthandler restores the previous handler. A request that arrives then must not end the process.
     before = _change_handler(ASK, signal.SIG_IGN)
     faulthandler.register(ASK, file=_file, all_threads=False, chain=False)
     return partial(_unregister, ASK, before)
@@ -77,14 +77,14 @@ def _unregister(number: int, before: Handler) -> None:
 
 
 def _change_handler(number: int, handler: Handler) -> Handler:
-    """The handler that was there; only a main thread can change it."""
+    """Return the previous handler, or None outside the main thread, where it cannot be changed."""
     with suppress(ValueError):
         return signal.signal(number, handler)
     return None
 
 
 def _attend(ear: int, file: IO[bytes]) -> None:
-    """In a thread: write down where the main thread is, whenever somebody asks."""
+    """Write the main thread's stack at each request, in a thread."""
     main = threading.main_thread().ident
     while os.read(ear, 4096):
         frame = None if main is None else sys._current_frames().get(main)
@@ -92,14 +92,14 @@ def _attend(ear: int, file: IO[bytes]) -> None:
         while frame is not None:
             lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n')
             frame = frame.f_back
-        del frame  # which would keep what it refers to
+        del frame  # it would keep objects alive
         with suppress(OSError):
             os.write(file.fileno(), "".join(lines).encode(errors="replace"))
 
 
 def _batch() -> str:
-    """The line that says in which hook this process is, and at which batch."""
-    with suppress(Exception):  # it may come between any two lines of anybody's
+    """Return the line with this process' hook and batch."""
+    with suppress(Exception):  # it may run between any two lines of other code
         if _where is not None:
             phase, batch = _where()
             return f"  Batch {batch} in {phase}\n"
@@ -107,14 +107,13 @@ def _batch() -> str:
 
 
 def answer_with(where: Callable[[], tuple[str, int]] | None) -> None:
-    """Let answers begin with the hook and the batch that ``where`` gives, in the thread that answers; None: with
-    neither."""
+    """Set the function that returns the hook and the batch for the thread's answers. None removes it."""
     global _where
     _where = where
 
 
 def is_there(answers: str) -> bool:
-    """Whether the process that made an :func:`offer` still runs; its id may be somebody else's by now."""
+    """Return True if the process of an :func:`offer` still runs. Its id may have been reused."""
     return bool(answers) and _is_file(*answers.split(":")[:2])
 
 
@@ -126,12 +125,12 @@ def _is_file(path: str, inode: str = "") -> bool:
 
 
 def ask(process: int, answers: str, by_signal: bool = False) -> Stack | None:
-    """The stack of a process that made an :func:`offer`; None if it does not answer.
+    """Return the stack of a process that made an :func:`offer`, or None if it does not answer.
 
     Args:
-        process: its id.
-        answers: what its offer returned.
-        by_signal: whether no thread can answer there: it was forked from the process that made the offer.
+        process: id of the process.
+        answers: return value of its offer.
+        by_signal: whether it has no answering thread, as a fork of the process that made the offer.
     """
     if ASK is None or not is_there(answers):
         return None
@@ -143,12 +142,12 @@ def ask(process: int, answers: str, by_signal: bool = False) -> Stack | None:
                     return found
             os.kill(process, ASK)
             return answer()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return None
 
 
 def ask_workers(process: int, answers: str) -> list[Stack]:
-    """The stacks of a process' children that it has forked after its :func:`offer`: workers of a loader."""
+    """Return the stacks of the children that a process forked after its :func:`offer`: workers of a loader."""
     found = []
     for child in _children(process):
         if ASK is not None and _handles(child, ASK):
@@ -159,7 +158,7 @@ def ask_workers(process: int, answers: str) -> list[Stack]:
 
 
 def ask_stopped(process: int, answers: str) -> Stack | None:
-    """The stack of a process that somebody has stopped. It goes on then, after it has answered."""
+    """Return the stack of a stopped process. It continues after the answer."""
     if ASK is None or not is_there(answers):
         return None
     import ctypes
@@ -167,7 +166,7 @@ def ask_stopped(process: int, answers: str) -> Stack | None:
     library = ctypes.CDLL(None)
     try:
         with _answering(answers) as answer:
-            # to its main thread: a signal to the whole process that is stopped may get lost
+            # to its main thread: a signal to the whole stopped process may be lost
             if not hasattr(library, "tgkill") or library.tgkill(process, process, ASK):
                 os.kill(process, ASK)
             os.kill(process, signal.SIGCONT)
@@ -177,7 +176,7 @@ def ask_stopped(process: int, answers: str) -> Stack | None:
 
 
 def _ring(path: str = "", inode: str = "") -> bool:
-    """Wake the thread that answers; whether there may be one."""
+    """Wake the answering thread. Return False if it cannot be reached."""
     if not _is_file(path, inode):
         return False
     try:
@@ -186,7 +185,7 @@ def _ring(path: str = "", inode: str = "") -> bool:
         return False
     try:
         return os.write(bell, b"?") == 1
-    except OSError:  # nobody has taken in what came before
+    except OSError:  # the pipe is full: earlier requests were not read
         return False
     finally:
         os.close(bell)
@@ -194,7 +193,7 @@ def _ring(path: str = "", inode: str = "") -> bool:
 
 @contextmanager
 def _answering(answers: str) -> Iterator[Callable[..., Stack | None]]:
-    """Inside, the function that is given reads what a process writes that is asked after this began."""
+    """Yield a function that reads the answer to a request made inside the context."""
     with open(answers.partition(":")[0], "rb") as file:
         file.seek(0, os.SEEK_END)
         yield lambda seconds=SECONDS: _answer(file, seconds)
@@ -210,7 +209,7 @@ def _children(process: int) -> list[int]:
 
 
 def _handles(process: int, number: int) -> bool:
-    """Whether a process has a handler for a signal: this one would end a process that has none."""
+    """Return True if a process handles a signal, which would end it otherwise."""
     with suppress(OSError, StopIteration), open(f"/proc/{process}/status") as file:
         caught = next(line.split()[1] for line in file if line.startswith("SigCgt"))
         return bool(int(caught, 16) >> (number - 1) & 1)
@@ -223,7 +222,7 @@ def _answer(file: IO[bytes], seconds: float) -> Stack | None:
         time.sleep(0.02)
         more = file.read()
         if text and not more:
-            answers = text.decode(errors="replace").split(HEADER)  # a signal lets the thread answer, too
+            answers = text.decode(errors="replace").split(HEADER)  # a signal also wakes the thread
             return dumped(next((each for each in answers if each.strip()), ""))
         text += more
     return None

@@ -1,4 +1,4 @@
-"""Where a rank stands: what it notes of itself, and what it leaves for the process that watches it."""
+"""The status of this process as a rank: its position, its exceptions, and its notes for the supervisor."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from lockstep.supervise.stack import calling, is_through_lockstep
 from lockstep.supervise.trace_memory import offer as offer_trace
 
 PATIENCE = 1.0
-"""Seconds that a rank which has lost another waits to be told why."""
+"""Seconds that a rank which has lost another waits for the first cause."""
 
 
 class _Rank:
-    """This process as a rank: which one, whom it reports to, what it has reported."""
+    """This process as a rank: its number, its mailbox, and what it has reported."""
 
     def __init__(self) -> None:
         self.rank = 0
         self.address = ""
         self.call = 0
-        self.before = 0  # calls that ranks of the script would have made, too, had they been there
+        self.before = 0  # earlier calls that were made without ranks
         self.called = ""
-        self.location = ""  # of the call, while it is in it
+        self.location = ""  # line of the current call; "" outside of calls
         self.raised: tuple[BaseException, Cause] | None = None
         self.limits: dict[str, Any] = {}
-        self.hands = False  # an agent wants to know what ends the script, and no supervisor tells it
+        self.hands = False  # an agent needs the error that ends the script, and no supervisor reports it
 
 
 _rank = _Rank()
@@ -49,11 +49,11 @@ _rank = _Rank()
 
 @contextmanager
 def noted_call(rank: int, address: str, called: str = "", launched: bool = False) -> Iterator[None]:
-    """One call, from its first line to its last: where this rank stands, and what ended it, is noted.
+    """Record one call: the rank's position, and the exception that ends it.
 
     Args:
-        rank: this process' global rank.
-        address: of the mailbox of the process that started the ranks; "" where that was somebody else.
+        rank: global rank of this process.
+        address: address of the supervisor's mailbox; "" without one.
         called: the line of the user's code that called from another process.
         launched: whether an address may be found later (:func:`report_to`).
     """
@@ -80,22 +80,22 @@ def noted_call(rank: int, address: str, called: str = "", launched: bool = False
 
 
 def without_ranks() -> None:
-    """Count a call that this process makes alone, or in processes that are there for it: there are no ranks yet."""
+    """Count a call that this process makes alone or in temporary processes, before it has ranks."""
     _rank.before += 1
 
 
 def calls_before() -> int:
-    """How many such calls there were."""
+    """Return the number of calls made without ranks."""
     return _rank.before
 
 
 def failed(error: BaseException, rank: int | None = None, address: str = "") -> None:
-    """Note an exception that ends the call, as soon as it is known that it does; the first word on it counts.
+    """Record an exception that ends the call, as soon as that is certain. The first record of an exception counts.
 
     Args:
-        error: what was raised.
-        rank: outside a call: this process' global rank.
-        address: outside a call: of the mailbox.
+        error: the exception.
+        rank: outside a call, the global rank of this process.
+        address: outside a call, the address of the mailbox.
     """
     if rank is not None:
         _rank.rank, _rank.address = rank, address
@@ -105,43 +105,43 @@ def failed(error: BaseException, rank: int | None = None, address: str = "") -> 
 
 
 def heard_ctrl_c() -> None:
-    """Note that this rank has said what follows from a Ctrl-C. It may be called in a handler: it takes no lock."""
+    """Record that this rank has announced what follows from Ctrl-C. Safe in signal handlers: it takes no lock."""
     if _rank.address:
         leave_note(_rank.address, {"heard": _rank.rank, "call": _rank.call})
 
 
 def met() -> None:
-    """Note that this rank has joined the others, so that from now on a Ctrl-C ends them in order."""
+    """Record that this rank has joined the others. From now on, Ctrl-C ends them in an orderly way."""
     if _rank.address:
         leave_note(_rank.address, {MET: _rank.rank})
 
 
 def report_to(address: str) -> None:
-    """Leave notes here from now on: the supervisor has been found, maybe while this rank was in a call."""
+    """Leave notes in a mailbox from now on. The rank may be in a call when its supervisor is found."""
     _rank.address = address
     if _rank.location:
         _stand(_rank.location, inside=True)
 
 
 def note_early(environ: Mapping[str, str] = os.environ) -> None:
-    """In a rank that lockstep has started: note what ends the script before its first call."""
+    """Watch for errors that end the script before its first call, in a rank that lockstep started."""
     if RANK in environ and MAILBOX in environ and not _rank.address:
         _rank.rank, _rank.address = int(environ[RANK]), environ[MAILBOX]
         watch_uncaught()
 
 
 def hand_early(environ: Mapping[str, str] = os.environ) -> None:
-    """In a rank of `lockstep run`: hand its agent what ends the script before a supervisor is there to tell."""
+    """Pass errors that end the script to the agent of `lockstep run`, until a supervisor reports them."""
     if environ.get(CAUSE) and environ.get("RANK", "").isdigit() and environ.get(PROCESS) == str(os.getpid()):
         _rank.rank, _rank.hands = int(environ["RANK"]), True
-        sys.excepthook = getattr(sys.excepthook, "before_lockstep", sys.excepthook)  # of launch/site: no more needed
+        sys.excepthook = getattr(sys.excepthook, "before_lockstep", sys.excepthook)  # replaces the hook of launch/site
         watch_uncaught()
 
 
 def named(error: BaseException) -> BaseException:
-    """The error itself; or, where a collective raised it since another rank is gone, one that says what ended that.
+    """Return the error. If a collective raised it since another rank is gone, return one that names the first cause.
 
-    It waits for up to a second until that is known.
+    It may wait up to a second for the first cause.
     """
     if not _rank.address or not isinstance(error, RuntimeError) or isinstance(error, RankFailed):
         return error
@@ -157,7 +157,7 @@ def named(error: BaseException) -> BaseException:
 
 
 def _first_of_others() -> tuple[int, str] | None:
-    """Rank and words of the first cause, where another rank is it; None if nobody knows within a second."""
+    """Return the rank and the message of the first cause, if it is another rank's and known within a second."""
     notes, began = Mailbox.at(_rank.address), time.monotonic()
     while notes is not None and time.monotonic() - began < PATIENCE:
         for first in notes.others("first"):
@@ -171,28 +171,29 @@ def _first_of_others() -> tuple[int, str] | None:
 
 
 def is_given_up() -> bool:
-    """Whether the run is being ended since its ranks went different ways, or a node has gone: no boundary will come."""
+    """Return True if the run is being ended since ranks diverged or a node is gone. No boundary will be reached."""
     return any(first["rank"] < 0 for first in _known_firsts())
 
 
 def _known_firsts() -> list[dict[str, Any]]:
-    """What is noted of the first cause; nothing as long as it is not certain."""
+    """Return the notes about the first cause, or an empty list while it is not certain."""
     notes = Mailbox.at(_rank.address) if _rank.address else None
     return [] if notes is None else notes.others("first")
 
 
 def note_on(error: BaseException, rank: int) -> Cause:
-    """The note that was left on an exception, or a new one where none was."""
+    """Return the record of an exception, or a new one."""
     if _rank.raised is not None and _rank.raised[0] is error:
         return _rank.raised[1]
     return cause_of(rank, error)
 
 
 def expect(hang_timeout: float | None, hang_kill: float | None) -> None:
-    """Note how long this rank may wait for others: until it is told who waits for whom, and until the run is ended.
+    """Record how long this rank may wait for others.
 
     Args:
-        hang_timeout, hang_kill: seconds; None: for ever.
+        hang_timeout: seconds until the wait is reported; None: no limit.
+        hang_kill: seconds until the run is ended; None: no limit.
     """
     _rank.limits = {"hang_timeout": hang_timeout, "hang_kill": hang_kill}
     _stand(_rank.called, inside=True)
@@ -206,13 +207,14 @@ def _stand(location: str, inside: bool) -> None:
 
 
 def watch_uncaught() -> None:
-    """From here on, what nobody catches is noted, also outside a call, and printed in at most 40 lines.
+    """Record uncaught exceptions from now on, even outside a call, and print them in at most 40 lines.
 
-    One rank of a node prints its traceback; what the others failed of is in their notes, for the one who tells the
-    first cause. A rank that has only lost another prints one line, and nothing where the first cause is known: that
-    may be on the screen already, and is to be the last. On one process a traceback is folded, if lockstep is in it.
+    One rank of a node prints its traceback. The errors of the others are in their notes, and reported with the first
+    cause. A rank that has only lost another prints one line, or nothing if the first cause is known: that may be on the
+    terminal already, and has to be the last line. On a single process, a traceback is shortened if it contains
+    lockstep.
     """
-    if not isinstance(sys.excepthook, _Hook):  # nobody's, or one that the script has set since
+    if not isinstance(sys.excepthook, _Hook):  # another hook: not ours, or one that the script has set since
         EXCEPTHOOK.remove()
         EXCEPTHOOK.install(_put_hook)
 
@@ -229,13 +231,13 @@ def _put_hook() -> Callable[[], object]:
 
 
 class _Hook:
-    """Python's hook for what nobody catches, in a rank.
+    """Python's hook for uncaught exceptions, in a rank.
 
     Args:
-        before: the hook that was there.
+        before: the previous hook.
 
     Attributes:
-        is_removed: it only hands on. Another hook, torch's for one, may still have it as the one before.
+        is_removed: whether it only calls the previous hook. A later hook, such as torch's, may still refer to it.
     """
 
     def __init__(self, before: Callable[..., object]) -> None:
@@ -246,7 +248,7 @@ class _Hook:
         if self.is_removed:
             self.before(kind, error, trace)
             return
-        # where a loader's worker has crashed, its handler of SIGCHLD raises for each further worker that ends, here too
+        # after a loader worker has crashed, its SIGCHLD handler raises for each further worker that ends, here too
         for last in (False, True):
             try:
                 with by_default(signal.SIGCHLD):
@@ -274,7 +276,7 @@ class _Hook:
             text = f"rank {note.rank} lost the others in {note.doing} ({note.location})"
             print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
         elif isinstance(error, KeyboardInterrupt):
-            if not _rank.rank:  # one rank's is enough
+            if not _rank.rank:  # one rank's traceback is enough
                 _leave_out_lost(error)
                 self.before(kind, error, trace)
         elif _is_first_to("prints") or os.environ.get(WHOLE) == "1":
@@ -291,14 +293,14 @@ class _Hook:
                     wipe_line()
                 self.before(kind, error, trace)
                 return
-            except Exception as own:  # Python would print both, whole
+            except Exception as own:  # Python would print both in full
                 failure = f"lockstep: sys.excepthook itself has failed: {reason_of(own)}\n"
-        bar = wiping() if _rank.rank else ""  # rank 0 has closed its own
+        bar = wiping() if _rank.rank else ""  # rank 0 has closed its own bars
         print(bar + failure + shortened(error, most), end="", file=sys.stderr, flush=True)
 
 
 def _without_torchs(hook: Callable[..., object]) -> Callable[..., object]:
-    """The hook around which torch has put its own, which names the rank before each line, when a group was made."""
+    """Return the hook inside torch's own, which prefixes each line with the rank once a group exists."""
     while True:
         if isinstance(hook, _Hook) and hook.is_removed:
             hook = hook.before
@@ -312,7 +314,7 @@ def _without_torchs(hook: Callable[..., object]) -> Callable[..., object]:
 
 
 def _leave_out_lost(error: BaseException) -> None:
-    """Forget that this rank had just lost others when it was interrupted: they were, too, and a moment earlier."""
+    """Drop lost connections from an interrupt's context: the other ranks were interrupted, too, a moment earlier."""
     each: BaseException | None = error
     while each is not None:
         if each.__context__ is not None and cause_of(_rank.rank, each.__context__).lost:
@@ -321,7 +323,7 @@ def _leave_out_lost(error: BaseException) -> None:
 
 
 def _is_first_to(what: str) -> bool:
-    """Whether this is the first rank of its node to announce something: what one does, the others need not."""
+    """Return True for the first rank of a node that announces something, which the others can then omit."""
     notes = Mailbox.at(_rank.address)
     if notes is None:
         return True

@@ -1,12 +1,12 @@
-"""The supervisor of a node: a small process that is no rank, watches the ranks, ends them, and tells why.
+"""The supervisor of a node: a small process that watches the ranks, ends them, and reports the first cause.
 
-It is started by local rank 0, and imports no torch, so that it is there within a tenth of a second. Where nobody else
-starts the ranks it starts the others, each in a process group of its own. Whoever ends first and badly, rank 0
-included, it lets the others raise and save what they have, ends those that still run two seconds later (half a second
-after the last of them has moved, where each has failed or waits in a collective), and has the first cause be the last
-line on the screen. Supervisors of several nodes agree on which that is (`hub`).
+Local rank 0 starts it. It does not import torch, so that it is ready within 0.1 s. Without a launcher, it starts the
+other ranks, each in a process group of its own. After the first failure, even of rank 0, it lets the other ranks raise
+and save their state. It ends those that still run two seconds later, or half a second after the last activity if each
+has failed or waits in a collective. The first cause is the last line on the terminal. Supervisors of several nodes
+agree on it (`hub`).
 
-All is decided in the main thread, event by event; the other threads only bring events.
+The main thread makes all decisions, event by event. The other threads only produce events.
 """
 
 from __future__ import annotations
@@ -51,34 +51,34 @@ from lockstep.supervise.screen_text import wipe_line
 from lockstep.supervise.signals import HANDLED
 
 TICK = 0.1
-"""Seconds from one look for the first cause to the next, while it is not certain."""
+"""Seconds between checks for the first cause while it is not certain."""
 
 ANSWER = 2.0
-"""Seconds that rank 0 gets to do what it is told."""
+"""Seconds that rank 0 has to carry out an order."""
 
 NEWS = 0.8
-"""Seconds that other nodes get to say what they know; longer than a comparison takes."""
+"""Seconds that other nodes have to report what they know. Longer than a comparison takes."""
 
 IDLE = 1.0
-"""Seconds from one look at whether anybody is left to the next."""
+"""Seconds between checks for remaining processes."""
 
 Handlers = dict[str, Callable[[Any], object]]
-"""By the name of an event, what to do."""
+"""Event handlers by the name of the event."""
 
 
 def _codes(number: int) -> tuple[int | None, ...]:
-    """Return the exit codes of a process that a signal has ended; None where nobody can ask any more."""
+    """Return the exit codes of a process that a signal has ended. None: the code could not be read."""
     return None, -number, 128 + number
 
 
 class Supervisor:
-    """Watches the ranks of a node from their start to the end of the last.
+    """The supervisor of a node's ranks, from their start until the last has ended.
 
     Args:
-        channel: to local rank 0.
-        mailbox: of the ranks.
-        signal_pipe: descriptor of a pipe into which the system writes the signals that local rank 0 gets.
-        order: what local rank 0 wants, see `lockstep.supervise.client`.
+        channel: channel to local rank 0.
+        mailbox: mailbox of the ranks.
+        signal_pipe: descriptor of a pipe that receives the signals of local rank 0.
+        order: order of local rank 0, see `lockstep.supervise.client`.
     """
 
     def __init__(self, channel: Channel, mailbox: Mailbox, signal_pipe: int, order: Message) -> None:
@@ -110,15 +110,15 @@ class Supervisor:
             self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.hangs.traces.made).ask
         self._zero = Foreign(order["process"], lambda: self._said(self._rank))
         self._channels: list[Channel] = []
-        self._left: dict[int, Cause] = {}  # the error that ended the script of rank 0, which waits for its leave
-        self._interrupted = False  # it was Ctrl-C
+        self._left: dict[int, Cause] = {}  # errors of ended scripts, whose ranks wait for permission to exit
+        self._interrupted = False  # by Ctrl-C
         self._has_left = False
         numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
-        self._signalled = {number: threading.Event() for number in numbers}  # they have come to rank 0, or here
+        self._signalled = {number: threading.Event() for number in numbers}  # that reached rank 0 or this process
         self._verdict: Verdict | None = None
         self._first: First | None = None
         self._told = self._has_asked = self._is_over = False
-        self._lingers = False  # all ranks have ended, and those of other nodes may wait for one that has left a call
+        self._lingers = False  # all ranks have ended, and those of other nodes may still wait for one that left a call
         self._deciding: Handlers = {
             "claim": self._nodes.claimed,
             "compared": self._nodes.compared,
@@ -129,10 +129,10 @@ class Supervisor:
     def _put(self, event: str, what: object = None) -> None:
         self._events.put((event, what))
 
-    # -- the ranks ---------------------------------------------------------------------------------------------
+    # -- ranks -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the other ranks, or let them come, and begin to watch."""
+        """Start the other ranks, or listen for them, and start to watch."""
         order = self._order
         self._processes.adopt(self._rank, self._zero, stop=not self._starts)
         if self._starts:
@@ -152,10 +152,10 @@ class Supervisor:
         self._thread(self._hear_presses)
 
     def starts(self) -> bool:
-        """`start`; where the system lets no more ranks start, those that run are ended, and rank 0 says why."""
+        """Call `start`. Return False, and end all ranks, if the system starts no more processes or threads."""
         try:
             self.start()
-        except RuntimeError as error:  # of processes, or of threads
+        except RuntimeError as error:  # the limit of processes or threads is reached
             self._processes.stop(0.0)
             self._channel.send({"do": "end", "text": f"lockstep: {error}.", "code": 1})
             return False
@@ -165,21 +165,21 @@ class Supervisor:
         threading.Thread(target=target, args=args, name="lockstep-" + target.__name__.strip("_"), daemon=True).start()
 
     def _admit(self, entrance: socket.socket | None) -> None:
-        """In a thread: ranks that somebody else has started come."""
+        """Accept ranks that a launcher has started, in a thread."""
         while entrance is not None:
-            with contextlib.suppress(OSError, RuntimeError):  # no more files, or threads: the rank does without
+            with contextlib.suppress(OSError, RuntimeError):  # at a limit, the rank works without a supervisor
                 connection, _ = entrance.accept()
                 self._thread(self._welcome, connection)
 
     def _welcome(self, connection: socket.socket) -> None:
-        """In a thread of its own: a process says which rank it is, and what it has to say."""
+        """Identify a rank, and receive its messages, in a thread of its own."""
         process, channel = caller(connection), Channel(connection)
         if process <= 0 or not channel.send({"do": "come"}, self._mailbox.descriptor):
             channel.close()
             return
         rank = (channel.receive() or {}).get("rank")
         first = self._rank
-        if type(rank) is not int or not first < rank < first + self._order["local_size"]:  # none of ours
+        if type(rank) is not int or not first < rank < first + self._order["local_size"]:  # not a rank of this node
             channel.close()
             return
         self._channels.append(channel)
@@ -188,9 +188,9 @@ class Supervisor:
         self._hear(channel, rank)
 
     def _hear(self, channel: Channel, rank: int) -> None:
-        """In a thread: what a rank says."""
+        """Receive the messages of a rank, in a thread."""
         while (message := channel.receive()) is not None:
-            with contextlib.suppress(KeyError, TypeError):  # what makes no sense is left out
+            with contextlib.suppress(KeyError, TypeError):  # malformed messages are dropped
                 if message["say"] == "left" and message["cause"] is not None:
                     message["cause"] = Cause(**message["cause"])
                 self._put(message["say"], (rank, message))
@@ -198,28 +198,28 @@ class Supervisor:
             self._put("gone")
 
     def _hear_presses(self) -> None:
-        """In a thread: the signals that rank 0 hears."""
+        """Receive the signals of rank 0, in a thread."""
         poll = select.poll()
         poll.register(self._signal_pipe, select.POLLIN)
         while True:
             poll.poll()
             with contextlib.suppress(BlockingIOError):
                 heard = os.read(self._signal_pipe, 4096)
-                if not heard:  # rank 0 is gone, and all that it has forked
+                if not heard:  # rank 0 and all its forked processes have ended
                     return
                 self._note_signals(heard)
                 for _ in range(heard.count(signal.SIGINT)):
                     self._monitor.interrupt()
 
     def _said(self, rank: int) -> int | None:
-        """The exit code that a rank has announced."""
+        """Return the exit code that a rank has announced, or None."""
         return next((note["code"] for note in self._mailbox.others("left") if note["left"] == rank), None)
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
-        """Whether an end is what a scheduler asked for, that asked all: it sees to the others, too."""
+        """Return True if a scheduler's signal to all ranks ended this one. The scheduler handles the others, too."""
         if self._starts or self._first is not None:
             return False
-        until = time.monotonic() + NEWS  # the same signal may not have been heard here yet
+        until = time.monotonic() + NEWS  # the same signal may not have arrived here yet
         while not any(self._is_ended_by(number, code) for number in self._signalled):
             if time.monotonic() >= until or not any(code in _codes(number) for number in self._signalled):
                 return False
@@ -227,7 +227,7 @@ class Supervisor:
         return True
 
     def _is_ended_by(self, number: int, code: int | None) -> bool:
-        """Return True if a signal has come that ends a process with this code: with any while it imports torch."""
+        """Return True if a signal arrived that ends a process with this code; any code before the ranks have joined."""
         return self._signalled[number].is_set() and (code in _codes(number) or not self._mailbox.has_met())
 
     def _note_signals(self, numbers: Collection[int]) -> None:
@@ -238,25 +238,25 @@ class Supervisor:
     # -- signals -----------------------------------------------------------------------------------------------
 
     def on_signal(self, number: int) -> None:
-        """A signal has come to this process: with others of its group, or its step of a job."""
+        """Handle a signal to this process, which its process group or job step has received."""
         if number == signal.SIGINT and self._starts:
-            self._processes.signal(number)  # a terminal would have told them
+            self._processes.signal(number)  # like a Ctrl-C from the terminal
         self._note_signals([number])
         if number == signal.SIGTSTP:
             self._processes.signal_groups(signal.SIGSTOP)
             before = signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)  # stops this process, unless nobody could let its group go on: a shell, say
-            signal.signal(number, before)  # later, when it goes on
+            os.kill(os.getpid(), number)  # stops this process, unless its group is orphaned
+            signal.signal(number, before)  # after SIGCONT
             self._processes.signal_groups(signal.SIGCONT)
 
     # -- events ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """From event to event; comes back when nothing is left to do."""
+        """Handle events until nothing is left to do."""
         handlers: Handlers = {
             "ended": self._on_ended,
             "left": self._on_left,
-            "stop": self._stop,  # Ctrl-C, while rank 0 waited for the others to end
+            "stop": self._stop,  # Ctrl-C while rank 0 was waiting for the others to end
             "gone": self._on_gone,
             "wound up": lambda _: self._conclude(),
             "verdict": self._on_verdict,
@@ -276,24 +276,24 @@ class Supervisor:
                 handlers.get(event, _nothing)(what)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close the connections and stop the monitor."""
         self._nodes.close(self._monitor.last())
         self._monitor.stop()
 
     def _on_silence(self) -> None:
-        """Nothing has come for a while."""
+        """Check for progress after some time without events."""
         self._look()
         if self._lingers:
             self._on_ended(None)
         if not self._processes.running and self._zero.wait(0):
-            self._is_over = True  # nobody is left who could bring an event
+            self._is_over = True  # no process is left that could produce an event
 
     def _is_open(self) -> bool:
-        """Whether something has failed, and what is not certain yet."""
+        """Return True if a rank has failed and the first cause is not certain yet."""
         return self._first is None and bool(self._processes.failed or self._left)
 
     def _look(self) -> None:
-        """Whether it is certain by now what has failed first; then the others are told."""
+        """Find the first cause if it is certain by now, and report it to the others."""
         if not self._is_open():
             return
         found: First | None
@@ -310,13 +310,13 @@ class Supervisor:
             self._ask_nodes()
 
     def _ask_nodes(self) -> None:
-        """This node has lost ranks, maybe of another one: ask the others."""
+        """Ask the other nodes, since ranks of this node have lost ranks that may be theirs."""
         for each in self._mailbox.read():
             if each.lost and each.call:
                 self._nodes.ask({"rank": each.rank, "call": each.call, "where": f"{each.doing} ({each.location})"})
 
     def _on_asked(self, body: Message) -> None:
-        """A rank of another node has lost others: who has left its call here, or failed and was caught?"""
+        """Answer a node whose rank has lost others, if a rank here left that call, or failed in a caught call."""
         if self._first is not None or self._nodes.decided is not None:
             return
         stands = self._monitor.own_stands()
@@ -333,24 +333,24 @@ class Supervisor:
         if self._is_failing():
             self._is_over = self._told and not self._processes.running
         elif self._starts and not self._has_left and self._rank not in self._processes.running:
-            self._stop(None)  # rank 0 ended by itself, outside of any call
+            self._stop(None)  # rank 0 ended by itself, outside of calls
         elif not self._processes.running:
             self._lingers = self._has_exited() and self._nodes.misses()
             if not self._lingers:
                 self._end()
 
     def _end(self) -> None:
-        """Nothing is left to do: rank 0 may end, if it is there to be told."""
+        """End without failure, and let rank 0 exit if it still runs."""
         self._channel.send({"do": "go"})
         self._is_over = True
 
     def _stop(self, _: object) -> None:
-        """End all that still run."""
+        """End all ranks that still run."""
         self._processes.stop()
         self._end()
 
     def _has_exited(self) -> bool:
-        """Whether ``sys.exit()`` has ended the newest call of a rank of this node, and nobody has minded so far."""
+        """Return True if ``sys.exit()`` ended the newest call of a rank of this node, without any failure so far."""
         stands = self._monitor.own_stands()
         return any(note.is_exit and was_caught(note, stands) for note in self._mailbox.read())
 
@@ -359,7 +359,7 @@ class Supervisor:
         return bool(self._processes.failed or self._left or known or self._interrupted)
 
     def _on_left(self, what: tuple[int, Message]) -> None:
-        """A rank has come to its end, and waits for its leave; one that a launcher started only if it has failed."""
+        """Handle a rank that has ended and waits for permission to exit. Launched ranks report only failures."""
         rank, message = what
         cause: Cause | None = message["cause"]
         if not self._starts:
@@ -388,12 +388,12 @@ class Supervisor:
         self._processes.has_left(rank, message["at"] if cause is None else None)
 
     def _on_gone(self, _: object) -> None:
-        """Rank 0's process is not there any more; if it was killed while it waited for the others, nobody waits now."""
+        """Handle the end of rank 0's process. If it was killed while waiting for the others, end them."""
         if self._starts and self._has_left and not self._is_failing():
             self._stop(None)
 
     def _on_verdict(self, verdict: Verdict) -> None:
-        if self._told or self._processes.failed:  # what follows from it is under way
+        if self._told or self._processes.failed:  # its consequences are already being handled
             return
         self._verdict = verdict
         cause = verdict.cause
@@ -405,23 +405,23 @@ class Supervisor:
         self._conclude()
 
     def _on_silent(self, words: str) -> None:
-        """A node does not answer, and a scheduler that sees to it looks for another one: ending would be giving up."""
+        """Report a silent node and wait: the scheduler restarts the run only if this process does not end it."""
         self._write(f"lockstep: {words}: waiting for the scheduler to end the run, or to start it elsewhere")
 
     # -- other nodes -------------------------------------------------------------------------------------------
 
     def _on_hub(self, what: tuple[int, Message]) -> None:
-        """Local rank 0 asks where the other nodes can call."""
+        """Open the hub, and send its port and token to local rank 0."""
         port, token = self._nodes.open(what[1]["address"])
         self._channel.send({"do": "hub", "port": port, "token": token})
 
     def _on_join(self, what: tuple[int, Message]) -> None:
-        """Local rank 0 knows where the hub is."""
+        """Connect to the hub at the address from local rank 0."""
         message = what[1]
         self._nodes.join(message["address"], message["port"], message["token"])
 
     def _follow(self, decided: Decision) -> None:
-        """The first cause of all nodes is known: end this node's ranks."""
+        """End this node's ranks, once the first cause of all nodes is known."""
         if self._nodes.is_elsewhere:
             self._mailbox.leave({"first": decided.words, "rank": decided.rank})
             self._thread(self._processes.wind_up, time.monotonic() - GRACE / 4)
@@ -429,7 +429,7 @@ class Supervisor:
             self._tell_at_once()
 
     def _publish(self, cause: First) -> None:
-        """The first cause of this node is certain: tell its ranks, whose collectives raise now, and the other nodes."""
+        """Report the first cause of this node to its ranks, whose collectives raise now, and to the other nodes."""
         self._first = cause
         self._mailbox.leave({"first": located(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
         notes = self._monitor.hangs.traces.newest(cause.rank) if _may_be_gloos(cause) else ()
@@ -437,12 +437,12 @@ class Supervisor:
         if self._nodes.hub is None and not self._starts:
             self._tell_at_once()
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- end ---------------------------------------------------------------------------------------------------
 
     def _await_rank_zero(self, seconds: float) -> None:
-        """Let rank 0 end by itself; longer, if something has been raised in it: it may be saving what it has.
+        """Let rank 0 end by itself. Wait longer if it has raised an exception: it may be saving its state.
 
-        Who is the first cause is not decided meanwhile: what other nodes say is heard later.
+        The first cause is not decided meanwhile: events of other nodes are handled later.
         """
         began, later = time.monotonic(), list[tuple[str, Any]]()
 
@@ -461,7 +461,7 @@ class Supervisor:
             self._put(*event)
 
     def _hear_until(self, condition: Callable[[], bool], handlers: Handlers, seconds: float = math.inf) -> bool:
-        """Take in some kinds of events until something holds, or for so long; all others are of no use any more."""
+        """Handle some kinds of events until the condition holds or the time is over. Drop all other events."""
         until = time.monotonic() + seconds
         while not condition():
             if time.monotonic() >= until:
@@ -472,7 +472,7 @@ class Supervisor:
         return True
 
     def _conclude(self) -> None:
-        """All others have ended: tell why, and end."""
+        """Report the first cause after all others have ended, and end."""
         if not self._starts:
             if not self._told:
                 self._print(self._judged())
@@ -487,7 +487,7 @@ class Supervisor:
         self._is_over = True
 
     def _is_by_ctrl_c(self) -> bool:
-        """Return True if Ctrl-C is what ended the ranks that failed: it strikes those that are not in a call."""
+        """Return True if Ctrl-C ended the failed ranks. It ends ranks that are not in a call."""
         failed, number = self._processes.failed, signal.SIGINT
         return (
             self._starts
@@ -496,7 +496,7 @@ class Supervisor:
         )
 
     def _await_interrupt(self) -> None:
-        """Let a Ctrl-C end rank 0 too: its script outside of a call; in one, it waits for ranks that are gone."""
+        """Let Ctrl-C end rank 0, too: its script outside of a call, or a call that waits for ranks that are gone."""
         rank = self._rank
         self._hear_until(
             lambda: rank not in self._processes.running or self._has_left or self._mailbox.is_inside(rank),
@@ -505,11 +505,12 @@ class Supervisor:
         self._await_rank_zero(GRACE / 4)
 
     def _cause(self, shown: set[int], folded: set[int], notes: list[Cause]) -> tuple[First | None, bool]:
-        """The first cause, as far as this node knows it, and whether it has been told.
+        """Return the first cause as known on this node, and whether its traceback was printed.
 
         Args:
-            shown, folded: ranks that have printed their tracebacks, and that have folded theirs.
-            notes: of ranks on their exceptions.
+            shown: ranks that have printed their tracebacks.
+            folded: ranks that have omitted theirs.
+            notes: records of the ranks' exceptions.
         """
         failed = self._processes.failed
         if self._verdict is not None:
@@ -527,7 +528,7 @@ class Supervisor:
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:
             if self._first is None and cause is not None:
-                self._await_decision()  # nothing is certain here, and another node may know more: let it speak first
+                self._await_decision()  # nothing is certain here: another node may know more and decides first
                 if self._nodes.decided is None:
                     self._publish(cause)
             self._await_decision()
@@ -537,7 +538,7 @@ class Supervisor:
         return judgement(cause, told, interrupted, codes, self._nodes.host, also)
 
     def _who(self, did: str) -> set[int]:
-        """The ranks that have ``"printed"`` their tracebacks, or that have ``"folded"`` theirs."""
+        """Return the ranks that have ``"printed"`` or ``"folded"`` their tracebacks."""
         return {note[did] for note in self._mailbox.others(did)}
 
     def _await_decision(self) -> None:
@@ -547,7 +548,7 @@ class Supervisor:
             self._hear_until(lambda: nodes.decided is not None or not others.nodes, self._deciding, NEWS)
 
     def _tell_rank_zero(self, found: Judgement) -> None:
-        """Have rank 0 print the last line and end. Where it cannot, end it, and print."""
+        """Let rank 0 print the last line and exit. If it cannot, kill it and print the line here."""
         text = "" if self._is_quiet() else _left_to_say(found.text)
         if self._rank in self._processes.running or self._has_left:
             stopped = is_stopped(self._order["process"])
@@ -562,13 +563,13 @@ class Supervisor:
         self._write(text)
 
     def _is_quiet(self) -> bool:
-        """Whether SIGTERM has ended rank 0, and it had been heard before: nothing has failed."""
+        """Return True if a received SIGTERM explains the ends of all ranks, so that nothing has failed."""
         number, failed = signal.SIGTERM, self._processes.failed
         is_set = self._signalled[number].is_set()
         return is_set and not self._left and all(self._is_ended_by(number, end.code) for end in failed)
 
     def _tell_at_once(self) -> None:
-        """Where a launcher ends the ranks, and prints its own summary: be there before it."""
+        """Print the first cause at once, before a launcher ends the ranks and prints its own summary."""
         nodes, decided = self._nodes, self._nodes.decided
         if self._told or (nodes.hub is not None and decided is None):
             return
@@ -594,41 +595,42 @@ class Supervisor:
 
 
 def _nothing(what: object) -> None:
-    """What is done with an event that is of no use any more."""
+    """Ignore an event."""
 
 
 def _may_be_gloos(cause: First | None) -> TypeGuard[Ended]:
-    """Whether gloo may have ended a process, which it does where ranks bring other sizes."""
+    """Return True if gloo may have aborted a process, as it does if ranks pass different sizes."""
     return isinstance(cause, Ended) and cause.code in (None, -signal.SIGABRT)
 
 
 def _left_to_say(text: str) -> str:
-    """What is to be printed, where the agent of `lockstep run` says the last line."""
-    before, _, last = text.rpartition("\n")  # the last line, whatever a message before it says
+    """Return the text to print. The agent of `lockstep run`, if there is one, prints the last line itself."""
+    before, _, last = text.rpartition("\n")  # only the last line, whatever earlier lines contain
     words = last.removeprefix("lockstep: ")
     return before.rstrip("\n") if words != last and hand_cause(words) else text
 
 
 def main(channel: int, mailbox: int, signal_pipe: int) -> None:
-    """Run the process to its end.
+    """Run the supervisor until nothing is left to do.
 
     Args:
-        channel, mailbox, signal_pipe: descriptors: of the socket to local rank 0, the mailbox, and the pipe of
-            its signals.
+        channel: descriptor of the socket to local rank 0.
+        mailbox: descriptor of the mailbox.
+        signal_pipe: descriptor of the pipe of rank 0's signals.
     """
     to_rank_zero = Channel(socket.socket(fileno=channel))
     order = to_rank_zero.receive()
-    if order is None:  # it has ended already
+    if order is None:  # rank 0 has already ended
         return
     supervisor = Supervisor(to_rank_zero, Mailbox(mailbox), signal_pipe, order)
-    # Handlers, where others would ignore: the ranks that are started are not to inherit it.
+    # Handlers instead of SIG_IGN, which started ranks would inherit.
     for number in HANDLED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: supervisor.on_signal(number))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # of who inherits an ignored one the system forgets how ranks ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # with an inherited SIG_IGN, exit codes of ranks would be lost
     promise_cause()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     if supervisor.starts():
         supervisor.run()
     supervisor.close()
-    os._exit(0)  # threads that wait for messages have nobody to wait for
+    os._exit(0)  # does not wait for threads that are blocked on messages

@@ -1,11 +1,11 @@
-"""A rank's trace: its newest collectives, in memory that others can read while the rank is stopped, deaf or dead.
+"""A rank's trace: its newest collectives, in shared memory that others can read while it is blocked or dead.
 
-The memory has no name: it goes when nobody maps it any more. Who watches the ranks opens it by way of ``/proc`` and
-then holds it itself. Nothing here needs torch.
+The memory has no name and is freed when nobody maps it any more. A supervisor opens it through ``/proc`` and maps it as
+well. This file does not need torch.
 
-Layout: a header (magic number, count of notes, length of the words; when a device was last looked at),
-`ENTRIES` notes of 64 bytes each, written round and round, and the *words*: what notes name by a number (operations,
-groups, shapes, places, phases), one line of JSON each, in the order in which they were first seen.
+Layout: a header (magic number, number of notes, length of the words, time of the last check of a device), a ring buffer
+of `ENTRIES` notes of 64 bytes each, and the *words*. Notes refer to words (operations, groups, shapes, locations,
+phases) by number. A word is one line of JSON, and they are ordered by first use.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import Any
 
 ENTRIES = 2048
-"""Notes that are kept. A power of two."""
+"""Number of notes in the ring buffer. A power of two."""
 WORDS = 2**18
-"""Bytes of words. What finds no place is word 0 of its kind: unknown."""
+"""Size of the words in bytes. A word that does not fit is word 0 of its kind: unknown."""
 KINDS = ("operation", "group", "payload", "location", "phase")
 
 ENTRY = struct.Struct("=qqIIHHHHiiddd")
@@ -35,42 +35,42 @@ _MAGIC = 0x6C6F636B73746570
 _HEADER = 64
 _SIZE = _HEADER + ENTRIES * ENTRY.size + WORDS
 _MASK = ENTRIES - 1
-# places of 8 bytes in the header, and in a note
+# indices of 8-byte values in the header, and in a note
 _COUNT, _LENGTH = 1, 2
 _WATCHED = 3
 _FIRST = _HEADER // 8
 _LEFT, _DONE = 6, 7
 _ENTERED = 10
-"""Which of a note's values is the time of its begin."""
+"""Index of the entry time among a note's values."""
 
 _FLAGS = 15
-"""Which of a note's values of 2 bytes are its flags."""
+"""Index of the flags among a note's 2-byte values."""
 
 WHOLE, MESSAGE, ASIDE, QUEUED = 1, 2, 4, 8
-"""Flags of a note: see `Note`."""
+"""Flags of a note, see `Note`."""
 
 LAG = 1.5
-"""Seconds after which it is noted at the latest that a device is done with a collective, while its process is well."""
+"""Maximum seconds until a completed collective of a device is recorded, while its process runs normally."""
 
 
 _NUMBER = 40
-"""Bits of a note's number that count; above them stands what has passed by the gate."""
+"""Number of bits of a note's number. The bits above are a hash of the collectives that bypassed the trace."""
 
 
 def passed(before: int, number: int, count: int) -> int:
-    """What has passed by the gate of a group so far, in a few bits: alike on ranks by which the same has passed.
+    """Return a hash of the collectives that bypassed a group's trace. It is equal on ranks with the same history.
 
     Args:
-        before: what had passed until now.
-        number: of the last collective that came by the gate.
-        count: how many have passed since.
+        before: previous hash.
+        number: number of the last recorded collective.
+        count: number of collectives that have bypassed the trace since.
     """
     mixed = (before >> _NUMBER) * 1_000_003 ^ number * 8191 ^ count
     return ((mixed ^ mixed >> 23) & 2**22 - 1 or 1) << _NUMBER
 
 
 class Members(tuple[int, ...]):
-    """The ranks of a group. It may have thousands, and be a part of thousands of keys: its hash is computed once."""
+    """The ranks of a group, with a cached hash: a group may have thousands of ranks and occur in thousands of keys."""
 
     def __hash__(self) -> int:
         found: int | None = self.__dict__.get("hash")
@@ -87,51 +87,53 @@ class Members(tuple[int, ...]):
 
 @functools.lru_cache(maxsize=4096)
 def shared(members: tuple[int, ...]) -> Members:
-    """The object that stands for these ranks wherever they are met."""
+    """Return the shared object for these ranks."""
     return Members(members)
 
 
 @dataclass(frozen=True)
 class Note:
-    """One collective of a rank, as its trace has it. Times are on the clock of ``time.monotonic``."""
+    """One collective in a rank's trace. Times are on the clock of ``time.monotonic``."""
 
-    index: int  #: counted over all notes of the rank, from 1
-    number: int  #: counted over the collectives of the group; 0 for a message from rank to rank
+    index: int  #: index among all notes of the rank, from 1
+    number: int  #: index among the collectives of the group; 0 for point-to-point messages
     operation: str  #: "all_reduce"
-    group: str  #: the name of the group, the same on all its ranks
+    group: str  #: name of the group, the same on all its ranks
     members: tuple[int, ...]  #: ranks of the group
     payload: str  #: "float32 (4, 8) SUM"
-    elements: int  #: of the tensor; -1 where there is none, or ranks may differ
-    location: str  #: "train.py:88"; "" where lockstep made the call by itself
-    function: str  #: of that line
-    phase: str  #: the hook in which it was called, where the Trainer knows one
+    elements: int  #: number of elements of the tensor; -1 without one, or where ranks may differ
+    location: str  #: "train.py:88"; "" if lockstep made the call by itself
+    function: str  #: function of that line
+    phase: str  #: the hook that called it, if known to the Trainer
     batch: int  #: -1: none
     root: int  #: source or destination; -1: none
     entered: float
-    left: float | None  #: None: the rank is inside
-    done: float | None  #: None: not known to be complete. What waits for its end is complete when it is left
-    whole: bool  #: whether it is known what the group did until then, so that numbers can be compared
-    aside: bool = False  #: whether another thread than the one that trains has made it
-    queued: bool = False  #: whether it is in the queue of the rank's device, which was not seen to be done with it
+    left: float | None  #: None: the rank is still inside
+    done: float | None  #: None: not known to be complete. Blocking calls are complete when they return
+    whole: bool  #: whether the group's history is fully known, so that numbers are comparable
+    aside: bool = False  #: whether a thread other than the training thread made it
+    queued: bool = False  #: whether it is in the queue of the rank's device and not known to be complete
 
     @property
     def inside(self) -> bool:
-        """Whether the rank has not come out of the call."""
+        """True if the rank has not left the call."""
         return self.left is None
 
     @property
     def named(self) -> str:
-        """``"all_reduce #417"``."""
+        """Name and number, such as ``"all_reduce #417"``."""
         return f"{self.operation} #{self.number}" if self.number else self.operation
 
     def differs(self, other: Note) -> bool:
-        """Whether two ranks did different things as the same collective of one group; then their calls do not match."""
+        """Return True if two ranks did different things in the same collective, so that their calls do not match."""
         mine, theirs = self._matched, other._matched
         return mine != theirs and any(a != b and None not in (a, b) for a, b in zip(mine, theirs, strict=True))
 
     def clashes(self, other: Note) -> bool:
-        """Whether two ranks gave one collective other numbers of bytes where gloo wants the same. It ends the process
-        then (SIGABRT); other backends may gather what is uneven, so this alone proves nothing."""
+        """Return True if two ranks passed different sizes to one collective for which gloo requires equal sizes.
+
+        Gloo then aborts the process (SIGABRT). Other backends may support uneven sizes, so this is no proof by itself.
+        """
         alike = self.operation == other.operation and self.operation in _OF_ONE_SIZE
         return alike and None not in (self._bytes, other._bytes) and self._bytes != other._bytes
 
@@ -161,15 +163,15 @@ _BITS = re.compile(r"(?:bool|[a-z]+(\d+))")
 
 
 class TraceMemory:
-    """The side that writes; a process has one, see `own`.
+    """The writing side of a trace. A process has one, see `own`.
 
     Attributes:
-        address: where others find the memory; "" on a system without ``/proc``.
-        enter: ``enter(number, payload, place, operation, group, phase, flags, batch, root)`` notes that a collective
-            begins, words by their numbers, and gives the note's index.
-        leave: ``leave(index, complete)`` notes that the call is over, and whether the collective is too.
-        complete: ``complete(index)`` notes that an asynchronous collective has been waited for.
-        queue: ``queue(index)`` notes that the collective is in a device's queue, and that its end there will be noted.
+        address: address of the memory for other processes; "" on systems without ``/proc``.
+        enter: ``enter(number, payload, place, operation, group, phase, flags, batch, root)`` records the start of a
+            collective, with words by their numbers, and returns the note's index.
+        leave: ``leave(index, complete)`` records that the call has ended, and whether the collective is complete.
+        complete: ``complete(index)`` records that an asynchronous collective was waited for.
+        queue: ``queue(index)`` records that the collective is in a device's queue, and that its end will be recorded.
     """
 
     def __init__(self) -> None:
@@ -183,25 +185,25 @@ class TraceMemory:
         self._longs, self._times, shorts = view.cast("q"), view.cast("d"), view.cast("H")
         self._longs[0] = _MAGIC
         self._counts = dict.fromkeys(KINDS, 0)
-        self._numbers: dict[bytes, int] = {}  # no longer than the words: a later fit of the process has the same ones
+        self._numbers: dict[bytes, int] = {}  # not longer than the words: later fits of the process use the same ones
         self._full: set[str] = set()
-        self._lock = threading.RLock()  # a signal's handler may have a word, too
+        self._lock = threading.RLock()  # reentrant: a signal handler may add a word, too
         self.enter, self.leave, self.complete, self.queue = _writers(self._memory, self._longs, self._times, shorts)
 
     def word(self, kind: str, *value: object) -> int:
-        """The number of a word, which is written down where it is new; 0 where there is no place for it.
+        """Return the number of a word. Add it if it is new. Return 0 if it does not fit.
 
         Args:
             kind: one of `KINDS`.
-            value: what JSON knows.
+            value: JSON data.
         """
         line = json.dumps([kind, *value]).encode() + b"\n"
         known = self._numbers.get(line)
         if known is not None or kind in self._full:
             return known or 0
-        with self._lock:  # whoever reads counts the lines
+        with self._lock:  # readers count the lines
             length = self._longs[_LENGTH]
-            # shapes may be without number: what else there is finds its place
+            # the number of shapes is unbounded: reserve space for the other kinds
             if length + len(line) > (WORDS // 2 if kind == "payload" else WORDS) or self._counts[kind] >= 65535:
                 self._full.add(kind)
                 return 0
@@ -212,14 +214,14 @@ class TraceMemory:
             return number
 
     def watched(self) -> None:
-        """Note that the ends of all queued collectives that a device is done with by now have been noted."""
+        """Record that all queued collectives that a device has completed by now are marked as complete."""
         self._times[_WATCHED] = time.monotonic()
 
 
 def _writers(
     memory: mmap.mmap, longs: memoryview, times: memoryview[float], shorts: memoryview
 ) -> tuple[Callable[..., int], Callable[[int, bool], None], Callable[[int], None], Callable[[int], None]]:
-    """What runs at each collective: functions of local names, since looking things up costs more than writing."""
+    """Return the functions that run at each collective. They use local names, since lookups cost more than writing."""
     clock, counter, write = time.monotonic, itertools.count(1), ENTRY.pack_into
 
     def enter(
@@ -242,7 +244,7 @@ def _writers(
 
     def leave(index: int, complete: bool) -> None:
         at = _FIRST + (index & _MASK) * 8
-        if longs[at] == index:  # not so long ago that another has its place
+        if longs[at] == index:  # otherwise another note has overwritten it
             now = times[at + _LEFT] = clock()
             if complete:
                 times[at + _DONE] = now
@@ -264,9 +266,9 @@ _own: tuple[int, TraceMemory] | None = None
 
 
 def own() -> TraceMemory:
-    """The trace of this process, made when it is first asked for."""
+    """Return the trace of this process. Create it on first use."""
     global _own
-    if _own is None or _own[0] != os.getpid():  # a forked process has one of its own
+    if _own is None or _own[0] != os.getpid():  # a forked process creates its own
         _own = os.getpid(), TraceMemory()
     return _own[1]
 
@@ -275,19 +277,19 @@ def offer() -> str:
     """Let other processes read this one's trace.
 
     Returns:
-        where it lies: what `Reading` wants to know. "" where a system cannot do that.
+        the address for `Reading`; "" on systems without support.
     """
     return own().address
 
 
 class Reading:
-    """The trace of another process, opened while that still runs, readable for as long as this object lives.
+    """The trace of another process. Opened while that runs, it remains readable for the lifetime of this object.
 
     Args:
-        address: what the process' `offer` returned.
+        address: return value of the process' `offer`.
 
     Raises:
-        OSError, ValueError: there is no trace.
+        OSError, ValueError: there is no trace at the address.
     """
 
     def __init__(self, address: str) -> None:
@@ -303,27 +305,29 @@ class Reading:
         self._members: dict[int, Members] = {}
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         self._memory.close()
 
     @property
     def count(self) -> int:
-        """How many notes were made so far."""
+        """Number of notes written so far."""
         return self._long(_COUNT)
 
     @property
     def is_watched(self) -> bool:
-        """Whether it is noted which queued collectives a device is done with; not where a process is stopped or holds
-        the interpreter's lock."""
+        """True if completed collectives in a device's queue are currently recorded.
+
+        They are not while the process is stopped or holds the interpreter's lock.
+        """
         at = struct.unpack("=d", self._memory[8 * _WATCHED : 8 * _WATCHED + 8])[0]
         return bool(time.monotonic() - at < 2 * LAG)
 
     def newest(self, most: int = 8) -> list[Note]:
-        """The newest notes, the newest first."""
+        """Return the newest notes, the newest first."""
         return self.notes(self.count - most + 1)[::-1]
 
     def notes(self, first: int) -> list[Note]:
-        """Notes from the index ``first`` on, in order, as far as they are still there."""
+        """Return the notes from index ``first`` that are still in the ring buffer, in order."""
         count = self.count
         found = (self._note(index) for index in range(max(1, first, count - ENTRIES + 2), count + 1))
         return [note for note in found if note is not None]
@@ -331,10 +335,10 @@ class Reading:
     def _note(self, index: int) -> Note | None:
         at = _HEADER + (index & _MASK) * ENTRY.size
         raw = self._memory[at : at + ENTRY.size]
-        if self._memory[at : at + ENTRY.size] != raw:  # it is just being written
+        if self._memory[at : at + ENTRY.size] != raw:  # it is being written
             raw = self._memory[at : at + ENTRY.size]
         values = ENTRY.unpack(raw)
-        if values[0] != index or not values[_ENTERED]:  # the time is written last: a half-written note has none
+        if values[0] != index or not values[_ENTERED]:  # the time is written last: an incomplete note has none
             return None
         _, number, payload, location, operation, group, phase, flags, batch, root, entered, left, done = values
         text, elements = self._word("payload", payload, ["", -1])
@@ -345,7 +349,7 @@ class Reading:
             index=index,
             number=number,
             operation=self._word("operation", operation, ["a collective"])[0],
-            group=f"{name}~{behind:x}" if behind else name,  # compared with those by which the same has passed
+            group=f"{name}~{behind:x}" if behind else name,  # comparable only with the same history
             members=self._members_of(group, members),
             payload=text,
             elements=elements,

@@ -1,4 +1,4 @@
-"""Process groups as a rank's trace of collectives knows them: who counts what they make, and where a call returns."""
+"""Process groups in a rank's trace: how their collectives are counted, and when their calls return."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lockstep.supervise.trace_memory import passed
 
 
 class TracedGroup:
-    """A process group as this rank has used it, or of one with several backends what one of them carries.
+    """A process group as used by this rank, or the part of a group that one of its backends carries.
 
-    Every backend counts its collectives by itself, those too that do not come by the gate: torch's FSDP and
-    checkpoints call some from C++. Numbers of ranks may be compared where the same has passed by the gate at the same
-    places on both: the notes say what has.
+    Every backend counts its collectives, including those that bypass the trace: torch's FSDP and checkpoints call some
+    from C++. Numbers of two ranks are comparable if the same number of collectives bypassed the trace at the same
+    places. The notes record that.
 
     Attributes:
-        device: the device whose backend counts; None: there is one backend.
-        queue: the type of the device in whose queue collectives are when their calls return; "": there is none, they
-            are complete then.
-        parts: where there are several backends, what each carries, by the type of the device.
+        device: the device of the backend that counts; None if there is only one backend.
+        queue: type of the device that queues the collectives, whose calls return early; "" if they are complete when
+            their calls return.
+        parts: the part of each backend by device type, if there are several.
     """
 
     __slots__ = ("counts", "device", "number", "parts", "passed", "queue", "sequence", "whole", "word")
@@ -43,13 +43,13 @@ class TracedGroup:
             self.passes(sequence)
 
     def sequence_of(self, group: Any) -> Any:
-        """How many collectives the backend has counted."""
+        """Return the number of collectives that the backend has counted."""
         return sequence_of(group, self.device)
 
     def follow(self, group: Any) -> None:
-        """A collective is about to be made: note what the backend has counted since the last one, and count this."""
+        """Count the next collective, and record those that the backend has counted in between."""
         sequence = group._get_sequence_number_for_group() if self.device is None else sequence_of(group, self.device)
-        if sequence is None:  # another group, which does not count, at the address of one that is gone
+        if sequence is None:  # another group, which does not count, at the address of a freed one
             self.counts = self.whole = False
             return
         if sequence != self.sequence:
@@ -57,12 +57,12 @@ class TracedGroup:
         self.sequence = sequence + 1
 
     def passes(self, count: int) -> None:
-        """So many have not come by the gate, since the last one that has."""
+        """Record that ``count`` collectives have bypassed the trace since the last recorded one."""
         self.passed = passed(self.passed, self.number, count)
 
 
 def sequence_of(group: Any, device: torch.device | None) -> int | None:
-    """How many collectives a group has made, or its backend for a device; None where nobody counts."""
+    """Return the number of collectives of a group, or of its backend for a device. None if it is not counted."""
     try:
         backend = group if device is None else group._get_backend(device)
         sequence: int = backend._get_sequence_number_for_group()
@@ -72,7 +72,7 @@ def sequence_of(group: Any, device: torch.device | None) -> int | None:
 
 
 def kinds_by_backend(group: Any) -> list[list[str]]:
-    """Types of devices that a group carries, those together that one backend carries."""
+    """Return the device types of a group, grouped by backend."""
     found: list[tuple[Any, list[str]]] = []
     try:
         for device in group._device_types:
@@ -88,10 +88,10 @@ def kinds_by_backend(group: Any) -> list[list[str]]:
 
 
 def kind_of_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], group: Any) -> str:
-    """The type of the device whose backend carries a call, of a group with several."""
+    """Return the type of the device whose backend carries a call, for a group with several backends."""
     if "object" in name:
         return dist.distributed_c10d._get_object_coll_device(group)
-    if name == "barrier":  # torch asks in this order
+    if name == "barrier":  # the same order as in torch
         if kwargs.get("device_ids"):
             return torch._C._get_accelerator().type
         bound = getattr(group, "bound_device_id", None)

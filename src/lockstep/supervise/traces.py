@@ -1,4 +1,4 @@
-"""The traces of a node's ranks, read from outside: compared as they grow, and once more when a rank has ended."""
+"""Traces of a node's ranks, read from outside. They are compared as they grow, and once more after a rank has ended."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from lockstep.supervise.hang import Position, mismatched, position
 from lockstep.supervise.trace_memory import Note, Reading
 
 MOST = 256
-"""Notes of a rank that are compared in one look; where more are made in a second, the older ones are not."""
+"""Maximum number of a rank's notes compared in one check. Older ones are skipped."""
 
 RECENT = 16
-"""Newest notes of a rank that tell what it does."""
+"""Number of a rank's newest notes that describe what it does."""
 
 KNOWN = 8192
-"""Collectives that some ranks have made and others not yet, of which the first rank's note is kept."""
+"""Maximum number of collectives kept that some ranks have made and others have not."""
 
 Made = tuple[list[int], str, Note]
 """Ranks that did the same, the line of the user's code, and the note."""
 
 
 class Histories:
-    """What ranks did as each collective of each group, compared as it comes in."""
+    """History of each collective of each group, compared among ranks as notes arrive."""
 
     def __init__(self) -> None:
         self._open: dict[Position, dict[int, Note]] = {}
 
     def take(self, rank: int, notes: Iterable[Note], ranks: int) -> dict[int, Note]:
-        """Take in notes of a rank.
+        """Add notes of a rank.
 
         Args:
-            rank: whose.
-            notes: new ones, in order.
-            ranks: how many ranks' notes are taken in here.
+            rank: the rank.
+            notes: new notes, in order.
+            ranks: number of ranks whose notes are added here.
 
         Returns:
-            by rank, the notes on the first collective as which ranks did different things; empty if there is none.
+            notes by rank of the first collective in which ranks did different things; empty without one.
         """
         for note in notes:
             if not note.whole or not note.number or len(note.members) < 2:
@@ -69,26 +69,26 @@ class _Trace:
     read: int = 0
 
     def new(self) -> list[Note]:
-        """Notes that have not been compared."""
+        """Return the notes that have not been compared."""
         count = self.reading.count
         first, self.read = max(self.read + 1, count - MOST + 1), count
         return self.reading.notes(first) if first <= count else []
 
     def where(self, note: Note) -> str:
-        """The line of the user's code that made a collective."""
+        """Return the line of the user's code that made a collective."""
         return note.location or self.stand.location
 
 
 class Traces:
-    """Those of a node's ranks. Any thread may ask: what is open can be read whether the rank is there or not."""
+    """The traces of a node's ranks. Open traces remain readable after their ranks have ended. Thread-safe."""
 
     def __init__(self) -> None:
         self._traces: dict[int, _Trace] = {}
         self._histories = Histories()
-        self._lock = threading.RLock()  # a reading takes in words as it goes
+        self._lock = threading.RLock()  # reading changes the cached words
 
     def open(self, stands: Mapping[int, Stand]) -> None:
-        """Open the traces of ranks, while their processes live."""
+        """Open the traces of ranks while their processes live."""
         with self._lock:
             for rank, stand in stands.items():
                 known = self._traces.get(rank)
@@ -99,7 +99,7 @@ class Traces:
                         self._traces[rank] = _Trace(stand, Reading(stand.collectives))
 
     def close(self) -> None:
-        """Let go of them."""
+        """Close all traces."""
         with self._lock:
             for trace in self._traces.values():
                 trace.reading.close()
@@ -107,34 +107,33 @@ class Traces:
 
     @property
     def stands(self) -> dict[int, Stand]:
-        """Where the ranks stand whose traces are open, by rank."""
+        """Positions of the ranks with open traces, by rank."""
         with self._lock:
             return {rank: trace.stand for rank, trace in sorted(self._traces.items())}
 
     # -- one rank
 
     def newest(self, rank: int, most: int = RECENT) -> tuple[Note, ...]:
-        """The newest notes of a rank, the newest first."""
+        """Return the newest notes of a rank, the newest first."""
         with self._lock:
             trace = self._traces.get(rank)
             return () if trace is None else tuple(trace.reading.newest(most))
 
     def is_watched(self, rank: int) -> bool:
-        """Whether it is noted which queued collectives the rank's device is done with."""
+        """Return True if completed collectives in the queue of the rank's device are currently recorded."""
         with self._lock:
             trace = self._traces.get(rank)
             return trace is not None and trace.reading.is_watched
 
     def waits_since(self, rank: int) -> float | None:
-        """When a rank entered the collective in which it is now; None where it is in none, or nobody knows."""
+        """Return when a rank entered the collective that it is in. None if it is in none, or unknown."""
         newest = self.newest(rank, 1)
         return newest[0].entered if newest and newest[0].inside and not newest[0].aside else None
 
-    # -- all of them
+    # -- all ranks
 
     def differing(self) -> dict[int, Note]:
-        """By rank, the notes on the first new collective as which ranks did different things; empty if there is
-        none."""
+        """Return the notes, by rank, of the first new collective in which ranks did different things, if any."""
         with self._lock:
             for rank, trace in self._traces.items():
                 found = self._histories.take(rank, trace.new(), len(self._traces))
@@ -143,14 +142,14 @@ class Traces:
         return {}
 
     def _is_so(self, rank: int, note: Note) -> bool:
-        """Whether a second reading gives the same; a note that has been written over since counts as it was read."""
+        """Return True if a second reading gives the same. An overwritten note counts as first read."""
         for again in self._traces[rank].reading.notes(note.index):
             if again.index == note.index:
                 return (again.operation, again.payload, again.number) == (note.operation, note.payload, note.number)
         return True
 
     def mismatch(self) -> Divergence | None:
-        """What all notes prove that are there; it takes a while."""
+        """Return the mismatch in all available notes, if any. Slow."""
         with self._lock:
             return mismatched(
                 (rank, trace.where(note), note)
@@ -159,7 +158,7 @@ class Traces:
             )
 
     def made(self, positions: Collection[Position]) -> list[Made]:
-        """What the ranks did as these collectives, those together that did the same."""
+        """Return what the ranks did in these collectives. Ranks that did the same are grouped."""
         found: dict[tuple[object, ...], Made] = {}
         with self._lock:
             for rank, trace in sorted(self._traces.items()):

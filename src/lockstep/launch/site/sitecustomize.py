@@ -1,7 +1,7 @@
-"""Runs when a Python process starts that `lockstep run` starts as a rank, or below one that has Lightning's names.
+"""Startup code of Python processes that are ranks of `lockstep run`, or inherit Lightning's import names.
 
 `lockstep run` and `lockstep.lightning` put this file's folder on PYTHONPATH, and Python imports a module of this name
-at its start. lockstep and torch are imported when somebody asks for one of Lightning's names, and not before.
+at startup. lockstep and torch are imported only when one of Lightning's names is.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ NAMES = ("lightning", "pytorch_lightning", "lightning_fabric", "test_tube")
 
 
 class Waiting:
-    """A finder that gives its place to lockstep's own when it is asked for one of the names."""
+    """An import finder that lockstep's own finder replaces when one of the names is first imported."""
 
     asked = False
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The spec of a module of Lightning's; None for any other."""
+        """Return the spec of a module of Lightning, or None for any other module."""
         if self.asked or fullname.partition(".")[0] not in NAMES:
             return None
         self.enter()
         return importlib.util.find_spec(fullname)
 
     def find_distributions(self, context: object = None) -> object:
-        """What `importlib.metadata` is told of Lightning's packages."""
+        """Return the distributions of Lightning's packages, for `importlib.metadata`."""
         name = getattr(context, "name", None)
         if self.asked or name is None or name.lower().replace("-", "_") not in NAMES or not self.enter():
             return ()
         return importlib.import_module("lockstep.names.finder").FINDER.find_distributions(context)
 
     def enter(self) -> bool:
-        """Put lockstep's finder before this one; False where this Python has no lockstep."""
+        """Install lockstep's finder ahead of this one. Return False if this Python has no lockstep."""
         self.asked = True
         try:
             importlib.import_module("lockstep.ground.extensions").load("services", "Lightning's names").enter()
@@ -50,10 +50,10 @@ class Waiting:
 
 
 class Early:
-    """Python's hook for what nobody catches, in a rank of `lockstep run` that has not imported lockstep yet.
+    """Python's hook for uncaught exceptions, in a rank of `lockstep run` that has not imported lockstep yet.
 
     Args:
-        before_lockstep: the hook that was there, which lockstep puts back.
+        before_lockstep: the previous hook, which lockstep restores.
     """
 
     def __init__(self, before_lockstep: Callable[..., object]) -> None:
@@ -65,20 +65,20 @@ class Early:
             self.tell(error)
 
     def tell(self, error: BaseException) -> None:
-        """Hand the agent what ends the script: the rank, the line, the exception."""
-        if "lockstep" not in sys.modules:  # a package that does not import torch, which may be what has failed
+        """Pass the error that ends the script to the agent: rank, line and exception."""
+        if "lockstep" not in sys.modules:  # bare: torch's import may be what failed
             package = sys.modules["lockstep"] = ModuleType("lockstep")
             package.__path__ = [os.path.dirname(os.path.dirname(HERE))]
         causes = importlib.import_module("lockstep.supervise.causes")
         called = ""
-        if isinstance(error, SyntaxError) and error.__traceback__ is None:  # of the script itself
+        if isinstance(error, SyntaxError) and error.__traceback__ is None:  # an error in the script itself
             called = f"{error.filename}:{error.lineno}"
         cause = causes.cause_of(int(os.environ["RANK"]), error, called=called)
         importlib.import_module("lockstep.cluster.torchelastic").hand_cause(str(cause))
 
 
 def go_unseen() -> None:
-    """Take this folder from where the rank, and what it starts, look for modules."""
+    """Remove this folder from the module search path of the rank and its child processes."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
     others = [entry for entry in os.environ.get(PATH, "").split(os.pathsep) if entry and entry != HERE]
     os.environ[PATH] = os.pathsep.join(others)
@@ -87,7 +87,7 @@ def go_unseen() -> None:
 
 
 def run_the_next() -> None:
-    """The module of this name that Python would have imported, had this one not been in front of it."""
+    """Run the next ``sitecustomize`` module on the path, which this one shadows."""
     spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != HERE])
     if spec is not None and spec.loader is not None:
         module = sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
