@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs statistics of the device at the start and end of batches.
+    """Callback that logs statistics of the device at the start and end of batches.
 
     In training it logs every ``log_every_n_steps`` steps. In tests and validation (within a fit or on its own) it logs
     every ``log_every_n_steps`` batches. The names are ``DeviceStatsMonitor.<hook>/<metric>``, for example

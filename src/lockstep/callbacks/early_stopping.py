@@ -30,7 +30,7 @@ class EarlyStoppingReason(Enum):
 
 
 class EarlyStopping(Callback):
-    """Ends training when a logged metric has not improved for a number of checks.
+    """Callback that ends training when a logged metric has not improved for a number of checks.
 
     A check happens once after each validation, or at the end of each training epoch (see
     ``check_on_train_epoch_end``). The value is first reduced over the ranks, so that all of them stop together and

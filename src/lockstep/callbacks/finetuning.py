@@ -26,7 +26,7 @@ def multiplicative(epoch: int) -> float:
 
 
 class BaseFinetuning(Callback):
-    """Freezes parts of a model before training and unfreezes them later; a subclass decides which and when.
+    """Callback that freezes parts of a model before training and unfreezes them later, as a subclass decides.
 
     Override :meth:`freeze_before_training`, called before ``configure_optimizers``, and
     :meth:`finetune_function`, called for each optimizer at the start of an epoch. Pass only trainable parameters to
@@ -224,10 +224,12 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains a module's ``backbone`` from some epoch on, with a learning rate that grows to that of the rest.
+    """Callback that trains a module's ``backbone`` from some epoch on, with a growing learning rate.
 
-    Until then it is frozen, except its BatchNorm. In ``configure_optimizers``, omit the backbone or pass only
-    trainable parameters.
+    The learning rate grows to that of the other parameters.
+
+    Before that epoch the backbone is frozen, except its BatchNorm. In ``configure_optimizers``, omit the backbone
+    or pass only trainable parameters.
 
     Args:
         unfreeze_backbone_at_epoch: the epoch, counted from 0, at whose start the backbone is unfrozen.

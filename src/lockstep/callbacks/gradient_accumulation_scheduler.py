@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Changes ``trainer.accumulate_grad_batches`` from epoch to epoch.
+    """Callback that changes ``trainer.accumulate_grad_batches`` from epoch to epoch.
 
     ``Trainer(accumulate_grad_batches={...})`` does the same; the callback is for code that already has it. During a fit
     ``trainer.accumulate_grad_batches`` is the number of the current epoch; afterwards it is 1 again.

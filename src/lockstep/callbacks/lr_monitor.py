@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate of each parameter group.
+    """Callback that logs the learning rate of each parameter group.
 
     The names are ``lr-Adam``; ``lr-Adam-1`` for the second optimizer of a class; ``lr-Adam/pg1``,
     ``lr-Adam/pg2`` if it has several parameter groups. A ``"name"`` in a scheduler's dict replaces

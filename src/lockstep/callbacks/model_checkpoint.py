@@ -61,7 +61,7 @@ RANKING = (
 
 
 class ModelCheckpoint(Checkpoint):
-    """Saves the run, and keeps the best or the latest of its checkpoints.
+    """Callback that saves the run, and keeps the best or the latest of its checkpoints.
 
     A save is due at the end of every ``every_n_epochs``-th epoch (or of its validation, if that does not run exactly
     once an epoch), at every ``every_n_train_steps``-th optimizer step, or after ``train_time_interval``. Only one of

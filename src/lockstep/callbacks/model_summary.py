@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ModelSummary(Callback):
-    """Shows the model's layers, their parameters and sizes once, on rank 0, at the start of a fit.
+    """Callback that shows the model's layers, their parameters and sizes once, on rank 0, at the start of a fit.
 
     The table is logged to the logger ``lockstep`` at level INFO, which writes to stderr by default. To
     show it in another way, override :meth:`summarize`.
@@ -95,7 +95,7 @@ def choose_model_summary(callbacks: list[Any]) -> ModelSummary:
 
 
 class RichModelSummary(ModelSummary):
-    """Shows the model's layers with rich (extra ``rich``) at the start of a fit, on stdout, on rank 0.
+    """Model summary that is drawn with rich (extra ``rich``) on stdout, on rank 0, at the start of a fit.
 
     Args:
         max_depth: levels of nesting to show; -1 shows all, 0 disables the summary.

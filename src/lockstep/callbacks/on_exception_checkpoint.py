@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class OnExceptionCheckpoint(Checkpoint):
-    """Saves a checkpoint when an exception (including Ctrl-C) ends the training; removes it after a successful fit.
+    """Callback that saves a checkpoint when an exception (including Ctrl-C) ends the training.
+
+    The checkpoint is removed after a successful fit.
 
     ``trainer.fit(..., ckpt_path="last")`` finds it if it is the newest checkpoint. An exception before
     training has started keeps an earlier checkpoint, as do validation, test and prediction.

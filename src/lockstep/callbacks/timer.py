@@ -21,7 +21,7 @@ _FORM = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 
 
 class Timer(Callback):
-    """Measures training, validation, test and prediction, and stops training after a given time.
+    """Callback that measures training, validation, test and prediction, and stops training after a given time.
 
     Training that resumes from a checkpoint includes the time of its earlier attempts. On
     several ranks the clock of rank 0 decides, and all ranks stop together at the next step (some steps later

@@ -319,7 +319,7 @@ if TYPE_CHECKING:
 else:
 
     class restricted_classmethod:
-        """Like ``classmethod``; a call on an instance raises, because its result is a new object.
+        """A ``classmethod`` that raises if it is called on an instance, because its result is a new object.
 
         Example::
 

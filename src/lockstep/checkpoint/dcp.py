@@ -245,7 +245,7 @@ class Writer(FileSystemWriter):
 
 
 class Planner(DefaultSavePlanner):
-    """Plans which rank writes which parts, and provides this rank's values.
+    """A planner of the parts that each rank writes; it also provides this rank's values.
 
     Args:
         state: dicts of tensors. Each rank writes its part of a DTensor, or of a tensor that describes its local part
@@ -380,7 +380,7 @@ def read(folder: PathLike, metadata: Metadata, into: Mapping[str, Tensor]) -> No
 
 
 class _ReadPlanner(DefaultLoadPlanner):
-    """Plans which parts of files this rank reads, and into which tensors."""
+    """A planner of the parts of files that this rank reads, and of their destination tensors."""
 
     def __init__(self, into: Mapping[str, Tensor], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,4 +1,4 @@
-"""First values for layers on the meta device, where parameters have a shape but no memory. The values come from a
+"""First values for layers on the meta device, where parameters have a shape but no memory. They are read from a
 folder named by `load_pretrained`, or from the layers, or the model that contains them."""
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def write(content: dict[str, Any], file: IO[bytes]) -> None:
 
 
 class _HashingWriter:
-    """Forwards to a file what ``torch.save`` writes (it never seeks), and hashes it on the way."""
+    """A writer that forwards to a file what ``torch.save`` writes (it never seeks), and hashes it on the way."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file

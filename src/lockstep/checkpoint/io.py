@@ -148,7 +148,7 @@ class CheckpointIO(ABC):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Files of torch, local or at a URL: hashed, free of code, written atomically. See ``checkpoint/format.py``."""
+    """CheckpointIO for torch files, local or at a URL: hashed, free of code, atomic. See ``checkpoint/format.py``."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: storage.PathLike, storage_options: Any | None = None
@@ -195,7 +195,9 @@ COPIES = 2
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Writes with another CheckpointIO in a thread; training waits only while the run's state is copied to the CPU.
+    """A CheckpointIO that writes with another one in a thread.
+
+    Training waits only while the run's state is copied to the CPU.
 
     Files are written, linked and removed one after the other, in the order of the calls: a checkpoint is removed when
     the one that replaces it is complete. A third checkpoint waits until the first of two is written, so that a slow

@@ -307,7 +307,7 @@ def _share(files: Mapping[str, dict[str, Any]], rank: int, world: int) -> list[s
 
 
 class OnRank(RankFailed):
-    """Another rank has failed."""
+    """Error raised because another rank has failed."""
 
 
 def together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group: comm.Group = None) -> R:

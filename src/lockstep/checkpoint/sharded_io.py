@@ -19,7 +19,10 @@ from lockstep.ground.transfer import HostMemory
 
 
 class ShardedCheckpointIO(TorchCheckpointIO):
-    """Folders in the format of torch's distributed checkpoint; see ``checkpoint/sharded.py``. Reads them completely."""
+    """CheckpointIO for folders in the format of torch's distributed checkpoint; see ``checkpoint/sharded.py``.
+
+    Folders are read completely.
+    """
 
     writes_shards = True
 
@@ -38,7 +41,9 @@ class ShardedCheckpointIO(TorchCheckpointIO):
 
 
 class AsyncShardedCheckpointIO(AsyncCheckpointIO):
-    """Writes folders in a thread of each rank; training waits only while each rank copies its part to the CPU.
+    """A CheckpointIO that writes folders in a thread of each rank.
+
+    Training waits only while each rank copies its part to the CPU.
 
     The threads coordinate through their own process group. Each save reuses the memory of the copies (pinned if the
     parts are on a GPU), so that a save waits for the previous one. A failed write is raised on all ranks by the next

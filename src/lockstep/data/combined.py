@@ -54,10 +54,10 @@ _END = object()
 
 
 class CombinedLoader(Iterable[tuple[Any, int, int]]):
-    """Draws batches from several loaders; iterating gives (batch, batch_idx, dataloader_idx).
+    """A combination of several loaders; iterating yields (batch, batch_idx, dataloader_idx).
 
     Args:
-        iterables: a dict, list or other nest of loaders; batches come in the same nest.
+        iterables: a dict, list or other nest of loaders; batches have the same structure.
             mode: ``"min_size"`` ends with the shortest loader; ``"max_size"`` ends with the longest, and loaders
                 that have ended yield None; ``"max_size_cycle"`` ends with the longest, and the others restart;
                 ``"sequential"`` iterates one loader after the other: ``batch`` is a loader's own and
@@ -422,7 +422,7 @@ class Mixed(LoaderSource):
         self.ahead = self.fixed or (mode != "max_size_cycle" and all(part.ahead for part in parts))
         self.batch = max(part.batch for part in parts)
         # Resume by reading the pass again: the order of some parts depends on the process' random numbers, or the
-        # start of a later pass is only known by reading.
+        # start of a later pass is only found by reading.
         self._rereads = any(isinstance(part, Untouched) for part in parts) or (
             mode == "max_size_cycle" and any(map(math.isinf, self._lengths))
         )

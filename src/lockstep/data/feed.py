@@ -601,11 +601,11 @@ class EvaluationFeed:
                 yield batch, batch_idx, number, weight
 
     def note_indices(self) -> None:
-        """From the next pass on, know the samples of each batch."""
+        """Record the samples of each batch from the next pass on."""
         for source in self.sources:
             source.note_indices()
 
     def close(self) -> None:
-        """Ends loader workers."""
+        """End loader workers."""
         for source in self.sources:
             source.close()

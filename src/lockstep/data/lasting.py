@@ -19,7 +19,7 @@ ARRAYS = (Tensor, np.ndarray)
 
 
 class LastingBatches:
-    """Draws batches that are buffered together, and copies those of a loader that reuses their memory.
+    """A buffer of drawn batches that copies those of a loader that reuses their memory.
 
     The first batches show whether it does: they are copied before one of them is handed out, and compared with the
     originals after the others were drawn.

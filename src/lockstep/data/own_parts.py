@@ -54,7 +54,7 @@ def shards_itself(dataset: object) -> bool:
 
 
 class OwnParts:
-    """Detects whether the ranks' streams are already parts of the data, by comparing their first samples.
+    """A test of whether the ranks' streams are already parts of the data, by their first samples.
 
     The process that reads the stream (the rank, or one of its loader workers) asks and waits for the answer.
 

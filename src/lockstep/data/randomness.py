@@ -1,4 +1,4 @@
-"""Random numbers in ``__getitem__`` and ``collate_fn``: seeded by position, apart from those of training."""
+"""Random numbers in ``__getitem__`` and ``collate_fn``: seeded by position, independent of training."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def own_generator(sampler: object) -> torch.Generator | None:
 
 
 class Drawn(Indexed):
-    """Draws from a user's sampler or batch sampler, identically on every rank.
+    """A source that draws from a user's sampler or batch sampler, identically on every rank.
 
     It is drawn under generators seeded by (seed, epoch), separate from those of training. Its positions are cut like
     those of a plain sampler. With a batch sampler, every rank takes each ``size``-th batch. The user's ``set_epoch``
@@ -350,7 +350,7 @@ class _Stretch(NamedTuple):
 
 
 class OwnShare(Drawn):
-    """Draws from a user's `DistributedSampler`, which has cut the data for this rank itself."""
+    """A source that draws from a user's `DistributedSampler`, which has cut the data for this rank itself."""
 
     flexible = False  # this rank knows its own share only
 
@@ -382,11 +382,11 @@ class OwnShare(Drawn):
         self._resume = state.get("order of rank", {})
 
 
-# -- what was drawn ------------------------------------------------------------------------------------------
+# -- hash of the order ---------------------------------------------------------------------------------------
 
 
 class DrawnOrder:
-    """A running hash of what a sampler has yielded in a pass, compared with the one in a checkpoint.
+    """A running hash of a sampler's elements in a pass, compared with the one in a checkpoint.
 
     Args:
         sampler: the sampler, for messages.

@@ -455,7 +455,7 @@ class Indexed(LoaderSource):
 
 
 class Ordered(Indexed):
-    """Draws by an order that is a function: nothing is stored or sent, and any start costs the same.
+    """A source with an order that is a function: nothing is stored or sent, and any start costs the same.
 
     Args:
         sampling: the loader and its sampling settings.
@@ -631,7 +631,7 @@ def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
 
 
 class Measure:
-    """Measures the number of samples in the ready-made batches of a loader, and reports once how it is determined.
+    """The number of samples in the ready-made batches of a loader; reports once how it is determined.
 
     The length of the first tensor is used, since the samples of such batches were not drawn here.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Counts the batches of one loop and the seconds spent on them.
+    """A counter of the batches of one loop and the seconds spent on them.
 
     Args:
         every: draw only at every n-th batch (and at the last).
@@ -121,7 +121,7 @@ def speed(rate: float) -> str:
 
 
 class ProgressBar(Callback):
-    """Provides the totals, descriptions and metrics of a run; a subclass draws them.
+    """Base class of progress bars: provides totals, descriptions and metrics of a run, which a subclass draws.
 
     Only rank 0 draws: the other ranks are disabled in :meth:`setup`, so a subclass that overrides it must call
     ``super()``.
@@ -269,7 +269,7 @@ class ProgressBar(Callback):
 
 
 class PlainProgressBar(ProgressBar):
-    """Writes a line to stderr at the end of an epoch, with a minimum interval between lines.
+    """Progress bar that writes a line to stderr at the end of an epoch, with a minimum interval between lines.
 
     It is the default of a Trainer if stdout is not a terminal. The last epoch always gets its line, so a short
     run writes exactly one::
@@ -322,7 +322,7 @@ class PlainProgressBar(ProgressBar):
 
 
 class DrawnProgressBar(ProgressBar):
-    """Draws a bar of training, and one of the current evaluation; a subclass paints them.
+    """Base class of a bar of training and one of the current evaluation; a subclass paints them.
 
     The time and speed of training exclude validation. Nothing is drawn between batches, so no thread is needed.
 

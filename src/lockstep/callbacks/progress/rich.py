@@ -34,7 +34,7 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(DrawnProgressBar):
-    """Draws bars with rich (extra ``rich``): training, and validation below it while it runs.
+    """Progress bar drawn with rich (extra ``rich``): training, and validation below it while it runs.
 
     The time and speed of training exclude validation. Nothing is drawn between batches, so no thread is needed.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TQDMProgressBar(DrawnProgressBar):
-    """Draws bars with tqdm on stdout: one for training, and one below it for validation during the fit.
+    """Progress bar drawn with tqdm on stdout: one for training, and one below it for validation in a fit.
 
     The time and speed of training exclude validation. Other output is printed above the bars. To change
     how a bar looks, override the method that makes it (:meth:`init_train_tqdm` and so on), or
@@ -175,7 +175,7 @@ class TQDMProgressBar(DrawnProgressBar):
 
 
 class _Above:
-    """Replaces a terminal's stream, such as ``sys.stdout``, while bars are on the screen.
+    """A replacement of a terminal's stream, such as ``sys.stdout``, while bars are on the screen.
 
     It collects whole lines (of ``print``, warnings and lockstep's own messages), clears the bars, writes the lines, and
     draws the bars again below.
