@@ -36,7 +36,7 @@ class Callback:
                 trainer.print(f"epoch {trainer.current_epoch} is done")
 
     Attributes:
-            log, log_dict: the module's methods, while a call of the Trainer runs.
+        log, log_dict: the module's methods, while a call of the Trainer runs.
     """
 
     log: Callable[..., None]

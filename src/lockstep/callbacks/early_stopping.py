@@ -38,25 +38,25 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: name of the logged metric.
-            min_delta: a change of at most this much (absolute) does not count as an improvement.
-            patience: number of checks without improvement after which training stops. It counts checks, not
-                epochs: ``check_val_every_n_epoch=10, patience=3`` trains for at least 40 epochs.
+        min_delta: a change of at most this much (absolute) does not count as an improvement.
+        patience: number of checks without improvement after which training stops. It counts checks, not
+            epochs: ``check_val_every_n_epoch=10, patience=3`` trains for at least 40 epochs.
         verbose: report improvements and the reason for stopping.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
-            strict: raise an error if the metric was never logged; otherwise the check is skipped.
+        strict: raise an error if the metric was never logged; otherwise the check is skipped.
         check_finite: stop when the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
-            check_on_train_epoch_end: check at the end of training epochs (True) or of validations (False). None
-                selects the former if validation runs exactly once an epoch.
+        check_on_train_epoch_end: check at the end of training epochs (True) or of validations (False). None
+            selects the former if validation runs exactly once an epoch.
         log_rank_zero_only: with ``verbose``, report on rank 0 alone instead of on each rank.
 
     Attributes:
         wait_count: checks since the last improvement.
         best_score: best value so far, a scalar tensor on the CPU.
-            stopped_epoch: the epoch in which training was stopped; 0 if it was not.
-            stopping_reason: the condition that ended this fit.
-            stopping_reason_message: the same as a sentence; None if training was not stopped.
+        stopped_epoch: the epoch in which training was stopped; 0 if it was not.
+        stopping_reason: the condition that ended this fit.
+        stopping_reason_message: the same as a sentence; None if training was not stopped.
 
     Raises:
         MisconfigurationException: an argument is out of its range, or ``monitor`` was never logged.

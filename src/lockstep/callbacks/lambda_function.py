@@ -20,7 +20,7 @@ class LambdaCallback(Callback):
             arguments, ``(trainer, pl_module, ...)``; None omits a hook.
 
     Raises:
-            WrongType: no hook has that name.
+        WrongType: no hook has that name.
 
     Example::
 

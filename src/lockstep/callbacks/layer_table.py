@@ -98,7 +98,7 @@ class ModelSummary:
         max_depth: levels of nesting to show; -1 shows all, 0 only the totals.
 
     Raises:
-            MisconfigurationException: ``max_depth`` is not an int of at least -1.
+        MisconfigurationException: ``max_depth`` is not an int of at least -1.
 
     Example::
 

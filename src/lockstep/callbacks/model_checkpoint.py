@@ -76,28 +76,28 @@ class ModelCheckpoint(Checkpoint):
             ``default_root_dir``.
         filename: a template such as ``"{epoch}-{val_loss:.2f}"``: names of logged metrics (and ``epoch``,
             ``step``) in braces. Default ``"{epoch}-{step}"``.
-            monitor: the metric to rank by. None: the latest checkpoint counts as the best.
-            verbose: report what is saved.
-            save_last: also write ``last.ckpt`` whenever a save is due, even if it is not among the best;
-                ``"link"`` makes it a link to the file saved last.
-            save_top_k: number of checkpoints to keep; -1: all, 0: none. Without ``monitor``: -1, 0 or 1.
-            save_on_exception: save when an exception ends the run. One process only.
+        monitor: the metric to rank by. None: the latest checkpoint counts as the best.
+        verbose: report what is saved.
+        save_last: also write ``last.ckpt`` whenever a save is due, even if it is not among the best;
+            ``"link"`` makes it a link to the file saved last.
+        save_top_k: number of checkpoints to keep; -1: all, 0: none. Without ``monitor``: -1, 0 or 1.
+        save_on_exception: save when an exception ends the run. One process only.
         save_weights_only: leave out what only a resume needs.
         mode: ``"min"`` or ``"max"``: which values of ``monitor`` are better. NaN is worse than all.
         auto_insert_metric_name: write ``epoch=3`` for ``{epoch}``, not ``3``.
-            every_n_train_steps: optimizer steps between saves.
-            train_time_interval: time between saves; the first rank whose clock reaches it decides for all.
-            every_n_epochs: epochs between saves; 0: none at epoch ends.
-            save_on_train_epoch_end: save epochs at the end of training (True) or of validation (False).
-            enable_version_counter: append ``-v1``, ``-v2`` ... rather than overwrite a file of the same name.
-            save_pretrained: next to ``NAME.ckpt`` also write a folder ``NAME-pretrained`` with
-                ``trainer.save_pretrained``; it is deleted together with the checkpoint.
-            save_trainable_only: omit weights that have been frozen and unchanged since the start of the fit; see
-                ``Trainer.save_checkpoint``.
+        every_n_train_steps: optimizer steps between saves.
+        train_time_interval: time between saves; the first rank whose clock reaches it decides for all.
+        every_n_epochs: epochs between saves; 0: none at epoch ends.
+        save_on_train_epoch_end: save epochs at the end of training (True) or of validation (False).
+        enable_version_counter: append ``-v1``, ``-v2`` ... rather than overwrite a file of the same name.
+        save_pretrained: next to ``NAME.ckpt`` also write a folder ``NAME-pretrained`` with
+            ``trainer.save_pretrained``; it is deleted together with the checkpoint.
+        save_trainable_only: omit weights that have been frozen and unchanged since the start of the fit; see
+            ``Trainer.save_checkpoint``.
 
     Raises:
-            MisconfigurationException: an argument is out of range, or the arguments exclude each other; later, if
-                ``monitor`` was never logged.
+        MisconfigurationException: an argument is out of range, or the arguments exclude each other; later, if
+            ``monitor`` was never logged.
 
     Example::
 

@@ -30,7 +30,7 @@ class ModelSummary(Callback):
         **summarize_kwargs: arguments for :meth:`summarize`.
 
     Raises:
-            MisconfigurationException: ``max_depth`` is not an int of at least -1.
+        MisconfigurationException: ``max_depth`` is not an int of at least -1.
 
     Example::
 
@@ -77,10 +77,10 @@ class ModelSummary(Callback):
             summary_data: head and cells of each column.
             total_parameters: elements of all parameters.
             trainable_parameters: elements of those that require gradients.
-                model_size: size of all parameters, in units of 10^6 bytes.
+            model_size: size of all parameters, in units of 10^6 bytes.
             total_training_modes: number of modules in "train" and "eval" mode.
             total_flops: floating point operations of one forward of the example; 0 without one.
-                **summarize_kwargs: arguments of the constructor.
+            **summarize_kwargs: arguments of the constructor.
         """
         totals = totals_of(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
         rank_zero_info("\n%s", format_table(summary_data, totals))
@@ -104,7 +104,7 @@ class RichModelSummary(ModelSummary):
 
     Raises:
         ModuleNotFoundError: rich is not installed.
-            MisconfigurationException: ``max_depth`` is not an int of at least -1.
+        MisconfigurationException: ``max_depth`` is not an int of at least -1.
 
     Example::
 

@@ -32,11 +32,11 @@ class OnExceptionCheckpoint(Checkpoint):
 
     Args:
         dirpath: folder or URL.
-            filename: name of the file, without ``.ckpt``.
+        filename: name of the file, without ``.ckpt``.
 
     Raises:
         ValueError: ``filename`` is empty.
-            OSError: the folder cannot be written; raised at the setup of the fit.
+        OSError: the folder cannot be written; raised at the setup of the fit.
 
     Example::
 

@@ -46,7 +46,7 @@ class BasePredictionWriter(Callback):
             ``trainer.predict(..., return_predictions=False)`` saves the memory of all predictions.
 
     Raises:
-            MisconfigurationException: ``write_interval`` has another value.
+        MisconfigurationException: ``write_interval`` has another value.
 
     Example::
 
@@ -84,12 +84,12 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: the Trainer.
             pl_module: the module.
-                prediction: the value that ``predict_step`` returned.
-                batch_indices: indices into the data set of the samples in the batch, in its order; empty if they are
-                    unknown: for an iterable data set, or without a ``DataLoader``.
-                batch: the batch that was passed to ``predict_step``.
-                batch_idx: index of the batch among those of this rank and loader.
-                dataloader_idx: index of the loader.
+            prediction: the value that ``predict_step`` returned.
+            batch_indices: indices into the data set of the samples in the batch, in its order; empty if they are
+                unknown: for an iterable data set, or without a ``DataLoader``.
+            batch: the batch that was passed to ``predict_step``.
+            batch_idx: index of the batch among those of this rank and loader.
+            dataloader_idx: index of the loader.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not say how to store a batch: define write_on_batch_end."
@@ -103,10 +103,10 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: the Trainer.
             pl_module: the module.
-                predictions: the values that ``predict_step`` returned for each batch, on the CPU; with several
-                    loaders, one such list for each.
-                batch_indices: for each loader (even if there is only one) a list of the batches' indices, as in
-                    :meth:`write_on_batch_end`.
+            predictions: the values that ``predict_step`` returned for each batch, on the CPU; with several
+                loaders, one such list for each.
+            batch_indices: for each loader (even if there is only one) a list of the batches' indices, as in
+                :meth:`write_on_batch_end`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how to store them: define write_on_epoch_end.")
 

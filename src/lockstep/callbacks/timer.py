@@ -36,10 +36,10 @@ class Timer(Callback):
         verbose: report when the time is up.
 
     Attributes:
-            stopping_reason_message: the reason why training was stopped; None if this callback did not stop it.
+        stopping_reason_message: the reason why training was stopped; None if this callback did not stop it.
 
     Raises:
-            MisconfigurationException: ``duration`` has another form, or ``interval`` another value.
+        MisconfigurationException: ``duration`` has another form, or ``interval`` another value.
 
     Example::
 

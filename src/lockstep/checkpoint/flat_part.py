@@ -29,10 +29,10 @@ class FlatPart(Tensor):
     It does not support computation; `whole` returns a tensor that does.
 
     Args:
-            shape: shape of the whole tensor.
-            start: index of this rank's first element in the flattened tensor.
-            values: one-dimensional; may be empty.
-            even: the elements are those of `span` on all ranks.
+        shape: shape of the whole tensor.
+        start: index of this rank's first element in the flattened tensor.
+        values: one-dimensional; may be empty.
+        even: the elements are those of `span` on all ranks.
 
     Example:
         >>> part = FlatPart(torch.Size((2, 3)), 2, torch.tensor([2.0, 3.0]))

@@ -58,10 +58,10 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
     Args:
         iterables: a dict, list or other nest of loaders; batches have the same structure.
-            mode: ``"min_size"`` ends with the shortest loader; ``"max_size"`` ends with the longest, and loaders
-                that have ended yield None; ``"max_size_cycle"`` ends with the longest, and the others restart;
-                ``"sequential"`` iterates one loader after the other: ``batch`` is a loader's own and
-                ``dataloader_idx`` its index.
+        mode: ``"min_size"`` ends with the shortest loader; ``"max_size"`` ends with the longest, and loaders
+            that have ended yield None; ``"max_size_cycle"`` ends with the longest, and the others restart;
+            ``"sequential"`` iterates one loader after the other: ``batch`` is a loader's own and
+            ``dataloader_idx`` its index.
 
     Raises:
         ValueError: the mode is unknown.

@@ -101,7 +101,7 @@ class Cut:
             [(8, 14), (14, 16)]
 
         Raises:
-                ValueError: the micro-batch is not the first of a window.
+            ValueError: the micro-batch is not the first of a window.
         """
         start, part = self.position + self.n, 0
         if number < self.length:
