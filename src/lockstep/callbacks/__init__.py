@@ -1,4 +1,4 @@
-"""Callbacks: code that runs at points of a run, kept apart from the model."""
+"""Callbacks: code that runs at points of a run, separate from the model."""
 
 from __future__ import annotations
 

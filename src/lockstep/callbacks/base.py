@@ -1,4 +1,4 @@
-"""The base class of callbacks: every point of a run at which code outside the model may act."""
+"""The base class of callbacks: a hook for every point of a run at which code outside the model may act."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LENT = ("log", "log_dict")
 
 
 class Callback:
-    """Code that runs at points of a fit, validation, test or prediction, kept apart from the model.
+    """Code that runs at points of a fit, validation, test or prediction, separate from the model.
 
-    Override the hooks you need and hand the object to ``Trainer(callbacks=[...])``. Only overridden hooks are
-    called: one that is left alone costs nothing in a step. Hooks run on every rank, in the order of the
+    Override the hooks you need and pass the object to ``Trainer(callbacks=[...])``. Only overridden hooks are
+    called: other hooks cost nothing in a step. Hooks run on every rank, in the order of the
     ``callbacks`` list; one that communicates must do so on all ranks.
 
-    A callback with a memory returns it from :meth:`state_dict`; it is stored in each checkpoint under
-    ``checkpoint["callbacks"][state_key]`` and handed back to :meth:`load_state_dict` on resume. Checkpoints
-    carry no code, so keep to tensors, numbers, strings and dicts, lists or tuples of them.
+    A callback with a state returns it from :meth:`state_dict`. It is stored in each checkpoint under
+    ``checkpoint["callbacks"][state_key]`` and passed to :meth:`load_state_dict` on resume. Checkpoints
+    contain no code, so use tensors, numbers, strings and dicts, lists or tuples of them.
 
     Example::
 
@@ -35,25 +35,30 @@ class Callback:
                 trainer.print(f"epoch {trainer.current_epoch} is done")
 
     Attributes:
-        log, log_dict: the module's, while a call of the Trainer runs.
+        log, log_dict: the module's methods, while a call of the Trainer runs.
     """
 
     log: Callable[..., None]
     log_dict: Callable[..., None]
 
     averages_weights: ClassVar[bool] = False
-    """True for a callback that leaves an average of the weights in the module; a run takes one of them."""
+    """True for a callback that leaves an average of the weights in the module; a run accepts one of them."""
     replaces_parameters: ClassVar[bool] = False
-    """True for a callback that puts other parameters in the place of a module's."""
+    """True for a callback that replaces parameters of a module."""
 
-    _decides = False  # by logged values: its `on_train_epoch_end` comes last, when all others have logged
-    _hears_step_times = False  # has the ranks' windows measured, and is told of them by `_on_step_times`
-    _shares_state: object = None  # those of one `state_key` that have this alike have the same state: one is enough
-    _other_weights: str | None = None  # key of a second state dict of the module that it adds to a checkpoint
-    _searches = False  # when a call begins: what it finds is what all others shall see
+    # It decides by logged values: its `on_train_epoch_end` is called last, after all others have logged.
+    _decides = False
+    # The ranks' windows are measured for it, and passed to `_on_step_times`.
+    _hears_step_times = False
+    # Callbacks of one `state_key` with the same value here have the same state: one of them is saved.
+    _shares_state: object = None
+    # Key of a second state dict of the module that it adds to a checkpoint.
+    _other_weights: str | None = None
+    # It searches at the start of a call, before other callbacks run: they use what it finds.
+    _searches = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has, in this process or in another one: all but the module's ``log``, lent for a call."""
+        """Return the state to copy or pickle: all attributes except the module's ``log``, which is lent for a call."""
         own = vars(self).items()
         return {n: v for n, v in own if not (n in LENT and isinstance(getattr(v, "__self__", None), nn.Module))}
 
@@ -66,19 +71,19 @@ class Callback:
         """Called last, with the same ``stage`` as :meth:`setup`."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when the fit begins, before the sanity check of validation."""
+        """Called when the fit starts, before the sanity check of validation."""
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when the fit has ended."""
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before the few validation batches that are tried ahead of training."""
+        """Called before the few validation batches that are run before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called after the few validation batches that are tried ahead of training."""
+        """Called after the few validation batches that are run before training."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Called when an exception (Ctrl-C among them) ends the run; it is raised again afterwards."""
+        """Called when an exception (including Ctrl-C) ends the run; it is raised again afterwards."""
 
     # -- training ------------------------------------------------------------------------------------------
 
@@ -89,7 +94,7 @@ class Callback:
         """Called once after the last epoch of training."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when an epoch of training begins."""
+        """Called when an epoch of training starts."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when an epoch of training ends, after validation; ``pl_module.log`` may be used here."""
@@ -100,19 +105,19 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        """Called after each ``training_step`` and the update, if one was due; ``outputs`` is what it gave."""
+        """Called after each ``training_step`` and the update, if one was due; ``outputs`` is what it returned."""
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        """What lockstep's own callbacks do at the start of a micro-batch, with samples or without.
+        """Hook of lockstep's own callbacks at the start of a micro-batch, with or without samples.
 
-        A rank without samples calls it in place of :meth:`on_train_batch_start`.
+        A rank without samples calls it instead of :meth:`on_train_batch_start`.
         """
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         """The same for :meth:`on_train_batch_end`."""
 
     def _on_step_times(self, trainer: Trainer, by_rank: Sequence[Any]) -> None:
-        """Called every few windows on all ranks, with the times that windows took each rank since the last call."""
+        """Called every few windows, on all ranks, with each rank's typical window times since the last call."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Called before ``loss.backward()``."""
@@ -129,7 +134,7 @@ class Callback:
     # -- validation ----------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when validation begins."""
+        """Called when validation starts."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when validation has ended and its metrics are in ``trainer.callback_metrics``."""
@@ -159,7 +164,7 @@ class Callback:
     # -- test ----------------------------------------------------------------------------------------------
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when testing begins."""
+        """Called when testing starts."""
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when testing has ended and its metrics are in ``trainer.callback_metrics``."""
@@ -189,7 +194,7 @@ class Callback:
     # -- prediction ----------------------------------------------------------------------------------------
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when prediction begins."""
+        """Called when prediction starts."""
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when prediction has ended."""
@@ -220,19 +225,19 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The name its state is kept under; two callbacks of one class need two names to keep two states."""
+        """Key of its state in a checkpoint; two callbacks of one class need different keys to keep two states."""
         return type(self).__qualname__
 
     def _generate_state_key(self, **kwargs: object) -> str:
-        """A ``state_key`` made of the class's name and the arguments that tell its instances apart."""
+        """Return a ``state_key`` from the class's name and the arguments that distinguish its instances."""
         return f"{type(self).__qualname__}{kwargs!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint shall keep of this callback; an empty dict (the default) keeps nothing."""
+        """Return the state to save in a checkpoint; an empty dict (the default) saves nothing."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave when the checkpoint was written."""
+        """Load the state that :meth:`state_dict` returned when the checkpoint was written."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Called with the whole checkpoint before it is written; it may be changed in place."""

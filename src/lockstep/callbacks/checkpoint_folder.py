@@ -1,4 +1,4 @@
-"""The folder of a ModelCheckpoint: names of files, other runs that save there, files that a killed run left."""
+"""The folder of a ModelCheckpoint: file names, other runs that save there, and leftovers of a killed run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _FIELD = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
 
 
 def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") -> str:
-    """`template` with each ``{name}`` or ``{name:format}`` replaced by the metric of that name, or 0.
+    """Return `template` with each ``{name}`` or ``{name:format}`` replaced by the metric of that name, or 0.
 
     Args:
         template: such as ``"{epoch:02d}-{val/loss:.2f}"``.
         metrics: numbers or tensors of one element, by name.
-        equals: what stands between a name and its value; None leaves the name out.
+        equals: separator between a name and its value; None omits the name.
 
     Example::
 
@@ -39,7 +39,7 @@ def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") ->
 
 
 def name_pattern(template: str, extension: str) -> re.Pattern[str]:
-    """What matches all names that `template` can give, with or without a version at their end."""
+    """Return a pattern for all names that `template` can produce, with or without a version at the end."""
     literal = re.split(r"\{[^{}]*\}", template)
     return re.compile(".*".join(map(re.escape, literal)) + r"(-v\d+)?" + re.escape(extension))
 
@@ -59,7 +59,7 @@ OTHERS = (
 
 
 class FolderClaim:
-    """The mark by which other processes see that a fit saves in a folder."""
+    """The mark by which other processes detect that a fit saves in a folder."""
 
     def __init__(self) -> None:
         self._claimed: str | None = None
@@ -74,19 +74,19 @@ class FolderClaim:
                 warn_once(SHARED.format(folder=folder))
 
     def look_for_others(self, folder: str, extension: str) -> None:
-        """Before the first save of a run: warn if there are checkpoints."""
+        """Warn before the first save of a run if the folder contains checkpoints."""
         others = [name for name in storage.names(folder) if name.endswith(extension)]
-        if others and not self._is_shared:  # which is said already
+        if others and not self._is_shared:  # already warned about
             warn_once(OTHERS.format(folder=folder, name=others[0]))
 
     def release(self) -> None:
-        """Take the mark away."""
+        """Remove the mark."""
         if self._claimed is not None:
             claims.release(self._claimed)
             self._claimed = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_claimed": None, "_is_shared": False}  # a mark is one process's
+        return {"_claimed": None, "_is_shared": False}  # a mark belongs to one process
 
 
 # -- after a kill --------------------------------------------------------------------------------------------

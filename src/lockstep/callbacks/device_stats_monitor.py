@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: writes the state of the device to the loggers, batch by batch."""
+"""DeviceStatsMonitor: logs statistics of the device, batch by batch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Writes what the device has to tell at the beginning and end of batches to the loggers.
+    """Callback that logs statistics of the device at the start and end of batches.
 
-    It does so every ``log_every_n_steps`` steps, in training, and in the validation of a fit or on its own and
-    in tests every ``log_every_n_steps`` batches. The names are
-    ``DeviceStatsMonitor.<hook>/<metric>``, ``DeviceStatsMonitor.on_train_batch_start/cpu_percent`` for one:
+    In training it logs every ``log_every_n_steps`` steps. In tests and validation (within a fit or on its own) it logs
+    every ``log_every_n_steps`` batches. The names are ``DeviceStatsMonitor.<hook>/<metric>``, for example
+    ``DeviceStatsMonitor.on_train_batch_start/cpu_percent``:
 
-    - CPU (extra ``psutil``): ``cpu_percent``, ``cpu_vm_percent``, ``cpu_swap_percent``, of the whole machine;
-    - accelerators: what torch's allocator says of their memory, on CUDA devices all of :func:`torch.cuda.memory_stats`,
+    - CPU (extra ``psutil``): ``cpu_percent``, ``cpu_vm_percent``, ``cpu_swap_percent`` of the whole machine;
+    - accelerators: memory statistics of torch's allocator; on CUDA devices all of :func:`torch.cuda.memory_stats`,
       such as ``allocated_bytes.all.peak``;
-    - MPS, besides (extra ``psutil``): ``M1_percent``, ``M1_vm_percent``, ``M1_swap_percent``, of the whole machine.
+    - MPS, additionally (extra ``psutil``): ``M1_percent``, ``M1_vm_percent``, ``M1_swap_percent`` of the whole machine.
 
     Args:
-        cpu_stats: also write the CPU's where the run is on another device (True), write nothing where it is on
-            the CPU (False), or write what belongs to the run's device (None).
+        cpu_stats: True: also log the CPU's statistics if the run is on another device. False: log nothing if the run
+            is on the CPU. None: log the statistics of the run's device.
 
     Raises:
         MisconfigurationException: the Trainer has no logger.
@@ -44,10 +44,10 @@ class DeviceStatsMonitor(Callback):
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self._cpu_stats = cpu_stats
         self._psutil: Any = None
-        self._evaluated = 0  # batches of the evaluation that runs, of all its loaders
+        self._evaluated = 0  # batches of the current evaluation, of all its loaders
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that there is somebody to read from and somebody to write to."""
+        """Check that there is a logger, and import psutil if it is needed."""
         device = trainer.strategy.root_device.type
         if stage == "fit" and not trainer.loggers:
             raise MisconfigurationException(
@@ -109,7 +109,7 @@ class DeviceStatsMonitor(Callback):
         if every and (self._evaluated % every == 0 or trainer.should_stop):
             self._write(trainer, f"on_{'test' if trainer.testing else 'validation'}_batch_{at}")
 
-    # -- what is written -----------------------------------------------------------------------------------
+    # -- the statistics ------------------------------------------------------------------------------------
 
     def _write(self, trainer: Trainer, hook: str) -> None:
         stats = self._stats(trainer.strategy.root_device)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStoppingReason(Enum):
-    """Which of the conditions of :class:`EarlyStopping` ended the training."""
+    """The condition of :class:`EarlyStopping` that ended the training."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -30,33 +30,33 @@ class EarlyStoppingReason(Enum):
 
 
 class EarlyStopping(Callback):
-    """Ends training when a logged metric has not improved for a number of checks.
+    """Callback that ends training when a logged metric has not improved for a number of checks.
 
     A check happens once after each validation, or at the end of each training epoch (see
-    ``check_on_train_epoch_end``). The value is reduced over the ranks first, so that all stop together and
-    remember the same.
+    ``check_on_train_epoch_end``). The value is first reduced over the ranks, so that all of them stop together and
+    keep the same state.
 
     Args:
         monitor: name of the logged metric.
-        min_delta: a change of at most this much (absolute) is no improvement.
+        min_delta: a change of at most this much (absolute) does not count as an improvement.
         patience: number of checks without improvement after which training stops. It counts checks, not
-            epochs: ``check_val_every_n_epoch=10, patience=3`` trains for 40 epochs at least.
+            epochs: ``check_val_every_n_epoch=10, patience=3`` trains for at least 40 epochs.
         verbose: report improvements and the reason for stopping.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
-        strict: whether a metric that was never logged is an error; otherwise the check is skipped.
+        strict: raise an error if the metric was never logged; otherwise the check is skipped.
         check_finite: stop when the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
         check_on_train_epoch_end: check at the end of training epochs (True) or of validations (False). None
-            chooses the former where validation runs exactly once an epoch.
+            selects the former if validation runs exactly once an epoch.
         log_rank_zero_only: with ``verbose``, report on rank 0 alone instead of on each rank.
 
     Attributes:
         wait_count: checks since the last improvement.
         best_score: best value so far, a scalar tensor on the CPU.
-        stopped_epoch: the epoch in which training was stopped, 0 if it was not.
+        stopped_epoch: the epoch in which training was stopped; 0 if it was not.
         stopping_reason: the condition that ended this fit.
-        stopping_reason_message: the same in a sentence, None if training was not stopped.
+        stopping_reason_message: the same as a sentence; None if training was not stopped.
 
     Raises:
         MisconfigurationException: an argument is out of its range, or ``monitor`` was never logged.
@@ -106,29 +106,31 @@ class EarlyStopping(Callback):
 
     @property
     def monitor_op(self) -> Callable[..., Tensor]:
-        """``torch.lt`` or ``torch.gt``: what compares a value with the best one, by ``mode``."""
+        """``torch.lt`` or ``torch.gt``, by ``mode``: compares a value with the best one."""
         compare: Callable[..., Tensor] = self.mode_dict[self.mode]
         return compare
 
     @property
     def state_key(self) -> str:
-        """One state for each pair of ``monitor`` and ``mode``."""
+        """Key of the state: one state for each pair of ``monitor`` and ``mode``."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Decide when to check, if that was left open."""
+        """Decide when to check, unless the user did."""
         if self._asked_for_train_epoch_end is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget why an earlier fit was stopped; how long to wait still counts on."""
+        """Reset the reason for stopping an earlier fit; the wait count is kept."""
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check here, if validation runs once an epoch or never, or the user said so; a resume checks an interrupted
-        epoch."""
+        """Check here if validation runs once an epoch or never, or if the user chose so.
+
+        An interrupted epoch is checked after the resume.
+        """
         is_due = self._check_on_train_epoch_end
         if self._asked_for_train_epoch_end is None and not trainer.fit_loop.expects_validation:
             is_due = True
@@ -136,12 +138,12 @@ class EarlyStopping(Callback):
             self._check(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check here otherwise."""
+        """Check here in all other cases."""
         if not self._check_on_train_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._check(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with the keys of Lightning 2.6."""
+        """Return the state, with the keys of Lightning 2.6."""
         return {
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
@@ -152,7 +154,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state back; the keys of Lightning before 2.6, which had no reasons, will do."""
+        """Load a state; those of Lightning before 2.6, without reasons, are accepted."""
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.best_score = torch.as_tensor(state_dict["best_score"]).squeeze().cpu()
@@ -198,7 +200,7 @@ class EarlyStopping(Callback):
         return bool(value < than) if self.mode == "min" else bool(value > than)
 
     def _judge(self, current: Tensor) -> tuple[EarlyStoppingReason, str | None]:
-        """Whether to stop, and a sentence if there is anything to tell; counts and keeps the best."""
+        """Return the reason to stop and a message, if any; update the wait count and the best value."""
         shown = f"{self.monitor} = {current.item():.6g}"
         if self.check_finite and not torch.isfinite(current):
             best = f"the best value was {self.best_score.item():.6g}"

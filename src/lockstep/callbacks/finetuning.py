@@ -1,4 +1,4 @@
-"""BaseFinetuning, BackboneFinetuning: parts of a model that are frozen first and trained from some epoch on."""
+"""BaseFinetuning, BackboneFinetuning: parts of a model that are frozen at first and trained from some epoch on."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Modules = nn.Module | Iterable[Any]
 
 
 def multiplicative(epoch: int) -> float:
-    """The default of ``BackboneFinetuning(lambda_func=)``: the learning rate doubles each epoch."""
+    """Return 2.0: the default ``BackboneFinetuning(lambda_func=)`` doubles the learning rate each epoch."""
     return 2.0
 
 
 class BaseFinetuning(Callback):
-    """Freezes parts of a model before training and thaws them later; a subclass says which and when.
+    """Callback that freezes parts of a model before training and unfreezes them later, as a subclass decides.
 
     Override :meth:`freeze_before_training`, called before ``configure_optimizers``, and
-    :meth:`finetune_function`, called for each optimizer when an epoch begins. Let ``configure_optimizers``
-    hand over trainable parameters only; what is thawed later joins the optimizer as a new parameter group.
+    :meth:`finetune_function`, called for each optimizer at the start of an epoch. Pass only trainable parameters to
+    the optimizers in ``configure_optimizers``; parameters that are unfrozen later join as a new parameter group.
 
-    A resumed fit gets back the parameter groups, and which parameters are frozen. Every rank freezes and
-    thaws alike, so decide by the epoch or by what is the same on all ranks.
+    A resumed fit restores the parameter groups and the frozen parameters. Every rank must freeze and unfreeze the same
+    parameters, so decide by the epoch or by values that are the same on all ranks.
 
     Example::
 
@@ -58,23 +58,23 @@ class BaseFinetuning(Callback):
     # -- to override ---------------------------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
-        """Freeze what shall not be trained from the start; called in ``setup``, on every rank."""
+        """Freeze parameters that are not trained from the start; called in ``setup``, on every rank."""
         raise NotImplementedError(f"{type(self).__name__} does not say what to freeze: define freeze_before_training.")
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
-        """Thaw what is due; called when an epoch begins, once for each optimizer."""
+        """Unfreeze what is due; called at the start of an epoch, once for each optimizer."""
         raise NotImplementedError(f"{type(self).__name__} does not say what to thaw: define finetune_function.")
 
     # -- hooks ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Freeze; a new fit knows of no parameter groups yet."""
+        """Freeze; discard the parameter groups of an earlier fit."""
         if stage == "fit":
             self._internal_optimizer_metadata, self._restarting, self._loaded = {}, False, None
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In a resumed fit, give the optimizers their parameter groups, whose values are restored after this."""
+        """Restore the optimizers' parameter groups in a resumed fit; their values are restored after this."""
         if not self._restarting:
             return
         self._restarting = False
@@ -84,14 +84,14 @@ class BaseFinetuning(Callback):
             if stored:
                 added = [name for group in stored[len(optimizer.param_groups) :] for name in group["params"]]
                 optimizer.param_groups[:] = self._apply_mapping_to_param_groups(stored, parameters)
-                for name in added:  # for a checkpoint of Lightning's, which does not say what is frozen
+                for name in added:  # Lightning's checkpoints do not record what is frozen
                     parameters[name].requires_grad = True
         if self._loaded is not None:
             _restore_frozen(pl_module, self._loaded)
             self._loaded = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Thaw what is due, and note the parameter groups that came of it."""
+        """Unfreeze what is due, and record the parameter groups that were added."""
         for number, optimizer in enumerate(trainer.optimizers):
             before = len(optimizer.param_groups)
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
@@ -100,17 +100,17 @@ class BaseFinetuning(Callback):
     # -- checkpoints ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameter groups of each optimizer, by parameter names."""
+        """Return the parameter groups of each optimizer, by parameter names."""
         return {"internal_optimizer_metadata": self._internal_optimizer_metadata}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep them for :meth:`on_fit_start`, when there are optimizers."""
+        """Store the parameter groups for :meth:`on_fit_start`, when the optimizers exist."""
         self._restarting = True
         stored = state_dict.get("internal_optimizer_metadata", {})
         self._internal_optimizer_metadata = {number: list(groups) for number, groups in stored.items()}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add to this callback's state what is frozen now."""
+        """Add the names of frozen parameters to this callback's state."""
         own = checkpoint.get("callbacks", {}).get(self.state_key)
         if own is not None:
             own.update(_frozen(pl_module))
@@ -134,11 +134,11 @@ class BaseFinetuning(Callback):
         names = {parameter: name for name, parameter in pl_module.named_parameters()}
         stored.extend(self._apply_mapping_to_param_groups(fresh, names))
 
-    # -- freezing and thawing ------------------------------------------------------------------------------
+    # -- freezing and unfreezing ---------------------------------------------------------------------------
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """All modules inside that have parameters of their own or no children, each once.
+        """Return all inner modules that have their own parameters or no children, each once.
 
         Args:
             modules: a module, or a nest of iterables of modules.
@@ -151,12 +151,12 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """The trainable parameters inside, or the frozen ones.
+        """Yield the trainable parameters of modules, or the frozen ones.
 
         Args:
             modules: a module, or a nest of iterables of modules.
-            train_bn: False leaves out those of BatchNorm.
-            requires_grad: which to give: True the trainable ones, False the frozen ones.
+            train_bn: False omits those of BatchNorm.
+            requires_grad: True yields the trainable ones, False the frozen ones.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
@@ -164,18 +164,18 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Thaw all parameters inside; BatchNorm updates its running statistics again."""
+        """Unfreeze all parameters of modules; BatchNorm updates its running statistics again."""
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, True)
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters of this one module, not of those inside it; a BatchNorm keeps its statistics."""
+        """Freeze the parameters of this module, but not of its children; a BatchNorm stops updating its statistics."""
         _set_trainable(module, False)
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze all parameters inside.
+        """Freeze all parameters of modules.
 
         Args:
             modules: a module, or a nest of iterables of modules.
@@ -186,7 +186,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        """Those of ``params`` that the optimizer does not have yet; warns if there are others."""
+        """Return those of ``params`` that the optimizer does not have yet; warn if there are others."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         given = list(params)
         fresh = [parameter for parameter in given if id(parameter) not in known]
@@ -206,14 +206,14 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Thaw modules and hand their parameters to an optimizer as a new group.
+        """Unfreeze modules and add their parameters to an optimizer as a new group.
 
         Args:
             modules: a module, or a nest of iterables of modules.
-            optimizer: gets the group.
-            lr: learning rate of the group; if None, that of the first group divided by ``initial_denom_lr``.
+            optimizer: the optimizer that receives the group.
+            lr: learning rate of the group; default: that of the first group divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
-            train_bn: False thaws BatchNorm, yet keeps it out of the optimizer.
+            train_bn: False unfreezes BatchNorm, but does not add it to the optimizer.
         """
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
@@ -224,22 +224,24 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains a module's ``backbone`` from some epoch on, at a learning rate that grows to that of the rest.
+    """Callback that trains a module's ``backbone`` from some epoch on, with a growing learning rate.
 
-    Until then it is frozen, its BatchNorm apart. Let ``configure_optimizers`` leave the backbone out, or hand
-    over trainable parameters only.
+    The learning rate grows to that of the other parameters.
+
+    Before that epoch the backbone is frozen, except its BatchNorm. In ``configure_optimizers``, omit the backbone
+    or pass only trainable parameters.
 
     Args:
-        unfreeze_backbone_at_epoch: the epoch, counted from 0, at whose start the backbone is thawed.
+        unfreeze_backbone_at_epoch: the epoch, counted from 0, at whose start the backbone is unfrozen.
         lambda_func: ``lambda_func(epoch + 1)`` is the factor by which the backbone's learning rate grows in
             each later epoch.
-        backbone_initial_ratio_lr: the backbone's first learning rate, as a share of that of the first group.
-        backbone_initial_lr: the backbone's first learning rate itself, in place of the share.
-        should_align: stop growing at the learning rate of the first group.
-        initial_denom_lr: accepted for the signature; the first learning rate is always given here.
+        backbone_initial_ratio_lr: the backbone's first learning rate, as a fraction of that of the first group.
+        backbone_initial_lr: the backbone's first learning rate itself, instead of the fraction.
+        should_align: stop the growth at the learning rate of the first group.
+        initial_denom_lr: accepted for compatibility; the first learning rate is always given here.
         train_bn: False keeps the backbone's BatchNorm out of the optimizer.
-        verbose: tell both learning rates each epoch.
-        rounding: digits of what is told.
+        verbose: report both learning rates each epoch.
+        rounding: number of digits in that report.
 
     Raises:
         MisconfigurationException: the module has no ``backbone``.
@@ -284,15 +286,15 @@ class BackboneFinetuning(BaseFinetuning):
         super().on_fit_start(trainer, pl_module)
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
-        """Freeze the backbone, its BatchNorm apart."""
+        """Freeze the backbone, except its BatchNorm."""
         self.freeze(_backbone(pl_module))
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
-        """Thaw the backbone at its epoch; raise its learning rate in later ones."""
+        """Unfreeze the backbone at its epoch; raise its learning rate in later ones."""
         if epoch < self.unfreeze_backbone_at_epoch:
             return
         rate = optimizer.param_groups[0]["lr"]
-        # also a run that goes on, past that epoch, from a checkpoint that knows nothing of this callback
+        # also a run that resumes after that epoch from a checkpoint without this callback's state
         if epoch == self.unfreeze_backbone_at_epoch or self.previous_backbone_lr is None:
             first = self.backbone_initial_lr
             backbone_rate = rate * self.backbone_initial_ratio_lr if first is None else first
@@ -314,7 +316,7 @@ class BackboneFinetuning(BaseFinetuning):
             rank_zero_info("Epoch %d: learning rate %s, of the backbone %s", epoch, *shown)
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameter groups, and the backbone's learning rate."""
+        """Return the parameter groups, and the backbone's learning rate."""
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -348,7 +350,7 @@ def _set_trainable(module: nn.Module, trainable: bool) -> None:
 
 
 def _frozen(module: nn.Module) -> dict[str, list[str]]:
-    """Names of the frozen parameters, and of the BatchNorm layers that do not update their statistics."""
+    """Return the names of the frozen parameters, and of the BatchNorm layers that do not update their statistics."""
     return {
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
         "untracked": [

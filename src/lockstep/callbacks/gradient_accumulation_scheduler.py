@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: how many micro-batches a step has, epoch by epoch."""
+"""GradientAccumulationScheduler: changes the number of micro-batches per step, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Changes ``trainer.accumulate_grad_batches`` from epoch to epoch.
+    """Callback that changes ``trainer.accumulate_grad_batches`` from epoch to epoch.
 
-    ``Trainer(accumulate_grad_batches={...})`` does the same; the callback is for code that has it. During a fit
-    ``trainer.accumulate_grad_batches`` is the number of the epoch that runs; after it, 1 again.
+    ``Trainer(accumulate_grad_batches={...})`` does the same; the callback is for code that already has it. During a fit
+    ``trainer.accumulate_grad_batches`` is the number of the current epoch; afterwards it is 1 again.
     ``trainer.estimated_stepping_batches`` counts by the schedule.
 
     Args:
-        scheduling: from the epoch (counted from 0) to the micro-batches of a step from then on. Before the
-            first epoch that is named it is 1.
+        scheduling: dict from an epoch (counted from 0) to the micro-batches of a step from then on. Before the
+            first epoch in it, the number is 1.
 
     Attributes:
         scheduling: the same, with an entry for epoch 0.
         epochs: its epochs, ascending.
 
     Raises:
-        TypeError: ``scheduling`` is empty or no dict.
-        MisconfigurationException: an epoch is no int of at least 0, or a number of micro-batches none of at
-            least 1; and when the fit is set up, if ``Trainer(accumulate_grad_batches=...)`` is not 1 or the
-            module optimizes manually.
+        TypeError: ``scheduling`` is empty or not a dict.
+        MisconfigurationException: an epoch is not an int of at least 0, or a number of micro-batches is not an int
+            of at least 1. At the setup of the fit: ``Trainer(accumulate_grad_batches=...)`` is not 1, or the
+            module uses manual optimization.
 
     Example::
 
@@ -60,18 +60,18 @@ class GradientAccumulationScheduler(Callback):
         self._in_charge_of: Trainer | None = None
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Whether a step has several micro-batches in any epoch."""
+        """Return True if a step has several micro-batches in any epoch."""
         return any(number > 1 for number in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Micro-batches of a step in ``epoch``, counted from 0."""
+        """Return the number of micro-batches of a step in ``epoch``, counted from 0."""
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hand the schedule to the Trainer, ahead of everything that counts steps by it."""
+        """Pass the schedule to the Trainer, before anything counts steps by it."""
         if stage != "fit":
             return
-        self._let_go(trainer)  # of a fit that did not come to its teardown
+        self._let_go(trainer)  # from a fit that did not reach its teardown
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
                 "GradientAccumulationScheduler works only under automatic optimization: drop the callback, and step "
@@ -87,14 +87,14 @@ class GradientAccumulationScheduler(Callback):
         self._in_charge_of = trainer
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Follow a subclass that answers otherwise than ``scheduling``."""
+        """Apply a subclass's own number of micro-batches, if it differs from ``scheduling``."""
         epoch = trainer.current_epoch
         wanted = self.get_accumulate_grad_batches(epoch)
         if wanted != trainer.config.accumulation(epoch):
             _set_flag(trainer, wanted)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the flag back as it was."""
+        """Restore the flag."""
         self._let_go(trainer)
 
     def _let_go(self, trainer: Trainer) -> None:
@@ -107,5 +107,5 @@ class GradientAccumulationScheduler(Callback):
 
 
 def _set_flag(trainer: Trainer, value: int | dict[int, int]) -> None:
-    # The attribute reads as the number of the epoch that runs; the flag that is set may be a schedule.
+    # The attribute is read as the current epoch's number; the flag that is set may be a schedule.
     trainer.accumulate_grad_batches = value  # type: ignore[misc, assignment]

@@ -1,4 +1,4 @@
-"""LambdaCallback: a callback made of plain functions."""
+"""LambdaCallback: a callback made from plain functions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_") or n
 
 
 class LambdaCallback(Callback):
-    """A callback made of functions, each given under the name of its hook.
+    """A callback made from functions, each passed under the name of its hook.
 
     Args:
-        **hooks: hook names of :class:`~lockstep.callbacks.base.Callback` with functions of the hook's
-            arguments, ``(trainer, pl_module, ...)``; None leaves a hook alone.
+        **hooks: hook names of :class:`~lockstep.callbacks.base.Callback` with functions that take the hook's
+            arguments, ``(trainer, pl_module, ...)``; None omits a hook.
 
     Raises:
-        WrongType: there is no hook of that name.
+        WrongType: no hook has that name.
 
     Example::
 

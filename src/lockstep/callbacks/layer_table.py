@@ -23,7 +23,7 @@ NOT_APPLICABLE = "n/a"
 
 
 class LayerSummary:
-    """One row of the table, of one module; it learns the sizes from the first forward after it was made.
+    """A row of the table for one module; the sizes are recorded in the first forward after its construction.
 
     Args:
         module: the layer.
@@ -42,7 +42,7 @@ class LayerSummary:
         self._in_size: Any = None
         self._out_size: Any = None
         self._handle: Any = None
-        if not isinstance(module, torch.jit.ScriptModule):  # which take no hooks
+        if not isinstance(module, torch.jit.ScriptModule):  # they do not support hooks
             self._handle = module.register_forward_hook(self._watch, with_kwargs=True)
 
     def _watch(self, _: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any], output: object) -> None:
@@ -52,7 +52,7 @@ class LayerSummary:
         self.detach_hook()
 
     def detach_hook(self) -> None:
-        """Watch no longer."""
+        """Stop recording."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -62,43 +62,43 @@ class LayerSummary:
 
     @property
     def layer_type(self) -> str:
-        """Name of its class."""
+        """Name of the layer's class."""
         return type(self._module).__name__
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters inside; lazy ones that do not know their shape yet count 0."""
+        """Number of elements of all inner parameters; lazy ones without a shape count 0."""
         return _count(self._module.parameters())
 
     @property
     def training(self) -> bool:
-        """Whether it is in training mode."""
+        """True if the layer is in training mode."""
         return self._module.training
 
     @property
     def in_size(self) -> Any:
-        """Shape of its input as a list (nested for several), ``"?"`` where it did not run."""
+        """Shape of its input as a list (nested if there are several); ``"?"`` if it did not run."""
         return self._in_size or UNKNOWN_SIZE
 
     @property
     def out_size(self) -> Any:
-        """Shape of its output, likewise."""
+        """Shape of its output, in the same form."""
         return self._out_size or UNKNOWN_SIZE
 
 
 class ModelSummary:
-    """The layers of a module, one row each, and totals; ``str()`` of it is the printed table.
+    """The layers of a module, one row each, and totals; ``str()`` returns the printed table.
 
-    If the module has an ``example_input_array`` (a tensor, a tuple of arguments or a dict of keyword
-    arguments), it is called once with it, in evaluation mode and without gradients, to learn the sizes and to
-    count floating point operations; modes and random states are put back.
+    If the module has an ``example_input_array`` (a tensor, a tuple of arguments or a dict of keyword arguments), the
+    module is called with it once, in evaluation mode and without gradients, to record the sizes and to count
+    floating point operations. Modes and random states are restored.
 
     Args:
         model: any ``nn.Module``.
         max_depth: levels of nesting to show; -1 shows all, 0 only the totals.
 
     Raises:
-        MisconfigurationException: ``max_depth`` is no int of at least -1.
+        MisconfigurationException: ``max_depth`` is not an int of at least -1.
 
     Example::
 
@@ -127,7 +127,7 @@ class ModelSummary:
         self._layer_summary = self.summarize()
 
     def summarize(self) -> dict[str, LayerSummary]:
-        """Make the rows anew, by name; runs the example input, if there is one."""
+        """Return new rows by name; run the example input, if there is one."""
         rows = {name: LayerSummary(module) for name, module in self.named_modules}
         try:
             if self.has_sizes:
@@ -139,7 +139,7 @@ class ModelSummary:
 
     @property
     def has_sizes(self) -> bool:
-        """Whether there is an example input, and so sizes."""
+        """True if the model has an example input, and the rows therefore have sizes."""
         return getattr(self._model, "example_input_array", None) is not None
 
     @property
@@ -166,7 +166,7 @@ class ModelSummary:
 
     @property
     def training_modes(self) -> list[bool]:
-        """Whether the rows are in training mode."""
+        """True for each row in training mode."""
         return [layer.training for layer in self._layer_summary.values()]
 
     @property
@@ -196,32 +196,32 @@ class ModelSummary:
 
     @property
     def trainable_parameters(self) -> int:
-        """Elements of those that require gradients."""
+        """Number of elements of the parameters that require gradients."""
         return _count(p for p in self._model.parameters() if p.requires_grad)
 
     @property
     def total_layer_params(self) -> int:
-        """Sum over the rows."""
+        """Sum of the rows' parameters."""
         return sum(self.param_nums)
 
     @property
     def leftover_parameters(self) -> int:
-        """Parameters that the model itself holds, outside its layers."""
+        """Number of elements of the model's own parameters, outside its layers."""
         return _count(self._model.parameters(recurse=False))
 
     @property
     def model_size(self) -> float:
-        """Bytes of all parameters in their present types, in units of 10^6."""
+        """Size of all parameters in their current dtypes, in units of 10^6 bytes."""
         return sum(_size(p) * p.dtype.itemsize for p in self._model.parameters()) / 1e6
 
     @property
     def total_training_modes(self) -> dict[str, int]:
-        """Number of modules in each mode, the model itself left out."""
+        """Number of modules in each mode, without the model itself."""
         modes = [module.training for module in self._model.modules()][1:]
         return {"train": sum(modes), "eval": len(modes) - sum(modes)}
 
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:
-        """The columns: head and cells; what ``ModelSummary.summarize`` of the callback is given."""
+        """Return the columns (head, cells), which are passed to ``ModelSummary.summarize`` of the callback."""
         columns = [
             (" ", list(map(str, range(len(self.layer_names))))),
             ("Name", self.layer_names),
@@ -252,11 +252,11 @@ class ModelSummary:
 
 
 def format_table(columns: Sequence[tuple[str, list[str]]], totals: list[tuple[str, str]]) -> str:
-    """The table and its totals as text.
+    """Return the table and its totals as text.
 
     Args:
-        columns: head and cells of each.
-        totals: as of :func:`totals_of`.
+        columns: head and cells of each column.
+        totals: the result of :func:`totals_of`.
     """
     columns = meaningful(columns)
     rows = list(zip(*(cells for _, cells in columns), strict=True))
@@ -265,7 +265,7 @@ def format_table(columns: Sequence[tuple[str, list[str]]], totals: list[tuple[st
 
 
 def meaningful(columns: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
-    """Return the columns without FLOPs where none were counted: there was no example input."""
+    """Return the columns, without FLOPs if none were counted: there was no example input."""
     return [(head, cells) for head, cells in columns if head != "FLOPs" or not {*cells} <= {"0", NOT_APPLICABLE}]
 
 
@@ -276,7 +276,7 @@ def totals_of(
     total_training_modes: Mapping[str, int],
     total_flops: int,
 ) -> list[tuple[str, str]]:
-    """The lines below the table: (number, what it is); FLOPs where an example input was run."""
+    """Return the lines below the table: (number, description); with FLOPs if an example input was run."""
     lines = [
         (readable_count(trainable_parameters), "Trainable params"),
         (readable_count(total_parameters - trainable_parameters), "Non-trainable params"),
@@ -289,12 +289,12 @@ def totals_of(
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
-    """The :class:`ModelSummary` of a module."""
+    """Return the :class:`ModelSummary` of a module."""
     return ModelSummary(lightning_module, max_depth=max_depth)
 
 
 def readable_count(number: int) -> str:
-    """A count in at most a few characters.
+    """Return a count as a text of a few characters.
 
     >>> [readable_count(n) for n in (0, 999, 1234, 61_706, 132_600, 2_000_000, 3 * 10**15)]
     ['0', '999', '1.2 K', '61.7 K', '132 K', '2.0 M', '3,000 T']
@@ -309,7 +309,7 @@ def readable_count(number: int) -> str:
 
 
 def readable_size(megabytes: float) -> str:
-    """A model's size with three digits after the point.
+    """Return a model's size with three digits after the decimal point.
 
     >>> readable_size(1234.5678)
     '1,234.568'
@@ -318,7 +318,7 @@ def readable_size(megabytes: float) -> str:
 
 
 def parse_batch_shape(batch: object) -> Any:
-    """The shape of a tensor as a list, nested for lists and tuples of them; ``"?"`` for anything else."""
+    """Return the shape of a tensor as a list, nested for lists and tuples of tensors; ``"?"`` for anything else."""
     if hasattr(batch, "shape"):
         return list(batch.shape)
     if isinstance(batch, (list, tuple)):
@@ -347,7 +347,7 @@ def _count(parameters: Iterable[Tensor]) -> int:
 
 
 def _run_example(model: nn.Module) -> dict[str, dict[Any, int]]:
-    """One forward of the example; gives its floating point operations by module and operator, "" for all."""
+    """Run one forward of the example; return its floating point operations by module and operator, "" for all."""
     from torch.utils.flop_counter import FlopCounterMode
 
     example = _prepared(model, model.example_input_array)
@@ -371,7 +371,7 @@ def _run_example(model: nn.Module) -> dict[str, dict[Any, int]]:
 
 
 def _prepared(model: nn.Module, example: object) -> Any:
-    """The example where the model is, its floats in the model's own type."""
+    """Return the example on the model's device, with floats cast to the model's dtype."""
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if first is None:
         return example

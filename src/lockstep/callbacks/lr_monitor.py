@@ -1,4 +1,4 @@
-"""LearningRateMonitor: writes the learning rates of a run to its loggers."""
+"""LearningRateMonitor: logs the learning rates of a run."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Writes the learning rate of each parameter group to the loggers.
+    """Callback that logs the learning rate of each parameter group.
 
     The names are ``lr-Adam``; ``lr-Adam-1`` for the second optimizer of a class; ``lr-Adam/pg1``,
-    ``lr-Adam/pg2`` where it has several parameter groups. A ``"name"`` in a scheduler's dict takes the place
-    of ``lr-Adam``, a ``"name"`` in a parameter group that of ``pg1``.
+    ``lr-Adam/pg2`` if it has several parameter groups. A ``"name"`` in a scheduler's dict replaces
+    ``lr-Adam``, a ``"name"`` in a parameter group replaces ``pg1``.
 
     Args:
-        logging_interval: ``"step"`` writes all rates every ``log_every_n_steps`` steps, ``"epoch"`` at the
+        logging_interval: ``"step"`` logs all rates every ``log_every_n_steps`` steps, ``"epoch"`` at the
             start of each epoch, None each one at its scheduler's own interval. Optimizers without a scheduler
-            are written with either.
-        log_momentum: also write ``<name>-momentum`` (the first of ``betas`` in Adam's family; 0 where an
+            are logged with either.
+        log_momentum: also log ``<name>-momentum`` (the first of ``betas`` in Adam's family; 0 if an
             optimizer has none).
-        log_weight_decay: also write ``<name>-weight_decay``.
+        log_weight_decay: also log ``<name>-weight_decay``.
 
     Attributes:
-        lrs: all values written so far, by name.
-        last_momentum_values, last_weight_decay_values: the values written last, by name.
+        lrs: all values logged so far, by name.
+        last_momentum_values, last_weight_decay_values: the values logged last, by name.
 
     Raises:
         MisconfigurationException: for another ``logging_interval``, without a logger, or when two parameter
@@ -70,21 +70,21 @@ class LearningRateMonitor(Callback):
         self.lrs = {name: [] for _, names, _ in _named(trainer) for name in names}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Write what goes by steps, once for each step that logs."""
+        """Log step-wise values, once for each step that logs."""
         self._on_any_batch_start(trainer, pl_module, batch_idx)
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         step = trainer.fit_loop.progress.windows
         if self.logging_interval == "epoch" or step == self._last_step:
             return
-        # a fit that is to stop logs all steps that `min_steps` or `min_epochs` still ask for
+        # a fit that is about to stop logs all further steps that `min_steps` or `min_epochs` require
         if (step + 1) % trainer.log_every_n_steps and not trainer.should_stop:
             return
         self._last_step = step
         self._write(trainer, "step")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what goes by epochs."""
+        """Log epoch-wise values."""
         if self.logging_interval != "step":
             self._write(trainer, "epoch")
 
@@ -102,7 +102,7 @@ class LearningRateMonitor(Callback):
 
     def _stats(self, group: dict[str, Any], name: str) -> dict[str, float]:
         if name not in self.lrs:
-            # groups were added since: what was `lr-Adam` is now `lr-Adam/pg1`
+            # groups were added: `lr-Adam` is now `lr-Adam/pg1`
             self.lrs[name] = self.lrs.pop(name.removesuffix("/pg1"), [])
         stats = {name: float(group["lr"])}
         self.lrs[name].append(stats[name])
@@ -116,7 +116,7 @@ class LearningRateMonitor(Callback):
 
 
 def _named(trainer: Trainer) -> Iterator[tuple[Optimizer, list[str], str | None]]:
-    """Optimizers, the names of their parameter groups, their scheduler's interval (None without one)."""
+    """Yield optimizers, the names of their parameter groups, and their scheduler's interval (None without one)."""
     seen: list[Optimizer] = []
     of_class: Counter[type[Optimizer]] = Counter()
     for config in trainer.lr_scheduler_configs:

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when a run is saved, under which name, and which of its checkpoints are kept."""
+"""ModelCheckpoint: saves a run at chosen times, names its checkpoints, and decides which of them are kept."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Callback):
-    """Base of callbacks that save checkpoints: the Trainer calls them after all others."""
+    """Base class of callbacks that save checkpoints; the Trainer calls them after all others."""
 
     _decides = True
 
     def find_last(self, trainer: Trainer) -> set[str]:
-        """Paths that ``ckpt_path="last"`` may stand for; the Trainer takes the newest."""
+        """Return the paths that ``ckpt_path="last"`` may refer to; the Trainer picks the newest."""
         return set()
 
 
@@ -57,47 +57,47 @@ RANKING = (
     *("best_model_path", "best_model_score", "best_k_models", "kth_best_model_path", "kth_value", "current_score"),
     *("last_model_path", "values_of_earlier_steps"),
 )
-"""Attributes that a save changes before it writes, since they are part of the checkpoint."""
+"""Attributes that a save changes before it writes, because they are part of the checkpoint."""
 
 
 class ModelCheckpoint(Checkpoint):
-    """Saves the run, and keeps the best or the latest of its checkpoints.
+    """Callback that saves the run, and keeps the best or the latest of its checkpoints.
 
-    An occasion to save comes at the end of every ``every_n_epochs``-th epoch (of its validation, if that does
-    not come once an epoch), at every ``every_n_train_steps``-th optimizer step, or when
-    ``train_time_interval`` has passed; only one of the three may be given, and without any it is every epoch.
-    The checkpoint is written if it is among the ``save_top_k`` best by ``monitor``; what it displaces is
-    deleted once it is safely there. Where a validation is due at the same step, or the mean of the epoch's training,
-    the save waits for its value. A value of an earlier step ranks behind all that were measured on the weights
-    themselves. See :attr:`best_model_path`, :attr:`best_model_score` and :attr:`last_model_path` for the outcome.
+    A save is due at the end of every ``every_n_epochs``-th epoch (or of its validation, if that does not run exactly
+    once an epoch), at every ``every_n_train_steps``-th optimizer step, or after ``train_time_interval``. Only one of
+    the three may be given; the default is every epoch. The checkpoint is written if it is among the ``save_top_k`` best
+    by ``monitor``. The checkpoint that it displaces is deleted after the new one is complete. If a validation, or the
+    mean over the epoch's training, is due at the same step, the save waits for its value. A value of an earlier step
+    ranks after all values that were measured on the saved weights themselves. The results are in
+    :attr:`best_model_path`, :attr:`best_model_score` and :attr:`last_model_path`.
 
     Args:
         dirpath: folder or URL; by default ``checkpoints`` in the first logger's folder, or in
             ``default_root_dir``.
         filename: a template such as ``"{epoch}-{val_loss:.2f}"``: names of logged metrics (and ``epoch``,
             ``step``) in braces. Default ``"{epoch}-{step}"``.
-        monitor: the metric to rank by. None: the latest counts as the best.
-        verbose: say what is saved.
-        save_last: also write ``last.ckpt`` at each occasion, whether or not this one is among the best; or
-            (``"link"``) make it a link to the file saved last.
-        save_top_k: how many to keep; -1: all, 0: none. Without ``monitor``: -1, 0 or 1.
+        monitor: the metric to rank by. None: the latest checkpoint counts as the best.
+        verbose: report what is saved.
+        save_last: also write ``last.ckpt`` whenever a save is due, even if it is not among the best;
+            ``"link"`` makes it a link to the file saved last.
+        save_top_k: number of checkpoints to keep; -1: all, 0: none. Without ``monitor``: -1, 0 or 1.
         save_on_exception: save when an exception ends the run. One process only.
         save_weights_only: leave out what only a resume needs.
         mode: ``"min"`` or ``"max"``: which values of ``monitor`` are better. NaN is worse than all.
         auto_insert_metric_name: write ``epoch=3`` for ``{epoch}``, not ``3``.
-        every_n_train_steps: optimizer steps between occasions.
-        train_time_interval: time between occasions; the first rank whose clock says so decides for all.
-        every_n_epochs: epochs between occasions; 0: none at epoch ends.
-        save_on_train_epoch_end: save epochs when training ends (True) or after validation (False).
+        every_n_train_steps: optimizer steps between saves.
+        train_time_interval: time between saves; the first rank whose clock reaches it decides for all.
+        every_n_epochs: epochs between saves; 0: none at epoch ends.
+        save_on_train_epoch_end: save epochs at the end of training (True) or of validation (False).
         enable_version_counter: append ``-v1``, ``-v2`` ... rather than overwrite a file of the same name.
-        save_pretrained: beside ``NAME.ckpt`` also write a folder ``NAME-pretrained`` by ``trainer.save_pretrained``,
-            which goes with the checkpoint.
-        save_trainable_only: leave out weights that are frozen since the fit began and have not changed; see
+        save_pretrained: next to ``NAME.ckpt`` also write a folder ``NAME-pretrained`` with
+            ``trainer.save_pretrained``; it is deleted together with the checkpoint.
+        save_trainable_only: omit weights that have been frozen and unchanged since the start of the fit; see
             ``Trainer.save_checkpoint``.
 
     Raises:
-        MisconfigurationException: an argument is out of range, or the arguments exclude each other; later, a
-            ``monitor`` that was never logged.
+        MisconfigurationException: an argument is out of range, or the arguments exclude each other; later, if
+            ``monitor`` was never logged.
 
     Example::
 
@@ -165,7 +165,7 @@ class ModelCheckpoint(Checkpoint):
         self.kth_best_model_path = ""
         self.kth_value = torch.tensor(torch.inf if mode == "min" else -torch.inf)
 
-        self._step_of_last_save = 0  # a run of no steps needs no checkpoint
+        self._step_of_last_save = 0  # a run without steps needs no checkpoint
         self._step_of_last_batch = 0
         self._latest_path = ""
         self._time_of_last_save = 0.0
@@ -173,12 +173,12 @@ class ModelCheckpoint(Checkpoint):
         self._is_waiting_for_metric = False
         self._has_validated = False
         self._saves = ("", "")  # names of the save before this one, and of this one: a checkpoint has both
-        self._newest_save = ""  # that has written a file
-        self._displaced: dict[str, float] = {}  # what the latest save deletes once it is done: path, time of the file
-        self._leftovers: dict[str, float] = {}  # the same of the checkpoint that the run is resumed from
+        self._newest_save = ""  # name of the last save that has written a file
+        self._displaced: dict[str, float] = {}  # files that the latest save deletes after it: path, time of the file
+        self._leftovers: dict[str, float] = {}  # the same from the checkpoint that the run resumes from
         self._is_resumed = False
-        self._interrupted = ""  # what a killed run saved before it renewed its last checkpoint
-        self._offered: set[str] = set()  # as "last"
+        self._interrupted = ""  # file that a killed run saved before it updated its last checkpoint
+        self._offered: set[str] = set()  # paths offered as "last"
         self._folder = FolderClaim()
 
     def _check_arguments(self) -> None:
@@ -202,11 +202,11 @@ class ModelCheckpoint(Checkpoint):
             refuse(", ".join(given), "only one can tell when to save; use several ModelCheckpoint callbacks")
 
     def saves_nothing(self, max_epochs: int, max_steps: int) -> str:
-        """Return why it saves nothing in a fit; "" where it does.
+        """Return the reason why it saves nothing in a fit; "" if it does save.
 
         Args:
-            max_epochs: of the fit; -1: no limit.
-            max_steps: of the fit; -1: no limit.
+            max_epochs: limit of the fit; -1: no limit.
+            max_steps: limit of the fit; -1: no limit.
         """
         epochs, steps, name = self._every_n_epochs, self._every_n_train_steps, "ModelCheckpoint"
         asked = self._saves_nothing_by()
@@ -220,7 +220,7 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def every_n_epochs(self) -> int:
-        """Epochs between occasions to save; 0: none at epoch ends."""
+        """Epochs between saves; 0: none at epoch ends."""
         return self._every_n_epochs
 
     @property
@@ -233,17 +233,17 @@ class ModelCheckpoint(Checkpoint):
             train_time_interval=self._train_time_interval,
         )
 
-    # -- when ----------------------------------------------------------------------------------------------
+    # -- when a save is due --------------------------------------------------------------------------------
 
     def _saves_nothing_by(self) -> str:
-        """The argument by which nothing is ever saved; "" where something is."""
+        """Return the argument that prevents all saves; "" if there is none."""
         if not self._every_n_epochs and not self._every_n_train_steps and self._train_time_interval is None:
             return f"every_n_epochs={self._every_n_epochs}"
         keeps = self.save_top_k != 0 or self.save_last or self.save_on_exception
         return "" if keeps else "save_top_k=0"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Rank 0 looks at its disk and tells the others what it found, so that all go on, or all stop.
+        # Rank 0 checks its disk and broadcasts the result, so that all ranks continue, or all stop.
         self._leftovers, self._interrupted, self._is_resumed = {}, "", False
         found = self._find_folder(trainer, stage) if trainer.is_global_zero else (None, None)
         self.dirpath, problem = trainer.strategy.broadcast(found)
@@ -269,7 +269,7 @@ class ModelCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._time_of_last_save = time.monotonic()
         self._has_validated = self._is_waiting_for_metric = False
-        # A run that was resumed is already saved as it is now.
+        # The current state of a resumed run is already saved.
         self._step_of_last_save = self._step_of_last_batch = trainer.global_step
         if self._is_resumed:
             self._end_interrupted_save(trainer)
@@ -277,7 +277,7 @@ class ModelCheckpoint(Checkpoint):
             self._folder.look_for_others(str(self.dirpath), self.FILE_EXTENSION)
 
     def _find_folder(self, trainer: Trainer, stage: str) -> tuple[str, OSError | None]:
-        """The folder, and why a fit cannot write into it, if so."""
+        """Return the folder, and the error if a fit cannot write into it."""
         dirpath = self._choose_folder(trainer)
         try:
             if stage == "fit" and (self.save_top_k != 0 or self.save_last) and not trainer.fast_dev_run:
@@ -292,10 +292,10 @@ class ModelCheckpoint(Checkpoint):
         self._folder.release()
 
     def _is_due(self, trainer: Trainer, step: int) -> bool:
-        """Whether to save behind this step, by time or by the number of steps; the time begins anew then."""
+        """Return True if a save after this step is due by time or number of steps; a due time restarts the clock."""
         if self._train_time_interval is None:
             return self._every_n_train_steps >= 1 and step % self._every_n_train_steps == 0
-        # Alone, the loop settles no requests: the answer is there at once.
+        # On a single process the loop settles no requests: the answer is known at once.
         asked = trainer.agreement.now if trainer.world_size == 1 else trainer.agreement.is_up
         if not asked(self._time_bit):
             return False
@@ -316,27 +316,27 @@ class ModelCheckpoint(Checkpoint):
         self._step_of_last_batch = step
         if not self._is_due(trainer, step) or self._should_skip(trainer):
             return
-        with trainer.strategy.with_all_ranks():  # those without samples save, too
+        with trainer.strategy.with_all_ranks():  # ranks without samples save, too
             metrics = self._metrics(trainer)
-            # The value of a validation that follows is of these weights, too.
+            # The value of a validation that follows belongs to these weights, too.
             if self._value_follows(trainer, metrics) or (self.monitor and trainer.fit_loop.validation_follows()):
                 self._is_waiting_for_metric = True
                 return
             self._save(trainer, metrics)
 
     def _step_of_value(self, trainer: Trainer) -> int:
-        """The optimizer step of the weights whose value the monitored metric has."""
+        """Return the optimizer step of the weights on which the monitored metric was measured."""
         return trainer.published.measured.get(str(self.monitor), trainer.global_step)
 
     def _value_follows(self, trainer: Trainer, metrics: dict[str, Tensor]) -> bool:
-        """Whether the monitored metric has no value of these weights yet, and may get one at this step."""
+        """Return True if the monitored metric has no value for these weights yet, but may get one at this step."""
         if self.monitor is None:
             return False
         is_missing = self.monitor not in metrics
         if not is_missing and self._step_of_value(trainer) == trainer.global_step:
             return False
-        # The end of the epoch follows its last batch. A name that is missing is told at the first validation, if saves
-        # come by epochs: it may be a mistake.
+        # The end of the epoch follows its last batch. With saves by epochs, a missing name is reported at the first
+        # validation: it may be a mistake.
         return trainer.is_last_batch or (is_missing and not self._every_n_epochs)
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
@@ -375,7 +375,7 @@ class ModelCheckpoint(Checkpoint):
         outdated_last = self._name_last(trainer, metrics)
         try:
             self._write(trainer, path)
-        except NonFiniteError:  # the exception that ended the run is the one to be raised
+        except NonFiniteError:  # the exception that ended the run must be raised
             rank_zero_info(f"{type(exception).__name__} ended the run; not saved, as the weights are not finite.")
             return
         self._save_last(trainer)
@@ -402,37 +402,37 @@ class ModelCheckpoint(Checkpoint):
         )
 
     def _saves_when_training_ends(self, trainer: Trainer) -> bool:
-        """Whether epochs are saved in ``on_train_epoch_end``; otherwise it is in ``on_validation_end``."""
+        """Return True if epochs are saved in ``on_train_epoch_end``, not in ``on_validation_end``."""
         if self._save_on_train_epoch_end is not None:
             return self._save_on_train_epoch_end
         if not trainer.fit_loop.expects_validation:
             return True
         return trainer.check_val_every_n_epoch == 1 and trainer.val_check_interval == 1.0
 
-    # -- what ----------------------------------------------------------------------------------------------
+    # -- what is saved -------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, metrics: dict[str, Tensor], ranked: bool = True) -> None:
-        """One occasion: the ranked checkpoint, the last one, then the deletion of what they displaced."""
+        """Save the ranked checkpoint, then the last one, then delete what they displaced."""
         self._is_waiting_for_metric = False
         ranking = {name: copy(getattr(self, name)) for name in RANKING}
         self._saves, self._displaced = (self._newest_save, secrets.token_hex(8)), {}
         try:
-            outdated_last = self._name_last(trainer, metrics)  # before the first file: it is part of each
+            outdated_last = self._name_last(trainer, metrics)  # before the first file: each file contains it
             outdated = self._save_ranked(trainer, metrics) if ranked and self.save_top_k != 0 else ""
             latest = self._latest_path
             self._save_last(trainer)
         except NonFiniteError:
-            vars(self).update(ranking)  # as if nothing had been tried
+            vars(self).update(ranking)  # undo all changes
             if trainer.non_finite != "ignore":
                 raise
             warn_once("ModelCheckpoint: the weights are not finite. Nothing is saved until they are.")
             return
-        # Only now: last.ckpt may have been a link to what is deleted.
+        # Only now: last.ckpt may have been a link to a file that is deleted here.
         self._delete(trainer, outdated, latest)
         self._delete(trainer, outdated_last, self.last_model_path)
 
     def _save_ranked(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
-        """Saves if this is among the best; gives the path of what it displaced, or ``""``."""
+        """Save if this is among the best; return the path of the displaced checkpoint, or ``""``."""
         if self.monitor is None:
             displaced = self.best_model_path if self.save_top_k == 1 else ""
             self.best_model_path = self._free_path(trainer, metrics, displaced)
@@ -460,7 +460,7 @@ class ModelCheckpoint(Checkpoint):
         is_full = 0 < self.save_top_k <= len(self.best_k_models)
         displaced = self.kth_best_model_path if is_full else ""
         path = self._free_path(trainer, metrics, displaced)
-        if path in self.best_k_models:  # it is written once more
+        if path in self.best_k_models:  # the file is overwritten
             displaced = ""
         elif displaced:
             del self.best_k_models[displaced]
@@ -468,7 +468,7 @@ class ModelCheckpoint(Checkpoint):
             self._note_displaced(trainer, displaced)
         if torch.isnan(score):
             score = torch.full_like(score, torch.inf if self.mode == "min" else -torch.inf)
-        # All this is part of the checkpoint itself, so it comes first.
+        # All this is part of the checkpoint itself, so it is set before the write.
         self.current_score = self.best_k_models[path] = score
         if earlier is None:
             self.values_of_earlier_steps.pop(path, None)
@@ -486,7 +486,7 @@ class ModelCheckpoint(Checkpoint):
         return displaced
 
     def _name_last(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
-        """Choose the path of ``last.ckpt``. Return the one that it had before, or ``""``."""
+        """Choose the path of ``last.ckpt``; return its previous path, or ``""``."""
         if not self.save_last:
             return ""
         previous = self.last_model_path
@@ -499,13 +499,13 @@ class ModelCheckpoint(Checkpoint):
         """Write or link ``last.ckpt``."""
         if self.save_last == "link" and self._latest_path and self.save_top_k != 0:
             if trainer.is_global_zero and self._latest_path != self.last_model_path:
-                # when the file is there: a link that leads nowhere would hide the checkpoints before it
+                # after the file exists: a broken link would hide the earlier checkpoints
                 trainer.strategy.checkpoint_io.then(partial(storage.link, self.last_model_path, self._latest_path))
         elif self.save_last:
             self._write(trainer, self.last_model_path)
 
     def _write(self, trainer: Trainer, path: str) -> None:
-        # a Trainer of the user's may take no more than Lightning's
+        # a user's own Trainer may accept only Lightning's arguments
         options = {"trainable_only": True} if self.save_trainable_only else {}
         trainer.save_checkpoint(path, self.save_weights_only, **options)
         if self.save_pretrained:
@@ -522,7 +522,7 @@ class ModelCheckpoint(Checkpoint):
                 logger.after_save_checkpoint(weakref.proxy(self))
 
     def _delete(self, trainer: Trainer, path: str, latest: str) -> None:
-        """Delete a checkpoint of this run, unless it is the `latest` or the user has named it to resume from."""
+        """Delete a checkpoint of this run, unless it is the `latest`, or the one that the user resumes from."""
         if path == latest or not self._may_delete(trainer, path):
             return
         trainer.strategy.remove_checkpoint(path)
@@ -539,12 +539,12 @@ class ModelCheckpoint(Checkpoint):
     # -- after a kill --------------------------------------------------------------------------------------
 
     def _note_displaced(self, trainer: Trainer, path: str) -> None:
-        """Have the checkpoint name a file that is deleted after it is written, which a kill may prevent."""
+        """Record in the checkpoint a file that is deleted after the write, in case the run is killed in between."""
         if self._may_delete(trainer, path) and not storage.is_remote(path) and storage.exists(path):
             self._displaced[path] = storage.modified(path)
 
     def _end_interrupted_save(self, trainer: Trainer) -> None:
-        """Before a resumed fit trains: do what was left of the save in which the run was killed. Collective."""
+        """Complete, before a resumed fit trains, the save during which the run was killed. Collective."""
         path, state = trainer.strategy.broadcast(self._interrupted_save(trainer))
         if path:
             self.load_state_dict(state)
@@ -556,11 +556,11 @@ class ModelCheckpoint(Checkpoint):
                 self._delete(trainer, left, "")
 
     def _interrupted_save(self, trainer: Trainer) -> tuple[str, dict[str, Any]]:
-        """On rank 0: the ranked checkpoint of the save after which ``last.ckpt`` was not renewed, and its state."""
+        """On rank 0: return the ranked checkpoint that was saved when a kill prevented ``last.ckpt``, and its state."""
         last = self.last_model_path
         if not trainer.is_global_zero or not last or storage.is_remote(last) or not storage.exists(last):
             return "", {}
-        if self._saves_in(last)[1] != self._newest_save:  # the run goes on from another save than that of `last`
+        if self._saves_in(last)[1] != self._newest_save:  # the run resumes from another save than that of `last`
             return "", {}
         for path in written_since(last, str(self.dirpath), self.FILE_EXTENSION):
             if path not in self.best_k_models and self._saves_in(path)[0] == self._newest_save:
@@ -568,7 +568,7 @@ class ModelCheckpoint(Checkpoint):
         return "", {}
 
     def _saves_in(self, path: str) -> Sequence[str]:
-        """Names of the save before that of a checkpoint, and of its own, which no other save has."""
+        """Return the unique names of the save before a checkpoint's, and of its own."""
         found: Sequence[str] = glance(path).get("callbacks", {}).get(self.state_key, {}).get("saves", ("", ""))
         return found
 
@@ -576,16 +576,16 @@ class ModelCheckpoint(Checkpoint):
         return f"{path.removesuffix(self.FILE_EXTENSION)}-pretrained"
 
     def _is_ours(self, path: str) -> bool:
-        """Whether a path can be of a checkpoint that this callback has written: in its folder, named as its files are.
+        """Return True if this callback may have written a path: it is in its folder and has its extension.
 
-        Paths also come from checkpoints, which anybody may have made.
+        Paths also come from checkpoints, which may be from an untrusted source.
         """
         return path.endswith(self.FILE_EXTENSION) and storage.lies_in(path, str(self.dirpath))
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Whether a checkpoint with the score `current` is among the best.
+        """Return True if a checkpoint with the score `current` is among the best.
 
-        Metrics are the same on all ranks when they get here, so the ranks need not ask each other.
+        Metrics are already the same on all ranks, so no communication is needed.
         """
         return current is not None and self._is_among_best(current, False)
 
@@ -598,12 +598,12 @@ class ModelCheckpoint(Checkpoint):
         return bool(score < worst) if self.mode == "min" else bool(score > worst)
 
     def _place(self, path: str) -> tuple[bool, float]:
-        """What a ranked checkpoint is sorted by: those whose value is of earlier weights come last."""
+        """Return the sort key of a ranked checkpoint: those with values of earlier weights are last."""
         score = float(self.best_k_models[path])
         return path in self.values_of_earlier_steps, score if self.mode == "min" else -score
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor]:
-        """The metrics of all ranks by name, with ``epoch`` and ``step`` as whole numbers. Collective."""
+        """Return the metrics of all ranks by name, with ``epoch`` and ``step`` as integers. Collective."""
         metrics = deepcopy(trainer.reduced_metrics())
         for name, value in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
             logged = metrics.get(name)
@@ -630,7 +630,7 @@ class ModelCheckpoint(Checkpoint):
     def _awaits_validation(self, trainer: Trainer) -> bool:
         return not self._has_validated and trainer.fit_loop.expects_validation
 
-    # -- where ---------------------------------------------------------------------------------------------
+    # -- file names ----------------------------------------------------------------------------------------
 
     def _choose_folder(self, trainer: Trainer) -> str:
         if self.dirpath is not None:
@@ -645,7 +645,7 @@ class ModelCheckpoint(Checkpoint):
     def format_checkpoint_name(
         self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
     ) -> str:
-        """The path for `metrics` by the template `filename` (default: that of the callback)."""
+        """Return the path for `metrics` by the template `filename` (default: the callback's)."""
         template = filename or self.filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
         equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
         version = None if ver is None else f"v{ver}"
@@ -654,7 +654,7 @@ class ModelCheckpoint(Checkpoint):
         return os.path.join(self.dirpath, name) if self.dirpath else name
 
     def _free_path(self, trainer: Trainer, metrics: dict[str, Tensor], own: str, filename: str | None = None) -> str:
-        """A path that no file has, but for `own`, which may be overwritten."""
+        """Return a path that no file has, except `own`, which may be overwritten."""
         path = self.format_checkpoint_name(metrics, filename)
         version = self.STARTING_VERSION
         while self._enable_version_counter and path not in (own, self._interrupted) and self.file_exists(path, trainer):
@@ -663,12 +663,12 @@ class ModelCheckpoint(Checkpoint):
         return path
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
-        """Whether there is such a file where rank 0 is; the same answer on all ranks. Call it on all."""
+        """Return True if rank 0 has such a file; the answer is the same on all ranks. Collective."""
         found = trainer.strategy.checkpoints.has(filepath) if trainer.is_global_zero else None
         return bool(trainer.strategy.broadcast(found))
 
     def find_last(self, trainer: Trainer) -> set[str]:
-        """The newest file in the folder that is named as ``last.ckpt`` is; without one, all checkpoints there."""
+        """Return the newest file in the folder with a name like ``last.ckpt``; without one, all checkpoints there."""
         folder = self._choose_folder(trainer)
         pattern = name_pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
         names = [name for name in storage.names(folder) if name.endswith(self.FILE_EXTENSION)]
@@ -678,7 +678,7 @@ class ModelCheckpoint(Checkpoint):
         return self._offered
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
-        """Writes :attr:`best_k_models` (path: score) as YAML, by default beside the checkpoints."""
+        """Write :attr:`best_k_models` (path: score) as YAML, by default to the folder of the checkpoints."""
         if filepath is None:
             assert self.dirpath is not None, "the folder is chosen when a fit begins"
             filepath = os.path.join(self.dirpath, "best_k_models.yaml")
@@ -704,7 +704,7 @@ class ModelCheckpoint(Checkpoint):
         }
 
     def _foreign(self, paths: Sequence[str]) -> list[str]:
-        """Those that name no file of this one's folder; a warning tells of the first."""
+        """Return the paths that this callback cannot have written; warn about the first of them."""
         foreign = [path for path in paths if path and not self._is_ours(path)]
         if foreign:
             rank_zero_warn(
@@ -724,7 +724,7 @@ class ModelCheckpoint(Checkpoint):
             return
         ranked = dict(state_dict.get("best_k_models", self.best_k_models))
         for score in ranked.values():
-            float(score)  # a malformed one is found here, not when another comes to be compared with it
+            float(score)  # detect a malformed score here, not at a later comparison
         last = state_dict.get("last_model_path", self.last_model_path)
         named = [self.best_model_path, last, *ranked, state_dict.get("kth_best_model_path", "")]
         foreign = self._foreign(named)
@@ -745,14 +745,14 @@ class ModelCheckpoint(Checkpoint):
             self._rank_anew()
 
     def _drop_surplus(self) -> None:
-        """Keep the best of a ranking of more than are kept now; the files of the others stay."""
+        """Keep only the ``save_top_k`` best of a longer ranking; the files of the others are not deleted."""
         if 0 < self.save_top_k < len(self.best_k_models):
             kept = sorted(self.best_k_models, key=self._place)[: self.save_top_k]
             self.best_k_models = {path: self.best_k_models[path] for path in kept}
             self._rank_anew()
 
     def _rank_anew(self) -> None:
-        """Take best and worst from what is ranked."""
+        """Determine the best and the worst of the ranked checkpoints."""
         ranked = self.best_k_models
         self.kth_best_model_path = max(ranked, key=self._place) if ranked else ""
         self.best_model_path = min(ranked, key=self._place) if ranked else ""

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class ModelSummary(Callback):
-    """Shows the model's layers, their parameters and sizes once, on rank 0, when a fit begins.
+    """Callback that shows the model's layers, their parameters and sizes once, on rank 0, at the start of a fit.
 
-    The table goes to the logger ``lockstep`` at level INFO, which writes to stderr unless told otherwise. To
+    The table is logged to the logger ``lockstep`` at level INFO, which writes to stderr by default. To
     show it in another way, override :meth:`summarize`.
 
     Args:
-        max_depth: levels of nesting to show; -1 shows all, 0 turns the summary off.
-        **summarize_kwargs: for :meth:`summarize`.
+        max_depth: levels of nesting to show; -1 shows all, 0 disables the summary.
+        **summarize_kwargs: arguments for :meth:`summarize`.
 
     Raises:
-        MisconfigurationException: ``max_depth`` is no int of at least -1.
+        MisconfigurationException: ``max_depth`` is not an int of at least -1.
 
     Example::
 
@@ -38,14 +38,14 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1, **summarize_kwargs: object) -> None:
-        LayerTable(nn.Module(), max_depth)  # tells of a wrong depth before the fit begins
+        LayerTable(nn.Module(), max_depth)  # raises for a wrong depth before the fit starts
         self._max_depth = max_depth
         self._summarize_kwargs = summarize_kwargs
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._max_depth:
             return
-        # All ranks make it: with an example input that is a forward, in which a sharded model communicates.
+        # All ranks make it: an example input runs a forward, in which a sharded model communicates.
         table = self._summary(trainer, pl_module)
         if trainer.is_global_zero:
             self.summarize(
@@ -77,10 +77,10 @@ class ModelSummary(Callback):
             summary_data: head and cells of each column.
             total_parameters: elements of all parameters.
             trainable_parameters: elements of those that require gradients.
-            model_size: of all parameters, in units of 10^6 bytes.
+            model_size: size of all parameters, in units of 10^6 bytes.
             total_training_modes: number of modules in "train" and "eval" mode.
             total_flops: floating point operations of one forward of the example; 0 without one.
-            **summarize_kwargs: what the constructor was given.
+            **summarize_kwargs: arguments of the constructor.
         """
         totals = totals_of(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
         rank_zero_info("\n%s", format_table(summary_data, totals))
@@ -90,21 +90,21 @@ NUMBERS = ("Params", "FLOPs", "In sizes", "Out sizes")
 
 
 def choose_model_summary(callbacks: list[Any]) -> ModelSummary:
-    """The summary of a Trainer whose user named none: drawn with rich beside bars that are."""
+    """Return the default summary of a Trainer: a RichModelSummary if one of its progress bars uses rich."""
     return RichModelSummary() if any(isinstance(one, RichProgressBar) for one in callbacks) else ModelSummary()
 
 
 class RichModelSummary(ModelSummary):
-    """Shows the model's layers with rich (extra ``rich``) when a fit begins, on stdout, on rank 0.
+    """Model summary that is drawn with rich (extra ``rich``) on stdout, on rank 0, at the start of a fit.
 
     Args:
-        max_depth: levels of nesting to show; -1 shows all, 0 turns the summary off.
-        **summarize_kwargs: ``header_style``, in rich's words ("bold magenta"), and whatever an override of
-            ``summarize`` takes.
+        max_depth: levels of nesting to show; -1 shows all, 0 disables the summary.
+        **summarize_kwargs: ``header_style``, a style of rich ("bold magenta"), and the arguments of an override of
+            ``summarize``.
 
     Raises:
         ModuleNotFoundError: rich is not installed.
-        MisconfigurationException: ``max_depth`` is no int of at least -1.
+        MisconfigurationException: ``max_depth`` is not an int of at least -1.
 
     Example::
 
@@ -126,7 +126,7 @@ class RichModelSummary(ModelSummary):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Draw the table; arguments as of :meth:`ModelSummary.summarize`."""
+        """Draw the table; arguments as in :meth:`ModelSummary.summarize`."""
         from rich import get_console
         from rich.table import Table
         from rich.text import Text
@@ -141,7 +141,7 @@ class RichModelSummary(ModelSummary):
                 style="dim" if head == " " else None,
             )
         for row in zip(*(cells for _, cells in meaningful(summary_data)), strict=True):
-            table.add_row(*map(Text, row))  # as it is: "[1, 3]" is no markup
+            table.add_row(*map(Text, row))  # plain text: "[1, 3]" is not markup
         console.print(table)
         totals = Table.grid(padding=(0, 2))
         numbers = totals_of(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)

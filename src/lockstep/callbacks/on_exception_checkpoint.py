@@ -16,28 +16,27 @@ if TYPE_CHECKING:
 
 
 class OnExceptionCheckpoint(Checkpoint):
-    """Saves a checkpoint when an exception (Ctrl-C among them) ends the training, and removes it after a fit that
-    ends well.
+    """Callback that saves a checkpoint when an exception (including Ctrl-C) ends the training.
 
-    ``trainer.fit(..., ckpt_path="last")`` finds it where it is the newest checkpoint. An exception before
-    training has begun leaves an earlier checkpoint alone, as do validation, test and prediction.
+    The checkpoint is removed after a successful fit.
 
-    The run goes on from the beginning of the window that was under way. Other ranks cannot be asked for
-    anything when one has failed, so what each has to itself (random states, the sums of what was logged in
-    this epoch) is not in the file, on one process neither, where the failed batch is half in it. An
-    interruption by Ctrl-C, on which all ranks have agreed, is saved whole. On several ranks the first that
-    fails writes, at a URL rank 0.
+    ``trainer.fit(..., ckpt_path="last")`` finds it if it is the newest checkpoint. An exception before
+    training has started keeps an earlier checkpoint, as do validation, test and prediction.
 
-    As in Lightning it counts as a callback that saves checkpoints: the Trainer adds no ModelCheckpoint of its
-    own beside it.
+    The run resumes from the start of the interrupted window. The ranks cannot communicate after one of them has failed,
+    so the states of single ranks (random states, the sums of values logged in this epoch) are not in the file. The same
+    holds on one process, because the failed batch has already changed them. An interruption by Ctrl-C on which all
+    ranks have agreed is saved completely. On several ranks the first that fails writes; at a URL, rank 0 does.
+
+    As in Lightning it counts as a callback that saves checkpoints: the Trainer does not add its own ModelCheckpoint.
 
     Args:
         dirpath: folder or URL.
-        filename: the file's name, without ``.ckpt``.
+        filename: name of the file, without ``.ckpt``.
 
     Raises:
         ValueError: ``filename`` is empty.
-        OSError: the folder cannot be written; when the fit is set up.
+        OSError: the folder cannot be written; raised at the setup of the fit.
 
     Example::
 
@@ -58,33 +57,33 @@ class OnExceptionCheckpoint(Checkpoint):
 
     @property
     def ckpt_path(self) -> str:
-        """The checkpoint's path."""
+        """Path of the checkpoint."""
         return os.path.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
     @property
     def state_key(self) -> str:
-        """One for each path."""
+        """Key of the state: one state for each path."""
         return self._generate_state_key(dirpath=self.dirpath, filename=self.filename)
 
     def find_last(self, trainer: Trainer) -> set[str]:
-        """The checkpoint, if it is there."""
+        """Return the path of the checkpoint, if it exists."""
         return {self.ckpt_path} if storage.exists(self.ckpt_path) else set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out whether the folder can be written; until training begins there is nothing to save."""
+        """Check that the folder can be written; before training starts there is nothing to save."""
         self._training = False
         if stage == "fit":
             storage.check_writable(self.dirpath)
             if trainer.is_global_zero and not storage.is_remote(self.dirpath):
-                storage.remove(self._claim)  # of a rank that was killed while it wrote
+                storage.remove(self._claim)  # left by a rank that was killed while it wrote
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on there is."""
+        """Allow saving from now on."""
         self._training = True
         self._before = self._written()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save, unless another rank has or does; a failure to save never hides the exception."""
+        """Save, unless another rank has saved or is saving; a failed save never hides the exception."""
         if not self._training:
             return
         self._training = False
@@ -105,11 +104,11 @@ class OnExceptionCheckpoint(Checkpoint):
                 storage.remove(self._claim)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A fit that has ended well needs the checkpoint no more."""
+        """Remove the checkpoint after a successful fit."""
         if stage == "fit" and trainer.is_global_zero:
             trainer.strategy.remove_checkpoint(self.ckpt_path)
 
-    # -- which rank ----------------------------------------------------------------------------------------
+    # -- the rank that writes ------------------------------------------------------------------------------
 
     @property
     def _claim(self) -> str:
@@ -119,7 +118,7 @@ class OnExceptionCheckpoint(Checkpoint):
         return storage.modified(self.ckpt_path) if storage.exists(self.ckpt_path) else None
 
     def _is_first(self, trainer: Trainer) -> bool:
-        """Whether no other rank has written this fit's checkpoint or is writing it; asks nobody."""
+        """Return True if no other rank has written this fit's checkpoint or is writing it. Not a collective."""
         if trainer.world_size == 1:
             return True
         if storage.is_remote(self.dirpath):

@@ -1,4 +1,4 @@
-"""BasePredictionWriter: hands predictions over to be stored, with the samples that they belong to."""
+"""BasePredictionWriter: stores predictions together with the indices of their samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WriteInterval(str, Enum):
-    """When predictions are handed over."""
+    """The times at which predictions are written."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -24,29 +24,29 @@ class WriteInterval(str, Enum):
 
     @property
     def on_batch(self) -> bool:
-        """Whether after each batch."""
+        """True if predictions are written after each batch."""
         return self is not WriteInterval.EPOCH
 
     @property
     def on_epoch(self) -> bool:
-        """Whether at the end, all at once."""
+        """True if predictions are written at the end, all at once."""
         return self is not WriteInterval.BATCH
 
 
 class BasePredictionWriter(Callback):
-    """Stores what ``trainer.predict`` makes; a subclass says how.
+    """Base class of callbacks that store the results of ``trainer.predict``; a subclass decides how.
 
-    On several ranks each one writes its own share, so give the files the rank's name. Every sample is
-    predicted once, by one of the ranks; ``batch_indices`` tells which of the data set each prediction is of.
+    On several ranks each one writes its own share, so include the rank in the file names. Every sample is
+    predicted once, on one of the ranks; ``batch_indices`` maps the predictions to samples of the data set.
     Ranks may have different numbers of batches, so do not communicate in :meth:`write_on_batch_end`.
 
     Args:
         write_interval: "batch" calls :meth:`write_on_batch_end` after each batch, "epoch" calls
             :meth:`write_on_epoch_end` once, "batch_and_epoch" calls both. For "batch",
-            ``trainer.predict(..., return_predictions=False)`` spares the memory for all of them.
+            ``trainer.predict(..., return_predictions=False)`` saves the memory of all predictions.
 
     Raises:
-        MisconfigurationException: for another ``write_interval``.
+        MisconfigurationException: ``write_interval`` has another value.
 
     Example::
 
@@ -84,12 +84,12 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: the Trainer.
             pl_module: the module.
-            prediction: what ``predict_step`` returned.
-            batch_indices: which samples of the data set are in the batch, in its order; empty where the loader
-                does not tell: an iterable data set, or no ``DataLoader``.
-            batch: what ``predict_step`` was given.
-            batch_idx: the batch among those of this rank and loader.
-            dataloader_idx: the loader.
+            prediction: the value that ``predict_step`` returned.
+            batch_indices: indices into the data set of the samples in the batch, in its order; empty if they are
+                unknown: for an iterable data set, or without a ``DataLoader``.
+            batch: the batch that was passed to ``predict_step``.
+            batch_idx: index of the batch among those of this rank and loader.
+            dataloader_idx: index of the loader.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not say how to store a batch: define write_on_batch_end."
@@ -103,9 +103,9 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: the Trainer.
             pl_module: the module.
-            predictions: what ``predict_step`` returned for each batch, on the CPU; where there are several
-                loaders, a list of such for each.
-            batch_indices: for each loader (also where there is one) a list of the batches' indices, as of
+            predictions: the values that ``predict_step`` returned for each batch, on the CPU; with several
+                loaders, one such list for each.
+            batch_indices: for each loader (even if there is only one) a list of the batches' indices, as in
                 :meth:`write_on_batch_end`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how to store them: define write_on_epoch_end.")

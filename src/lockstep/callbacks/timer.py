@@ -1,4 +1,4 @@
-"""Timer: measures the time of a run's stages, and ends training when its time is used up."""
+"""Timer: measures the time of a run's stages, and ends training when its time is up."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _FORM = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 
 
 class Timer(Callback):
-    """Measures training, validation, test and prediction, and stops training after a given time.
+    """Callback that measures training, validation, test and prediction, and stops training after a given time.
 
-    Training that was cut off and goes on from a checkpoint has used up the time of its earlier attempts too. On
+    Training that resumes from a checkpoint includes the time of its earlier attempts. On
     several ranks the clock of rank 0 decides, and all ranks stop together at the next step (some steps later
-    where they are on several hosts), for which no message is sent. Nothing is stopped before
-    ``Trainer(min_epochs=..., min_steps=...)`` are reached. With ``Trainer(max_time=...)`` besides, the
+    if they are on several hosts); this takes no extra message. Nothing is stopped before
+    ``Trainer(min_epochs=..., min_steps=...)`` are reached. If ``Trainer(max_time=...)`` is also given, the
     shorter of the two times counts.
 
     Args:
         duration: ``"DD:HH:MM:SS"`` (days, hours, minutes, seconds), a :class:`datetime.timedelta`, or a dict of
-            its arguments; None measures only.
-        interval: whether to look at the clock after each batch (``"step"``) or each epoch (``"epoch"``).
-        verbose: say so when the time is up.
+            its arguments; None only measures.
+        interval: check the clock after each batch (``"step"``) or each epoch (``"epoch"``).
+        verbose: report when the time is up.
 
     Attributes:
-        stopping_reason_message: why training was stopped, None if this callback did not stop it.
+        stopping_reason_message: the reason why training was stopped; None if this callback did not stop it.
 
     Raises:
-        MisconfigurationException: another form of ``duration``, or another ``interval``.
+        MisconfigurationException: ``duration`` has another form, or ``interval`` another value.
 
     Example::
 
@@ -62,10 +62,10 @@ class Timer(Callback):
         self._offset = 0.0  # training time of earlier attempts at the run
         self.stopping_reason_message: str | None = None
 
-    # -- what users ask ------------------------------------------------------------------------------------
+    # -- the public interface ------------------------------------------------------------------------------
 
     def start_time(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """When a stage began, in seconds of :func:`time.monotonic`; None if it has not.
+        """Return the start time of a stage in seconds of :func:`time.monotonic`; None if it has not started.
 
         Args:
             stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -73,11 +73,11 @@ class Timer(Callback):
         return self._start.get(RunningStage(stage))
 
     def end_time(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """When a stage ended, in seconds of :func:`time.monotonic`; None if it has not."""
+        """Return the end time of a stage in seconds of :func:`time.monotonic`; None if it has not ended."""
         return self._end.get(RunningStage(stage))
 
     def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
-        """Seconds that a stage has taken until now or until its end; training with its earlier attempts."""
+        """Return the seconds from a stage's start until now or its end; training includes its earlier attempts."""
         stage = RunningStage(stage)
         offset = self._offset if stage is RunningStage.TRAINING else 0.0
         start = self._start.get(stage)
@@ -86,15 +86,15 @@ class Timer(Callback):
         return self._end.get(stage, time.monotonic()) - start + offset
 
     def time_remaining(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """Seconds left of ``duration``, negative if it is used up; None without a ``duration``."""
+        """Return the seconds left of ``duration``, negative if it is exceeded; None without a ``duration``."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     # -- the stages ----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the clock before anything is trained: the checkpoint's time may be used up already."""
+        """Check the clock before anything is trained: the checkpoint's time may already exceed the limit."""
         self.stopping_reason_message = None
-        if RunningStage.TRAINING in self._start:  # of an earlier fit, which this one does not go on from
+        if RunningStage.TRAINING in self._start:  # from an earlier fit, which this one does not continue
             self._forget_training()
         self._look(trainer)
 
@@ -139,11 +139,11 @@ class Timer(Callback):
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The seconds that each stage has taken, with the keys of Lightning."""
+        """Return the seconds that each stage has taken, with the keys of Lightning."""
         return {"time_elapsed": {stage.value: self.time_elapsed(stage) for stage in RunningStage}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the training time."""
+        """Load the training time of earlier attempts."""
         self._forget_training()
         self._offset = float(state_dict.get("time_elapsed", {}).get(RunningStage.TRAINING.value, 0.0))
 
@@ -159,7 +159,7 @@ class Timer(Callback):
         self._offset = 0.0
 
     def _look(self, trainer: Trainer) -> None:
-        # Rank 0's wish to stop reaches the others with the next agreement: no message of its own in a step.
+        # Rank 0's request to stop reaches the others with the next agreement: no extra message in a step.
         if self._duration is None or not trainer.is_global_zero or self.stopping_reason_message is not None:
             return
         elapsed = self.time_elapsed()

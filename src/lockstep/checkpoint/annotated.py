@@ -1,4 +1,4 @@
-"""Objects made again from a checkpoint's plain hyperparameters, of the classes that it notes."""
+"""Objects rebuilt from a checkpoint's plain hyperparameters, with the classes that it records."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lockstep.ground.hyperparameters import is_same
 from lockstep.ground.tree import is_made_again
 
 _HOLD_VALUES = ("pathlib", "argparse", "builtins", "omegaconf")
-"""Packages whose classes hold values and no code, so that they need no annotation."""
+"""Packages with classes that hold values and no code, so that they need no annotation."""
 
 
 def annotations_of(cls: type) -> dict[str, Any]:
-    """Return the annotations of the arguments of ``cls.__init__`` and of those that it passes on to base classes."""
+    """Return the annotations of the arguments of ``cls.__init__`` and of those that it passes to base classes."""
     found: dict[str, Any] = {}
     for kind in cls.__mro__:
         init: Any = inspect.unwrap(vars(kind).get("__init__", object.__init__))
@@ -32,17 +32,17 @@ def annotations_of(cls: type) -> dict[str, Any]:
 
 
 def rebuilt(value: Any, at: tuple[Any, ...], noted: Mapping[Any, Any], allowed: list[type], left: set[str]) -> Any:
-    """Return the object that a plain value was made from, inner ones first.
+    """Return the object from which a plain value was made; inner objects are rebuilt first.
 
     Args:
-        value: as `lockstep.ground.tree.plain` made it.
-        at: the path to it, as of `lockstep.ground.tree.classes_in`.
-        noted: the classes that the checkpoint notes, by path.
-        allowed: the classes of the user's that may be made, as of `allowed_by`.
-        left: receives the names of noted classes that may not; their objects stay plain.
+        value: the plain form, as `lockstep.ground.tree.plain` made it.
+        at: the path to it, as in `lockstep.ground.tree.classes_in`.
+        noted: the classes that the checkpoint records, by path.
+        allowed: the user's classes that may be instantiated; see `allowed_by`.
+        left: receives the names of recorded classes that are not allowed; their objects stay plain.
 
     Raises:
-        Exception: the object cannot be made; the user's code may run, so of any class.
+        Exception: the object cannot be rebuilt; the user's code may run, so of any class.
     """
     if isinstance(value, dict):
         value = type(value)(
@@ -63,7 +63,7 @@ def rebuilt(value: Any, at: tuple[Any, ...], noted: Mapping[Any, Any], allowed: 
 
 
 def made(kind: Any, value: Any) -> Any:
-    """Return an object of a class, from its plain form."""
+    """Return an object of a class, made from its plain form."""
     if kind.__module__.partition(".")[0] == "omegaconf":
         return sys.modules["omegaconf"].OmegaConf.create(value)
     if kind is Namespace:
@@ -76,7 +76,7 @@ def made(kind: Any, value: Any) -> Any:
 
 
 def _of_fields(kind: Any, values: dict[str, Any]) -> Any:
-    """Make a dataclass whose fields are as they were, although ``__post_init__`` computes with them once more."""
+    """Make a dataclass and restore its fields, which ``__post_init__`` may have computed again."""
     others = {field.name for field in dataclasses.fields(kind) if not field.init}
     built = kind(**copy.deepcopy({name: value for name, value in values.items() if name not in others}))
     changed = [name for name, value in values.items() if not is_same(getattr(built, name), value)]
@@ -91,11 +91,11 @@ def _of_fields(kind: Any, values: dict[str, Any]) -> Any:
     return built
 
 
-# -- which classes ---------------------------------------------------------------------------------------------
+# -- allowed classes -------------------------------------------------------------------------------------------
 
 
 def _hints(owner: Any, names: dict[str, Any]) -> dict[str, Any]:
-    """Return what the annotations of a function or class stand for, without those that cannot be resolved."""
+    """Return the evaluated annotations of a function or class, without those that cannot be resolved."""
     found: dict[str, Any] = {}
     for name, annotation in inspect.get_annotations(owner).items():
         with suppress(Exception):  # a user's expression, which may fail in any way
@@ -130,9 +130,9 @@ def named(annotation: object) -> Iterator[type]:
 
 
 def _class(noted: str, allowed: list[type]) -> type | None:
-    """Return the class of a noted name.
+    """Return the class of a recorded name.
 
-    What ran as ``__main__`` may be imported today, so that a class of another module will do, if there is but one.
+    A class of another module is accepted if there is only one: what ran as ``__main__`` may be imported now.
     """
     module, _, name = noted.partition(":")
     package = module.partition(".")[0]

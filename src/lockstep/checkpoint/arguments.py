@@ -1,4 +1,4 @@
-"""From a checkpoint's hyperparameters to the arguments of the ``__init__`` that they came from."""
+"""Arguments for ``__init__``, from the hyperparameters in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.ground.tree import is_made_again
 
 
 class HasHyperparameters(Protocol):
-    """A class whose hyperparameters are in checkpoints, under these keys."""
+    """A class with hyperparameters in checkpoints, under these keys."""
 
     CHECKPOINT_HYPER_PARAMS_KEY: str
     CHECKPOINT_HYPER_PARAMS_NAME: str
@@ -32,25 +32,25 @@ class HasHyperparameters(Protocol):
 
 MODULES_KEY = "hyper_parameters"
 PAST_KEYS = ("hparams", "module_arguments")
-"""Where Lightning kept the hyperparameters of modules in 2019 and 2020."""
+"""Keys under which Lightning kept the hyperparameters of modules in 2019 and 2020."""
 
 CLI_KEYS = ("_class_path", "_instantiator")
-"""What the command line records among the hyperparameters: the class where it was chosen, and who made it."""
+"""Keys that the command line adds to the hyperparameters: the chosen class, and the function that instantiated it."""
 
 
 def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Hyperparameters as arguments of ``cls``: as they are, or with objects in place of their descriptions.
+    """Return hyperparameters as arguments of ``cls``: unchanged, or with objects in place of their descriptions.
 
-    A checkpoint may name only classes that the program has imported, and each must be what the annotation of its
-    argument asks for: loading imports nothing.
+    A checkpoint may name only classes that the program has imported, and each must match the annotation of its
+    argument: loading imports nothing.
 
     Args:
-        cls: what is to be made.
+        cls: the class to instantiate.
         saved: the checkpoint's hyperparameters.
-        given: arguments that go before them.
+        given: arguments that take precedence.
 
     Raises:
-        MisconfigurationException: the checkpoint is one of a subclass, or names a class that is not imported.
+        MisconfigurationException: the checkpoint was made from a subclass, or names a class that is not imported.
         ModuleNotFoundError: there are inner classes, and jsonargparse is not installed.
     """
     if not any(key in saved for key in CLI_KEYS):
@@ -74,9 +74,9 @@ def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) ->
 
 
 def _is_of_values(annotation: object) -> bool:
-    """Return True if an annotation names tuples, sets, dataclasses and the like, and no class that is imported for it.
+    """Return True if an annotation names only value types such as tuples, sets and dataclasses.
 
-    The command line has their plain forms, which jsonargparse takes.
+    The command line saves their plain forms, which jsonargparse accepts.
     """
     kinds = set(named(annotation))
     values = {kind for kind in kinds if kind in (tuple, set) or is_made_again(kind)}
@@ -85,7 +85,7 @@ def _is_of_values(annotation: object) -> bool:
 
 
 def _instantiated(cls: type, described: dict[str, Any]) -> dict[str, Any]:
-    """Objects in place of their descriptions, as jsonargparse makes them for the arguments of ``cls``."""
+    """Return objects in place of their descriptions, as jsonargparse makes them for the arguments of ``cls``."""
     for path in _paths(described):
         if _imported(path) is None:
             raise MisconfigurationException(
@@ -114,7 +114,7 @@ def _parameters(cls: type) -> Iterator[str]:
 
 
 def _paths(value: object) -> Iterator[str]:
-    """The classes that a value describes, at any depth."""
+    """Yield the class paths in a value, at any depth."""
     if isinstance(value, dict):
         if isinstance(value.get("class_path"), str):
             yield value["class_path"]
@@ -132,22 +132,22 @@ def _imported(path: str) -> type | None:
 
 
 CONTAINERS = ("Namespace", "DictConfig")
-"""Of which class an argument may be that takes all hyperparameters at once."""
+"""Classes of an argument that takes all hyperparameters at once."""
 
-# -- objects again -------------------------------------------------------------------------------------------
+# -- objects from plain forms --------------------------------------------------------------------------------
 
 
 def _as_they_were(cls: type, saved: dict[str, Any], noted: object, given: Collection[str]) -> dict[str, Any]:
-    """Return saved hyperparameters as the objects that they were; what stays plain is warned about.
+    """Return saved hyperparameters as the original objects; warn about those that stay plain.
 
     Args:
-        cls: its ``__init__`` has annotations, which name the classes that may be made.
-        saved: in their plain forms.
-        noted: the classes of these, as the checkpoint has them.
-        given: names of arguments that are given.
+        cls: the class; the annotations of its ``__init__`` name the classes that may be instantiated.
+        saved: the hyperparameters in their plain forms.
+        noted: their classes, as the checkpoint records them.
+        given: names of arguments that the caller gives.
 
     Raises:
-        MisconfigurationException: an object cannot be made.
+        MisconfigurationException: an object cannot be rebuilt.
     """
     if not isinstance(noted, dict):
         return saved
@@ -158,7 +158,7 @@ def _as_they_were(cls: type, saved: dict[str, Any], noted: object, given: Collec
         allowed = allowed_by(annotations.get(name))
         try:
             found[name] = rebuilt(saved[name], (name,), noted, allowed, left)
-        except Exception as error:  # of a user's class, say, which may fail in any way
+        except Exception as error:  # a user's class, for example, may fail in any way
             raise MisconfigurationException(
                 f"{cls.__name__}.load_from_checkpoint: a checkpoint holds the plain form of each hyperparameter, and "
                 f"the object cannot be made of it ({name}: {error}). Give it: {cls.__name__}.load_from_checkpoint("
@@ -175,18 +175,18 @@ def _as_they_were(cls: type, saved: dict[str, Any], noted: object, given: Collec
 
 
 def _of_file(path: str | PathLike[str], saved: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a file; those that it has as a logger writes them are the checkpoint's.
+    """Return the hyperparameters of a file; those equal to what a logger writes are taken from the checkpoint.
 
     Args:
-        path: of the file.
-        saved: the checkpoint's, as the objects that they were.
-        plain: in their plain forms.
+        path: path of the file.
+        saved: the checkpoint's hyperparameters as objects.
+        plain: the same in their plain forms.
     """
     from lockstep.loggers.base import as_yaml
 
     found, written = _read_file(path), plain
     if not fspath(path).endswith(".csv"):
-        import yaml  # type: ignore[import-untyped]  # there: the file was read with it
+        import yaml  # type: ignore[import-untyped]  # installed: the file was read with it
 
         written = yaml.safe_load(as_yaml(saved))
     for name in [name for name in found if name in saved]:
@@ -201,13 +201,14 @@ def _of_file(path: str | PathLike[str], saved: dict[str, Any], plain: dict[str, 
 def _taken(
     cls: type, parameters: Mapping[str, inspect.Parameter], whole: object, saved: dict[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Those of the saved and given hyperparameters that ``__init__`` takes, in the form in which it takes them.
+    """Return the saved and given hyperparameters that ``__init__`` takes, in the form in which it takes them.
 
     Args:
-        cls: of the ``__init__``.
-        parameters: of it.
-        whole: the one of them, if any, that took a dict or Namespace with all hyperparameters.
-        saved, given: hyperparameters.
+        cls: the class.
+        parameters: parameters of its ``__init__``.
+        whole: name of the parameter, if any, that took a dict or Namespace with all hyperparameters.
+        saved: hyperparameters from the checkpoint.
+        given: hyperparameters from the caller, which take precedence.
     """
     if whole in parameters and whole != "kwargs":
         own = {key: value for key, value in given.items() if key in parameters}
@@ -219,7 +220,7 @@ def _taken(
 
 
 def _container(cls: type, name: str, values: dict[str, Any]) -> Any:
-    """Return all hyperparameters as the argument takes them: a Namespace or DictConfig if its annotation says so."""
+    """Return all hyperparameters as one argument: a Namespace or DictConfig if its annotation names that class."""
     kinds = [kind for kind in allowed_by(annotations_of(cls).get(name)) if kind.__name__ in CONTAINERS]
     return made(kinds[0], values) if kinds else AttributeDict(values)
 
@@ -230,17 +231,17 @@ def init_arguments(
     hparams_file: str | PathLike[str] | None,
     given: dict[str, Any],
 ) -> dict[str, Any]:
-    """The keyword arguments to make ``cls`` with.
+    """Return the keyword arguments to instantiate ``cls`` with.
 
     Args:
-        cls: has CHECKPOINT_HYPER_PARAMS_KEY and CHECKPOINT_HYPER_PARAMS_NAME, which say where its
-            hyperparameters are.
+        cls: the class; its CHECKPOINT_HYPER_PARAMS_KEY and CHECKPOINT_HYPER_PARAMS_NAME are the keys of its
+            hyperparameters.
         checkpoint: a loaded checkpoint.
-        hparams_file: a YAML or CSV file whose hyperparameters stand in for the checkpoint's.
-        given: arguments that go before the saved ones, and complete them.
+        hparams_file: a YAML or CSV file with hyperparameters that replace the checkpoint's.
+        given: arguments that take precedence over the saved ones, and complete them.
 
     Raises:
-        MisconfigurationException: ``__init__`` needs an argument that is in neither, or one cannot be made again.
+        MisconfigurationException: ``__init__`` needs an argument that is in neither, or one cannot be rebuilt.
     """
     key = cls.CHECKPOINT_HYPER_PARAMS_KEY
     if key == MODULES_KEY and key not in checkpoint:
@@ -257,7 +258,7 @@ def init_arguments(
 
 
 def _say_left_out(cls: type, names: list[str]) -> None:
-    """As in Lightning, an argument that ``__init__`` does not take is left out; but not without a word."""
+    """Warn about arguments that ``__init__`` does not take; they are left out, as in Lightning."""
     for name in names:
         rank_zero_warn(
             f"{cls.__name__}.load_from_checkpoint({name}=...): {cls.__name__}.__init__ takes no argument of that name, "
@@ -297,7 +298,7 @@ def _read_file(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def _word(text: str) -> Any:
-    """A cell of a CSV file: a literal of Python's, else text."""
+    """Return the value of a CSV cell: a Python literal, else its text."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -305,7 +306,7 @@ def _word(text: str) -> Any:
 
 
 def where_there_is_a_device(storage: Any, location: str) -> Any:
-    """A ``map_location`` of ``torch.load``: tensors of a kind of device that this machine lacks go to the CPU."""
+    """Move tensors of a device type that this machine lacks to the CPU; a ``map_location`` for ``torch.load``."""
     kind = location.partition(":")[0]
     return None if kind == "meta" or is_there(kind) else storage.cpu()
 
@@ -314,11 +315,11 @@ def where_there_is_a_device(storage: Any, location: str) -> Any:
 
 
 if TYPE_CHECKING:
-    restricted_classmethod = classmethod  # which type checkers know
+    restricted_classmethod = classmethod  # type checkers know it
 else:
 
     class restricted_classmethod:
-        """Like ``classmethod``; a call on an instance raises, because its result is a new object.
+        """A ``classmethod`` that raises if it is called on an instance, because its result is a new object.
 
         Example::
 
@@ -326,7 +327,7 @@ else:
                 @restricted_classmethod
                 def load(cls, path): ...
 
-            model = Model.load(path)  # and not model.load(path), which would leave `model` as it is
+            model = Model.load(path)  # not model.load(path), which would leave `model` unchanged
         """
 
         def __init__(self, method: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Folders in which a running fit saves: another process that would save there, or resume from there, sees it."""
+"""Locks on folders in which a running fit saves; another process that would save or resume there detects them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class _Claim:
 
 
 _claims: dict[str, _Claim] = {}
-"""Those of this process, by folder."""
+"""The claims of this process, by folder."""
 
 
 def claim(folder: PathLike) -> bool | None:
-    """Mark a local folder as in use by this process, until it ends or calls :func:`release` as often.
+    """Mark a local folder as in use by this process, until it ends or calls :func:`release` as many times.
 
     Nothing is written: the mark is a lock on the folder itself.
 
     Returns:
-        True if the mark is set; False if another process has set it; None if there can be none (a URL, a folder that
+        True if the mark is set; False if another process has set it; None if it cannot be set (a URL, a folder that
         does not exist, a file system without locks).
     """
     name = storage.absolute(folder)
@@ -43,7 +43,7 @@ def claim(folder: PathLike) -> bool | None:
 
 
 def release(folder: PathLike) -> None:
-    """Take back one :func:`claim`."""
+    """Undo one :func:`claim`."""
     name = storage.absolute(folder)
     held = _claims.get(name)
     if held is None:
@@ -55,7 +55,7 @@ def release(folder: PathLike) -> None:
 
 
 def is_claimed_elsewhere(folder: PathLike, patience: float = 0.0) -> bool:
-    """Return True if another process has marked a folder, and keeps the mark for so many seconds."""
+    """Return True if another process has marked a folder, and keeps the mark for ``patience`` seconds."""
     name, end = storage.absolute(folder), time.monotonic() + patience
     while name not in _claims:
         descriptor = _locked(name)
@@ -70,7 +70,7 @@ def is_claimed_elsewhere(folder: PathLike, patience: float = 0.0) -> bool:
 
 
 def _locked(name: str) -> int | None:
-    """An open descriptor of a folder that is locked now; -1: another process has locked it; None: it cannot be."""
+    """Return a descriptor of the folder, now locked; -1 if another process has locked it; None if it cannot be."""
     if storage.is_remote(name):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Damage of any kind in a checkpoint is one kind of error, found before anything is unpacked."""
+"""Detection of damaged checkpoints before anything is unpacked; all kinds of damage raise one class of error."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException,
 WAY_OUT = "resume from an earlier checkpoint, or fetch this one again"
 
 _OF_THE_FOLDER = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL)
-"""Errors of the system that say that something in the folder is not what it was: a link in a circle, say."""
+"""Errors of the operating system that mean that the folder has changed, for example a circular link."""
 
 FEW = 64 * 2**20
-"""Bytes that a file may unpack to whatever its size."""
+"""Bytes that a file may unpack to regardless of its size."""
 
 TIMES = 20
-"""Times its own size to which a file may unpack beyond that; torch's own are not packed at all."""
+"""Beyond that, multiple of its own size to which a file may unpack; torch's own files are not compressed."""
 
 
 @contextlib.contextmanager
 def named(path: object) -> Iterator[None]:
-    """While a checkpoint is read: whatever its damage makes of Python and torch is one kind of error.
+    """Convert errors of Python and torch while a damaged checkpoint is read into one class of error.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
 
     Raises:
-        CorruptCheckpoint: in the place of any other error, but for those of a disk, and of what a user asked for.
+        CorruptCheckpoint: in place of any other error, except errors of a disk and of the user's configuration.
     """
     try:
         yield
@@ -47,17 +47,17 @@ def named(path: object) -> Iterator[None]:
 
 
 def check_archive_size(file: IO[bytes], name: str) -> None:
-    """Refuse a zip file that would unpack to far more than it holds; only its directory is read.
+    """Refuse a zip file that would unpack to far more than its size; only its directory is read.
 
     Raises:
-        CorruptCheckpoint: it would.
+        CorruptCheckpoint: the file would unpack to too many bytes.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
-    except Exception:  # no zip file, or a damaged one: that is told by who reads it
+    except Exception:  # not a zip file, or a damaged one: reading it raises the error
         return
     finally:
         file.seek(0)
@@ -70,10 +70,10 @@ def check_archive_size(file: IO[bytes], name: str) -> None:
 
 
 def check_index(content: Any) -> None:
-    """Compare what an index says with what one is.
+    """Check the form of an index's content.
 
     Raises:
-        ValueError: it has another form.
+        ValueError: an entry has another type, or a file name leads out of the folder.
     """
     kinds = {"files": dict, "tensors": dict, "about": dict}
     for key, kind in kinds.items():

@@ -1,4 +1,4 @@
-"""Files of torch's distributed checkpoint (DCP): hashed while they are written, and read without running code."""
+"""Files of torch's distributed checkpoint (DCP): hashed while they are written, read without running code."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ from lockstep.checkpoint.storage import PathLike
 from lockstep.ground.parameters import begins_of, is_cut_again, local_part
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part of a tensor begins in the whole, and its size, in each dimension."""
+"""Offset of a part within the whole tensor, and its size, in each dimension."""
 
 PIECE = 1 << 22
-"""Bytes that are hashed while they are written, at a time."""
+"""Number of bytes that are hashed at a time while they are written."""
 
 SYNCED = 1 << 25
-"""Bytes after which the disk is asked to take what it has been given, while the next are hashed."""
+"""Number of bytes after which the file is synced to the disk, while the next ones are hashed."""
 
 METADATA = ".metadata"
-"""DCP's own file: which bytes of which file are which part of which tensor."""
+"""DCP's own file: maps parts of tensors to bytes of files."""
 
 
 # -- parts of tensors ----------------------------------------------------------------------------------------
 
 
 def chunks_of(boxes: Iterable[Box]) -> list[ChunkStorageMetadata]:
-    """This rank's parts of a tensor, as DCP describes them."""
+    """Return this rank's parts of a tensor, as DCP describes them."""
     return [ChunkStorageMetadata(torch.Size(corner), torch.Size(sizes)) for corner, sizes in boxes]
 
 
 def items_of(name: str, shape: torch.Size, local: Tensor, boxes: Iterable[Box]) -> list[WriteItem]:
-    """What this rank could write of a tensor.
+    """Return DCP's write items for this rank's parts of a tensor.
 
     Args:
-        name: of the tensor.
-        shape: of the whole.
-        local: this rank's values, of which the kind is asked.
-        boxes: that they fill.
+        name: name of the tensor.
+        shape: shape of the whole tensor.
+        local: this rank's values; gives dtype and other properties.
+        boxes: the boxes that they fill.
     """
     items, properties = [], TensorProperties.create_from_tensor(local)
     for chunk in chunks_of(boxes):
@@ -70,7 +70,7 @@ def items_of(name: str, shape: torch.Size, local: Tensor, boxes: Iterable[Box]) 
 
 
 class _PlacedPart:
-    """A DTensor that says itself where this rank's part lies: torch is wrong for some; see `box_in`."""
+    """A DTensor that computes the offsets of this rank's part itself: torch's are wrong for some; see `box_in`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self._part = tensor.shape, local_part(tensor.detach())
@@ -91,7 +91,7 @@ class _PlacedPart:
 
 
 def _placed(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of which DCP learns where this rank's parts lie."""
+    """Return the tensors with those that torch would place wrongly wrapped as `_PlacedPart`."""
     return {name: _PlacedPart(each) if is_cut_again(each) else each for name, each in tensors.items()}
 
 
@@ -100,23 +100,23 @@ def _placed(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Digest:
-    """What a file is, for who reads it later."""
+    """Size and hash of a file, for later readers."""
 
     bytes: int
     sha256: str
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that hashes what is written to it, while the disk takes it.
+    """A new file that hashes what is written to it while the disk stores it.
 
-    Large pieces are written by a second thread, and hashed by this one: both let go of the interpreter's lock. A third
-    waits for the disk.
+    A second thread writes large pieces while this one hashes them: both release the GIL. A third thread waits for the
+    disk.
 
     Args:
-        path: of the file, which may be a URL.
+        path: path of the file; may be a URL.
 
     Attributes:
-        error: what the system said where a piece could not be written.
+        error: the operating system's error if a piece could not be written.
     """
 
     def __init__(self, path: PathLike) -> None:
@@ -151,7 +151,7 @@ class HashedFile(io.RawIOBase):
             for piece in pieces:
                 self._hash.update(piece)
         finally:
-            written.result()  # torch takes the memory back when this returns
+            written.result()  # torch reuses the memory when this returns
         if self._is_remote:
             return len(view)
         if self._length - self._synced >= SYNCED and (self._sync is None or self._sync.done()):
@@ -165,7 +165,7 @@ class HashedFile(io.RawIOBase):
         return self._file.fileno()
 
     def close(self) -> None:
-        """Put the bytes on the disk."""
+        """Sync the bytes to the disk and close the file."""
         if not self.closed:
             try:
                 if self._sync is not None:
@@ -179,12 +179,12 @@ class HashedFile(io.RawIOBase):
                 super().close()
 
     def digest(self) -> Digest:
-        """Of all that was written."""
+        """Return the digest of everything that was written."""
         return Digest(self._length, self._hash.hexdigest())
 
 
 class _Files(FileSystem):
-    """Files on this machine or at URLs; of those that are written, the digests are kept by name."""
+    """Files on this machine or at URLs; keeps the digests of written files by name."""
 
     def __init__(self) -> None:
         self.digests: dict[str, Digest] = {}
@@ -228,33 +228,33 @@ class _Files(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """DCP's files in a folder.
+    """A writer of DCP's files in a folder.
 
     Attributes:
-        digests: of the files that this process has written, by name.
+        digests: digests of the files that this process has written, by name.
     """
 
     def __init__(self, folder: PathLike) -> None:
-        super().__init__("", sync_files=False)  # each is synced when it is closed
+        super().__init__("", sync_files=False)  # each file is synced when it is closed
         self.fs = files = _Files()
         self.path, self.digests = files.init_path(folder), files.digests
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing: the folder has another name when it is whole."""
+        """Return empty metadata: the folder is renamed when it is complete."""
         return StorageMeta()
 
 
 class Planner(DefaultSavePlanner):
-    """Plans which rank writes what, and finds this rank's values.
+    """A planner of the parts that each rank writes; it also provides this rank's values.
 
     Args:
-        state: dicts of tensors. A DTensor, or a tensor that says by ``__create_write_items__`` and ``to_local`` what
-            of it is here, is written by its ranks, each its part; any other tensor by rank 0.
+        state: dicts of tensors. Each rank writes its part of a DTensor, or of a tensor that describes its local part
+            by ``__create_write_items__`` and ``to_local``; rank 0 writes any other tensor.
         is_zero: this is rank 0.
 
     Attributes:
-        local: the values that this rank may have to write, by name: its parts of DTensors and the like, on rank 0
-            other tensors.
+        local: the values that this rank may have to write, by name: its parts of DTensors and the like; on rank 0 also
+            the other tensors.
     """
 
     def __init__(self, state: Mapping[str, Any], is_zero: bool) -> None:
@@ -267,40 +267,40 @@ class Planner(DefaultSavePlanner):
             part = value.to_local() if hasattr(value, "to_local") else value if is_zero else None
             if part is not None:
                 self.local[name] = _in_its_own_storage(part.detach())
-            box = getattr(value, "box", None)  # of a part in several boxes
+            box = getattr(value, "box", None)  # for a part in several boxes
             if box is not None:
                 self._box[name] = box
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank could write; torch's planner lets all write what all have."""
+        """Return the items that this rank could write; torch's planner would let all ranks write shared tensors."""
         plan = super().create_local_plan()
         items = [item for item in plan.items if item.type is WriteItemType.SHARD or self.is_coordinator]
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """This rank's part of a tensor."""
+        """Return this rank's part of a tensor."""
         value, box = self.local[index.fqn], self._box.get(index.fqn)
         return value if box is None else _in_its_own_storage(box(cast("torch.Size", index.offset), value))
 
 
 def _in_its_own_storage(tensor: Tensor) -> Tensor:
-    """The same memory, as a storage that ends where the tensor does.
+    """Return the same memory as a storage that ends where the tensor does.
 
-    torch copies a part of a larger storage, as a shard is whose last rows are filled up, and keeps all copies until the
-    file is whole: they take this rank's part once more.
+    torch copies a part of a larger storage, such as a shard with padding, and keeps all copies until the file is
+    complete: that would need the memory of this rank's part once more.
     """
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     if whole or tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return tensor
     memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # lives as long
+    memory.owner = tensor  # keep the tensor alive
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """Inside, torch puts no CRC-32 into what it saves, which takes longer than the SHA-256 of the file."""
+    """Disable the CRC-32 in torch's files, which takes longer than the SHA-256 of the file."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -327,7 +327,7 @@ _METADATA_CLASSES = {
 
 
 class _Plain(pickle.Unpickler):
-    """Knows what DCP's metadata consists of, and nothing else."""
+    """An unpickler that accepts the classes of DCP's metadata, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA_CLASSES.get(module, ()):
@@ -338,10 +338,10 @@ class _Plain(pickle.Unpickler):
 
 
 def read_metadata(folder: PathLike) -> Metadata:
-    """What a folder's files hold.
+    """Return the metadata of a folder's files.
 
     Raises:
-        pickle.UnpicklingError: and others, for a file that is no such thing.
+        pickle.UnpicklingError: the file holds something else; other errors are possible, too.
     """
     with storage.opened(storage.inside(folder, METADATA)) as file:
         found = _Plain(file).load()
@@ -351,13 +351,13 @@ def read_metadata(folder: PathLike) -> Metadata:
 
 
 def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The tensors that the files hold, by name; what else there is would have to be unpickled."""
+    """Return the tensors that the files hold, by name; other entries would have to be unpickled."""
     found = metadata.state_dict_metadata.items()
     return {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
 
 
 def files_of(metadata: Metadata) -> dict[str, list[str]]:
-    """The files in which each tensor's parts lie."""
+    """Return the names of the files that hold each tensor's parts."""
     found: dict[str, set[str]] = {}
     for index, place in metadata.storage_data.items():
         found.setdefault(index.fqn, set()).add(place.relative_path)
@@ -365,12 +365,12 @@ def files_of(metadata: Metadata) -> dict[str, list[str]]:
 
 
 def read(folder: PathLike, metadata: Metadata, into: Mapping[str, Tensor]) -> None:
-    """Read tensors, or this rank's parts of DTensors. No other rank is asked.
+    """Read tensors, or this rank's parts of DTensors. Not a collective.
 
     Args:
-        folder: with DCP's files.
-        metadata: of the folder.
-        into: by name; each of the shape that the files have.
+        folder: the folder with DCP's files.
+        metadata: metadata of the folder.
+        into: destination tensors by name, with the shapes that the files have.
     """
     planner, reader = _ReadPlanner(into, metadata), _Reader(folder)
     reader.set_up_storage_reader(metadata, True)
@@ -380,7 +380,7 @@ def read(folder: PathLike, metadata: Metadata, into: Mapping[str, Tensor]) -> No
 
 
 class _ReadPlanner(DefaultLoadPlanner):
-    """Plans which parts of files this rank reads, and into which tensors."""
+    """A planner of the parts of files that this rank reads, and of their destination tensors."""
 
     def __init__(self, into: Mapping[str, Tensor], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -388,13 +388,13 @@ class _ReadPlanner(DefaultLoadPlanner):
         self.state_dict = _placed(into)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The memory of this rank's part of a tensor; torch takes what is placed for no tensor."""
+        """Return the memory of this rank's part of a tensor; torch does not accept a `_PlacedPart` as a tensor."""
         part = self.state_dict[index.fqn]
         return part.to_local() if isinstance(part, _PlacedPart) else super().lookup_tensor(index)
 
 
 class _Reader(FileSystemReader):
-    """DCP's files, of which nothing is unpickled but tensors."""
+    """A reader of DCP's files that unpickles nothing except tensors."""
 
     def __init__(self, folder: PathLike) -> None:
         super().__init__("")

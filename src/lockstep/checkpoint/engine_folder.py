@@ -1,4 +1,4 @@
-"""Folders of checkpoints that DeepSpeed's engine writes: recognized here, read and written by its extension."""
+"""Checkpoint folders that DeepSpeed's engine writes: recognized here, read and written by its extension."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lockstep.checkpoint.storage import PathLike
 from lockstep.ground.extensions import load
 
 LATEST = "latest"
-"""The file of such a folder that names the folder with the files."""
+"""The file in such a folder that contains the name of the newest checkpoint's folder."""
 
 Place = Callable[[str, torch.Size, torch.dtype], Tensor]
-"""Makes the tensor into which this rank's part of a tensor of that name, shape and dtype is read."""
+"""Function that returns a tensor to read this rank's part into, given the tensor's name, shape and dtype."""
 
 
 class EngineFolders(Protocol):
-    """Reads and writes such folders; DeepSpeed's extension has it."""
+    """Reader and writer of such folders; implemented by DeepSpeed's extension."""
 
     def read(self, path: PathLike, place: Place | None, weights_only: bool | None) -> dict[str, Any]:
         """Return the checkpoint as one process would have written it."""
@@ -31,12 +31,12 @@ class EngineFolders(Protocol):
 
 
 def is_engines(path: PathLike) -> bool:
-    """Return True if there is a folder at `path` that DeepSpeed's engine has written."""
+    """Return True if `path` is a local folder that DeepSpeed's engine has written."""
     return not storage.is_remote(path) and (storage.local(path) / LATEST).is_file()
 
 
 def engine_folders() -> EngineFolders:
-    """Import what reads and writes such folders.
+    """Import and return the reader and writer of such folders.
 
     Raises:
         MissingExtension: the extension has been deleted.

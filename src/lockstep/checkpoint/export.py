@@ -1,4 +1,4 @@
-"""A model as a folder of safetensors that ``from_pretrained`` reads: parts of a size, written by ranks in turn."""
+"""Export of a model to a folder of safetensors for ``from_pretrained``: files of limited size, written by all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOKENIZERS = (
     *("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja"),
     *("preprocessor_config.json", "processor_config.json"),
 )
-"""Files of a tokenizer or processor, by the names that transformers gives them."""
+"""File names of tokenizers and processors in transformers."""
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
@@ -72,7 +72,7 @@ Named = tuple[str, Tensor]
 
 
 def bytes_of(size: int | str) -> int:
-    """How many bytes a size means, with transformers' units.
+    """Return the number of bytes of a size in transformers' units.
 
     Example:
         >>> bytes_of("5GB"), bytes_of("1MiB"), bytes_of(100)
@@ -89,16 +89,19 @@ def bytes_of(size: int | str) -> int:
 
 
 def find_model(module: nn.Module, model: nn.Module | None) -> tuple[str, nn.Module]:
-    """The model that is meant, and what its names begin with in the module.
+    """Return the model to export, and the prefix of its names in the module.
 
     Args:
-        module: of the run.
-        model: what the user gave; None: the only one of transformers, or the only one that was loaded from a folder.
+        module: the module of the run.
+        model: the user's choice; None: the only model of transformers, or the only one that was loaded from a folder.
+
+    Raises:
+        MisconfigurationException: ``model`` is not a part of the module, or the choice is not unique.
     """
     if model is not None:
         for name, layer in module.named_modules():
             if layer is model:
-                return f"{name}." if name else "", getattr(layer, "_orig_mod", layer)  # that was compiled
+                return f"{name}." if name else "", getattr(layer, "_orig_mod", layer)  # the module in a compiled one
         raise MisconfigurationException(NOT_PART.format(kind=type(model).__name__, module=type(module).__name__))
     found = list(_outermost("", module))
     if len(found) > 1:
@@ -119,7 +122,7 @@ def _outermost(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
 
 
 def is_of_peft(model: nn.Module) -> bool:
-    """Whether it derives from peft's ``PeftModel``."""
+    """Return True if the model derives from peft's ``PeftModel``."""
     return any(kind.__name__ == "PeftModel" and kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 
@@ -128,12 +131,15 @@ def _files(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Path]:
 
 
 def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -> Iterator[Named]:
-    """Of a module's tensors those that the folder of a model has, by their names there; tied ones once.
+    """Yield those of a module's tensors that a model's folder contains, by their names there; tied tensors once.
 
     Args:
-        model: whose parameters and saved buffers are meant.
-        prefix: what its names begin with in the module.
-        tensors: of the module.
+        model: the model with these parameters and saved buffers.
+        prefix: prefix of its names in the module.
+        tensors: tensors of the module by name.
+
+    Raises:
+        MisconfigurationException: the model contains adapters of peft.
     """
     if getattr(model, "peft_config", None):
         raise MisconfigurationException(ADDED.format(model=type(model).__name__))
@@ -153,12 +159,12 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
 
 
 def _plain(name: str) -> str:
-    """A name without what wrappers put into it."""
+    """Return a name without the prefixes of wrappers."""
     return plain_name(name).replace("_orig_mod.", "")
 
 
 def _tied(model: nn.Module, places: Mapping[str, Place]) -> dict[str, str]:
-    """By the name of a tied weight that under which a folder has it."""
+    """Return a dict from the name of a tied weight to the name under which a folder contains it."""
     found: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     return {
         name: source
@@ -168,10 +174,10 @@ def _tied(model: nn.Module, places: Mapping[str, Place]) -> dict[str, str]:
 
 
 def names_in_files(model: Any, names: Sequence[str]) -> dict[str, str]:
-    """What each parameter and buffer is called in the folder, where that is not its name in the model.
+    """Return the name in the folder of each parameter and buffer that transformers may have renamed.
 
-    Renamings that transformers made when the model was loaded are taken back. Tensors that it joined or cut keep the
-    names that they have in the model, which it reads as well.
+    Renamings that transformers made when the model was loaded are reverted. Tensors that it joined or split keep the
+    names that they have in the model, which it also reads.
     """
     given = getattr(model, "_weight_conversions", None)
     if not is_of_transformers(model) or not given:
@@ -189,7 +195,7 @@ def names_in_files(model: Any, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-# -- of a checkpoint -------------------------------------------------------------------------------------------
+# -- from a checkpoint -----------------------------------------------------------------------------------------
 
 
 def write_state(
@@ -203,14 +209,15 @@ def write_state(
     """Write the model within a state dict.
 
     Args:
-        folder: to make.
-        state: of a LightningModule; the model is an attribute of it, or itself.
+        folder: the folder to make.
+        state: state dict of a LightningModule; the model is an attribute of it, or the module itself.
         config: a folder with the model's ``config.json``.
-        max_shard_size, tokenizer: as of `write`.
-        left_out: what the state dict lacks, where it is of an adapter alone.
+        max_shard_size: as in `write`.
+        tokenizer: as in `write`.
+        left_out: name of the base weights that the state dict lacks, if it holds only an adapter.
 
     Raises:
-        MisconfigurationException: the config is of another model, or of several that are there.
+        MisconfigurationException: the config does not fit, or fits several models in the state dict.
     """
     tensors = {_plain(name): value for name, value in state.items() if isinstance(value, Tensor)}
     model = _model_of(config)
@@ -236,7 +243,7 @@ def _refuse_missing(missing: Sequence[str], config: str, model: str, left_out: s
 
 
 def _model_of(config: str) -> Any:
-    """The model that a folder's config describes, on the meta device."""
+    """Return the model that a folder's config describes, on the meta device."""
     if not (Path(config) / CONFIGS[0]).is_file():
         raise MisconfigurationException(
             f"--config {config!r}: there is no {CONFIGS[0]} in it: give the model's folder."
@@ -252,10 +259,10 @@ def _model_of(config: str) -> Any:
 
 
 def _prefix_of(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], config: str) -> str:
-    """What the model's names begin with in a state dict: that under which most of them are there.
+    """Return the prefix of the model's names in a state dict: the one under which most of them exist.
 
     Raises:
-        MisconfigurationException: all of them are there several times, with other values.
+        MisconfigurationException: all names exist under several prefixes, with different values.
     """
     first = next(iter(wanted))
     found = [name.removesuffix(first) for name in tensors if name == first or name.endswith(f".{first}")]
@@ -279,14 +286,14 @@ def write(
     tokenizer: object,
     config: str | None = None,
 ) -> None:
-    """Write a folder. Collective: each rank keeps the parts that it writes, one at a time.
+    """Write a folder. Collective: each rank buffers the files that it writes, one at a time.
 
     Args:
-        folder: to make, or whose weights to replace.
-        tensors: by name, whole, in the same order on all ranks.
-        model: has the config; None: it is copied.
-        max_shard_size: of a part; a tensor that is larger has a part of its own.
-        tokenizer: one of transformers, or a folder that has its files; None: that of ``config``, if there is one.
+        folder: the folder to make, or whose weights to replace.
+        tensors: (name, whole tensor) in the same order on all ranks.
+        model: a model with a config to write; None: the config is copied.
+        max_shard_size: maximum size of a file; a larger tensor has its own file.
+        tokenizer: a tokenizer of transformers, or a folder with its files; None: the one in ``config``, if any.
         config: a folder to copy further files from.
     """
     target, limit = Path(folder), bytes_of(max_shard_size)
@@ -308,14 +315,14 @@ def write(
 def write_adapter(
     folder: str | os.PathLike[str], tensors: Iterable[Named], prefix: str, model: Any, tokenizer: object
 ) -> None:
-    """Write peft's folder of a model of its own: the adapters and their configs. Collective; rank 0 writes.
+    """Write the folder of a peft model: the adapters and their configs. Collective; rank 0 writes.
 
     Args:
-        folder: to make, or whose files to replace.
-        tensors: of the module by name, whole, in the same order on all ranks.
-        prefix: what the model's names begin with in the module.
-        model: peft's.
-        tokenizer: as of `write`.
+        folder: the folder to make, or whose files to replace.
+        tensors: (name in the module, whole tensor) in the same order on all ranks.
+        prefix: prefix of the model's names in the module.
+        model: a model of peft.
+        tokenizer: as in `write`.
     """
     target = Path(folder)
     with _beside(target) as beside:
@@ -339,7 +346,7 @@ def write_adapter(
 
 
 def _names_of_adapters(model: Any) -> set[str]:
-    """Which of a model's tensors peft writes: it is asked, with stand-ins that have no memory."""
+    """Return the names of the tensors that peft would write, found with tensors on the meta device."""
     peft = importlib.import_module("peft")
     meta = torch.device("meta")
     places = {_plain(name): tensor_at(*place) for name, place in places_of(model).items()}
@@ -353,7 +360,7 @@ def _names_of_adapters(model: Any) -> set[str]:
 
 @contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """A folder beside the target, of the same name on all ranks, which is gone afterwards. Collective."""
+    """Yield a temporary folder next to the target, with the same name on all ranks, and remove it. Collective."""
     if target.is_file():
         raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
     beside = target.with_name(comm.broadcast_object(f".{target.name}-{secrets.token_hex(4)}", 0, None))
@@ -364,7 +371,7 @@ def _beside(target: Path) -> Iterator[Path]:
 
 
 def _on_rank_0(action: Callable[[], None], folder: Path) -> None:
-    """Let rank 0 do something; its error is one of all."""
+    """Run an action on rank 0; its error is raised on all ranks. Collective."""
     error: Exception | None = None
     if comm.rank(None) == 0:
         try:
@@ -375,15 +382,15 @@ def _on_rank_0(action: Callable[[], None], folder: Path) -> None:
 
 
 class _Parts:
-    """The parts of a folder, of which this rank writes each that is its turn. What fails is kept till all have ended.
+    """The files of a folder; this rank writes those at its turn. Errors are kept until all ranks have finished.
 
     Args:
-        folder: where they go.
-        limit: bytes of a part.
+        folder: destination folder.
+        limit: maximum bytes of a file.
 
     Attributes:
-        sizes: of all tensors, part by part.
-        error: the first of this rank's.
+        sizes: bytes of all tensors, file by file.
+        error: the first error of this rank.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -395,7 +402,7 @@ class _Parts:
         self.error: Exception | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor into the last part, or into a new one where it is full."""
+        """Add a tensor to the last file, or to a new one if that is full."""
         size = tensor.numel() * tensor.element_size()
         if self.sizes[-1] and sum(self.sizes[-1].values()) + size > self._limit:
             self.end()
@@ -405,7 +412,7 @@ class _Parts:
             self._held[name] = tensor.detach().cpu().contiguous()
 
     def end(self) -> None:
-        """Write the last part, if it is this rank's."""
+        """Write the last file, if it is this rank's turn."""
         held, self._held = self._held, {}
         if not held or self.error is not None:
             return
@@ -417,7 +424,7 @@ class _Parts:
 
 
 def _write_index(folder: Path, parts: Sequence[Mapping[str, int]]) -> None:
-    """Give the parts their names, and say what is in which."""
+    """Rename the files to their final names, and write the index if there are several."""
     if len(parts) == 1:
         (folder / "part-0").rename(folder / ONE_FILE)
         return
@@ -432,7 +439,7 @@ def _write_index(folder: Path, parts: Sequence[Mapping[str, int]]) -> None:
 
 
 def _write_about(folder: Path, model: Any, tokenizer: Any, config: str | None) -> None:
-    """Config, what to generate by, and the tokenizer's files."""
+    """Write the configs of the model and of its text generation, and the tokenizer's files."""
     source = config if config is not None else vars(model).get(FOLDER) if model is not None else None
     for path in _files(source, CONFIGS) if source is not None else []:
         shutil.copy(path, folder / path.name)
@@ -447,7 +454,7 @@ def _write_about(folder: Path, model: Any, tokenizer: Any, config: str | None) -
 
 
 def _copy_tokenizer(folder: Path, tokenizer: Any, source: str | None) -> None:
-    """A tokenizer, or files of one: those of the folder that a model began with, and what was given."""
+    """Copy tokenizer files from the folder that the model was loaded from; add the given tokenizer."""
     given = tokenizer if isinstance(tokenizer, (str, os.PathLike)) else None
     for each in (source, given):
         for path in _files(each, TOKENIZERS) if each is not None else []:
@@ -457,7 +464,7 @@ def _copy_tokenizer(folder: Path, tokenizer: Any, source: str | None) -> None:
 
 
 def _take_place(beside: Path, target: Path) -> None:
-    """Move the files to where they belong; weights that were there before are removed, their index first."""
+    """Move the files to the target folder; earlier weights there are removed, their index first."""
     target.mkdir(parents=True, exist_ok=True)
     (target / INDEX).unlink(missing_ok=True)
     new = {path.name for path in beside.iterdir()}

@@ -1,5 +1,5 @@
-"""First values for layers that were made on the meta device, where parameters have a shape and no memory: those of a
-folder that `load_pretrained` named, or those that the layers, or the model they belong to, make themselves."""
+"""First values for layers on the meta device, where parameters have a shape but no memory. They are read from a
+folder named by `load_pretrained`, or from the layers, or the model that contains them."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ OF_ADAPTER = (
 )
 CPU = torch.device("cpu")
 FLAG = "_is_hf_initialized"
-"""The attribute of a tensor that transformers' functions for initial values leave as it is."""
+"""Attribute of a tensor that transformers' init functions skip."""
 
 
 @torch.no_grad()
 def leave_meta(module: nn.Module, device: torch.device) -> None:
-    """Give what is on the meta device memory and first values, but for what a folder is to fill.
+    """Allocate and initialize tensors on the meta device, except those that a folder will fill.
 
-    Adapters of peft's are asked first, by their own method. Where the model has a method ``_init_weights(layer)``, as
-    those of transformers, it is called as ``model.apply(model._init_weights)`` would; what it leaves without values,
-    the layer's own ``reset_parameters`` makes, or else ``init_weights()`` of the layer or of a model around it. A layer
-    is whole only while it is asked, and on the CPU, whose random numbers are the same wherever the model goes. A layer
-    that is cut already (its parameters are DTensors) draws for the whole, and keeps its part: on a CPU torch would give
-    the same random numbers to each part.
+    peft's adapters are initialized first, by their own method. If the model has a method ``_init_weights(layer)``, as
+    those of transformers do, it is called as ``model.apply(model._init_weights)`` would. Tensors that are still without
+    values are initialized by the layer's own ``reset_parameters``, or by ``init_weights()`` of the layer or of a model
+    around it. Each layer is whole only during its call, and on the CPU, so that the random numbers do not depend on
+    the model's device. A sharded layer (its parameters are DTensors) draws for the whole tensor and keeps its part: on
+    a CPU torch would give every part the same random numbers.
 
     Args:
-        module: changed in place; what is not on the meta device stays as it is.
-        device: of what gets memory.
+        module: changed in place; tensors that are not on the meta device are unchanged.
+        device: device of newly allocated memory.
 
     Raises:
-        MisconfigurationException: nothing gives values to a layer, or it leaves a parameter as it was.
+        MisconfigurationException: nothing initializes a layer, or a parameter is still without values.
     """
     if not any(True for layer in module.modules() for _ in _on_meta(layer)):
         return
@@ -72,7 +72,7 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
             _call(layer.reset_parameters, [(layer, names)], waiting)  # type: ignore[arg-type]
     for layer, _ in waiting.left():
         maker = waiting.makers[id(layer)]
-        if maker is not None and waiting.names_of(layer):  # else another one's call has done it
+        if maker is not None and waiting.names_of(layer):  # else another layer's call has done it
             _call(maker.init_weights, waiting.asked_within(maker), waiting)  # type: ignore[arg-type]
     for layer, names in waiting.left():
         shown = waiting.prefixes[id(layer)] or "The module"
@@ -81,12 +81,12 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, device: torch.device, parts: torch.device | None = None) -> None:
-    """Read this rank's parts of what a folder is to fill, each slice straight from its file.
+    """Read this rank's parts of the tensors that a folder fills, each slice directly from its file.
 
     Args:
-        module: whole, or cut already (its parameters are DTensors); what is on the meta device gets memory.
-        device: of what gets memory.
-        parts: of the shards, where that is another.
+        module: whole, or sharded (its parameters are DTensors); tensors on the meta device get memory.
+        device: device of newly allocated memory.
+        parts: device of newly allocated shards, if different.
 
     Raises:
         MisconfigurationException: layers that were to be filled have been replaced, or have other shapes.
@@ -106,23 +106,23 @@ def fill(module: nn.Module, device: torch.device, parts: torch.device | None = N
 
 
 def fill_whole(module: nn.Module, device: torch.device = CPU) -> None:
-    """Give values to what is on the meta device of a module that is whole on this rank.
+    """Give values to tensors on the meta device of a module that is whole on this rank.
 
-    They are those of the folder that `load_pretrained` named, and else those of `leave_meta`.
+    They are those of the folder named by `load_pretrained`, and otherwise those of `leave_meta`.
     """
-    leave_meta(module, CPU)  # where transformers draws and computes tables, too
+    leave_meta(module, CPU)  # transformers also draws and computes tables there
     fill(module, device)
 
 
 @torch.no_grad()
 def stand_in(module: nn.Module) -> dict[int, pretrained.Source]:
-    """Let parameters that a folder is to fill be there without memory, and read buffers.
+    """Replace parameters that a folder will fill by stand-ins without memory, and read buffers.
 
     Returns:
         the sources, by a parameter's id.
 
     Raises:
-        MisconfigurationException: something has another shape than it had.
+        MisconfigurationException: a tensor has another shape than at the call of `load_pretrained`.
     """
     pretrained.check_shapes(module)
     ties = _Ties(module)
@@ -133,7 +133,7 @@ def stand_in(module: nn.Module) -> dict[int, pretrained.Source]:
             nothing = value.expand(tensor.shape)
             if tensor.is_meta:
                 _put(layer, name, Parameter(nothing, tensor.requires_grad))
-            else:  # of a call before, in which no weights changed
+            else:  # from an earlier call in which no weights changed
                 tensor.data = nothing
         elif tensor.is_meta:
             buffer = torch.empty_like(tensor, device="cpu")
@@ -144,7 +144,7 @@ def stand_in(module: nn.Module) -> dict[int, pretrained.Source]:
 
 
 def _planned_once(module: nn.Module) -> Iterator[tuple[Tensor, pretrained.Source]]:
-    """What a folder is to fill, tied tensors once."""
+    """Return the tensors that a folder will fill, with their sources; tied tensors once."""
     planned = [(_found(layer, name), source) for layer, name, source in pretrained.planned(module)]
     found = {id(tensor): (tensor, source) for tensor, source in reversed(planned)}
     return reversed(found.values())
@@ -162,14 +162,14 @@ def _give_memory(
 
 
 class _Waiting:
-    """What is to be given values, layer by layer.
+    """Layers on the meta device that still need values.
 
     Attributes:
-        names: by a layer's id its own names; shorter as they get values.
-        asked: the same, as it was when values were first asked for.
-        prefixes: of all layers, by id.
-        models: by a layer's id the nearest model around it that has ``_init_weights``.
-        makers: the same of ``init_weights()``.
+        names: own names of a layer's tensors without values, by the layer's id; shrinks as they get values.
+        asked: the same as it was at the start, without layers that are complete.
+        prefixes: names of all layers, by id.
+        models: nearest enclosing model with ``_init_weights``, by a layer's id.
+        makers: nearest enclosing module with ``init_weights()``, by a layer's id.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -196,35 +196,35 @@ class _Waiting:
             self._look_around(child, model, maker)
 
     def names_of(self, layer: nn.Module) -> list[str]:
-        """What a layer still waits for."""
+        """Return the names of a layer's tensors that still need values."""
         return self.names.get(id(layer), [])
 
     def left(self) -> list[tuple[nn.Module, list[str]]]:
-        """The layers that wait, in the order in which they are registered."""
+        """Return the layers that need values, in order of registration."""
         return [(self._layers[key], list(names)) for key, names in self.names.items() if names]
 
     def has_got(self, layer: nn.Module, name: str) -> None:
-        """A name has values."""
+        """Record that a tensor has values."""
         if name in self.names_of(layer):
             self.names[id(layer)].remove(name)
 
     def have_all(self, layers: Iterable[nn.Module]) -> None:
-        """These layers have all their values, and calls for others leave them as they are."""
+        """Record that these layers are complete: calls for other layers leave them unchanged."""
         for layer in layers:
             self.asked.pop(id(layer), None)
 
     def leave_shared(self, ties: _Ties) -> None:
-        """A layer that shares a tensor leaves it as the first one made it."""
+        """Remove shared tensors from all layers but the first, which initializes them."""
         for layer, names in self.left():
             self.names[id(layer)] = [name for name in names if name in ties.names[id(layer)]]
         self.asked = {key: list(names) for key, names in self.names.items()}
 
     def asked_within(self, maker: nn.Module) -> Asked:
-        """The layers below one that had no values when this began."""
+        """Return the layers in a module that had no values at the start, with their names."""
         return [(layer, self.asked[id(layer)]) for layer in maker.modules() if self.asked.get(id(layer))]
 
     def maker_of(self, layer: nn.Module) -> str:
-        """What was asked last to give values to a layer."""
+        """Return the name of the last method that was called to initialize a layer."""
         model, maker = self.models[id(layer)], self.makers[id(layer)]
         if maker is not None:
             return f"`init_weights` of {type(maker).__name__}"
@@ -233,7 +233,7 @@ class _Waiting:
         return f"`_init_weights` of {type(model).__name__}"
 
     def check(self) -> None:
-        """Refuse a layer that nothing can give values to."""
+        """Raise if nothing can initialize a layer."""
         for layer, names in self.left():
             around = self.models[id(layer)] is not None or self.makers[id(layer)] is not None
             if not around and not callable(getattr(layer, "reset_parameters", None)):
@@ -250,7 +250,7 @@ def _takes_nothing(method: object) -> bool:
 
 
 def _required(method: Callable[..., Any]) -> int:
-    """How many arguments a method needs; -1: nobody can tell."""
+    """Return the number of arguments that a method requires; -1 if it has no signature."""
     try:
         parameters = inspect.signature(method).parameters.values()
     except (TypeError, ValueError):
@@ -262,13 +262,13 @@ def _required(method: Callable[..., Any]) -> int:
 # -- the calls -------------------------------------------------------------------------------------------------
 
 Asked = list[tuple[nn.Module, list[str]]]
-"""Layers, and what of theirs a call is to give values to."""
+"""Layers, and the names of their tensors that a call is to initialize."""
 
 
 def _draw_adapters(module: nn.Module, waiting: _Waiting) -> None:
-    """Let peft's layers make the first values of their adapters anew.
+    """Let peft's layers initialize their adapters again.
 
-    Adapters had values when they were made, and peft moved them to where the layer is that they are around.
+    Adapters had values when they were made, and peft then moved them to the meta device with their base layer.
     """
     configs: dict[str, Any] = {}
     for layer in module.modules():
@@ -287,17 +287,17 @@ def _draw_adapters(module: nn.Module, waiting: _Waiting) -> None:
 
 
 def _asked_of_adapter(layer: Any, waiting: _Waiting) -> Asked:
-    """What waits for values in a layer of peft's, beside the layer that it is around."""
+    """Return the tensors of a peft layer that need values, without those of its base layer."""
     if not any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__):
         return []
-    around = getattr(layer, "base_layer", None)  # which may be an adapter itself, of another parameter
+    around = getattr(layer, "base_layer", None)  # may itself be an adapter of another parameter
     base = {id(each) for each in (layer.get_base_layer() if around is None else around).modules()}
     parts = [each for each in layer.modules() if id(each) not in base]
     return [(each, waiting.asked[id(each)]) for each in parts if waiting.asked.get(id(each))]
 
 
 def _reset_of_adapter(layer: Any, configs: dict[str, Any]) -> Callable[[], None] | None:
-    """What makes LoRA's first values, as its config says; None where they follow from other weights."""
+    """Return a function that initializes LoRA by its config; None if the values depend on other weights."""
     reset = getattr(layer, "reset_lora_parameters", None)
     parts = [each for each in (getattr(layer, name, None) for name in LORA) if each]
     ways = {name: _way_of(configs.get(name)) for part in parts for name in part}
@@ -316,7 +316,7 @@ def _draw(reset: Callable[[str, bool | str], object], parts: list[Any], ways: di
 
 
 LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-"""The attributes of a LoRA layer that have its small matrices, by the adapter's name."""
+"""Attributes of a LoRA layer that hold its small matrices, by the adapter's name."""
 
 
 def _way_of(config: Any) -> bool | str:
@@ -325,9 +325,10 @@ def _way_of(config: Any) -> bool | str:
 
 
 def _apply_own(layer: nn.Module, model: Any, waiting: _Waiting) -> None:
-    """As ``model.apply(model._init_weights)``, each layer by the nearest model around it.
+    """Call ``_init_weights`` as ``model.apply`` does, each layer by the nearest enclosing model.
 
-    What such a call writes may be a child's, as with GPT-2's projections: children's own tensors are there, too.
+    Such a call may write to a child's tensors, as with GPT-2's projections. Therefore the children's own tensors are
+    whole, too.
     """
     nearest = waiting.models[id(layer)]
     model = nearest if nearest is layer else model
@@ -341,7 +342,7 @@ def _apply_own(layer: nn.Module, model: Any, waiting: _Waiting) -> None:
 
 
 def _call(method: Callable[[], object], asked: Asked, waiting: _Waiting) -> None:
-    """Call what gives values, with what it is asked for whole; afterwards each rank keeps its part of what it got."""
+    """Call an init method with the listed tensors whole; then each rank keeps its part of their values."""
     with ExitStack() as wholes:
         made = [(layer, names, wholes.enter_context(_whole(layer, names))) for layer, names in asked]
         method()
@@ -361,13 +362,13 @@ def _take(layer: nn.Module, name: str, own: Tensor, waiting: _Waiting) -> None:
         part.copy_(new)
         if not bool(unset.any()):
             waiting.has_got(layer, name)
-    else:  # a second call has changed some of it, if not all
+    else:  # a second call has changed some elements, perhaps not all
         part.copy_(torch.where(unset[box], part.to(new.device), new))
 
 
 @contextmanager
 def _whole(layer: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Inside, what is named is whole, on the CPU and without values, and everything else of the layer is a copy."""
+    """Make the named tensors whole, on the CPU and without values; replace all others of the layer by copies."""
     own = {name: tensor for name, tensor in (*layer._parameters.items(), *layer._buffers.items()) if tensor is not None}
     for name, tensor in own.items():
         if name in names:
@@ -399,7 +400,7 @@ def _mark_unset(tensor: Tensor) -> None:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Where a tensor is as `_mark_unset` left it; nowhere, where its dtype has no value for that."""
+    """Return a mask of elements that `_mark_unset` left; all False if the dtype has no value for that."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.isnan()
     if _is_signed(tensor):
@@ -413,7 +414,7 @@ def _is_signed(tensor: Tensor) -> bool:
 
 @contextmanager
 def _flagged(module: nn.Module) -> Iterator[None]:
-    """Inside, transformers' functions leave alone what a folder is to fill, and draw no numbers for it."""
+    """Make transformers' init functions skip the tensors that a folder will fill, and draw no numbers for them."""
     tensors = [_found(layer, name) for layer, name, _ in pretrained.planned(module)]
     for tensor in tensors:
         setattr(tensor, FLAG, True)
@@ -425,10 +426,10 @@ def _flagged(module: nn.Module) -> Iterator[None]:
 
 
 def _guarded() -> AbstractContextManager[object]:
-    """Inside, torch's functions leave alone what transformers' do."""
+    """Make torch's init functions skip what transformers' functions skip."""
     if "transformers" not in sys.modules:
         return nullcontext()
-    with suppress(ImportError):  # an older one
+    with suppress(ImportError):  # an older version
         found: AbstractContextManager[object] = import_module(
             "transformers.initialization"
         ).guard_torch_init_functions()
@@ -445,10 +446,10 @@ def _on_meta(layer: nn.Module) -> Iterator[str]:
 
 
 class _Ties:
-    """The places that share a tensor, which ``Module._apply`` would part.
+    """The places that share a tensor, which ``Module._apply`` would separate.
 
     Attributes:
-        names: of what a layer is to give values to, by its id.
+        names: names of the tensors that a layer is to initialize, by its id.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -458,12 +459,12 @@ class _Ties:
             self.names[id(layer)] = []
             for name in _on_meta(layer):
                 tensor = _found(layer, name)
-                if id(tensor) not in self._places:  # a layer that shares it leaves it as the first one made it
+                if id(tensor) not in self._places:  # only the first layer that shares it initializes it
                     self.names[id(layer)].append(name)
                 self._places.setdefault(id(tensor), []).append((layer, name))
 
     def restore(self) -> None:
-        """Let them share one again."""
+        """Share the tensors again."""
         for (first, name), *others in self._places.values():
             for layer, other in others:
                 _put(layer, other, _found(first, name))

@@ -1,4 +1,4 @@
-"""A tensor of which this rank has a run of the flattened elements, for torch's distributed checkpoint."""
+"""A tensor that holds this rank's range of the flattened elements, for torch's distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.ground import comm
 
 
 def span(numel: int, rank: int, world: int) -> tuple[int, int]:
-    """The first element of a rank's part, and how many it has without padding.
+    """Return the first element of a rank's part, and its number of elements without padding.
 
     Example:
         >>> [span(5, rank, 3) for rank in range(3)]
@@ -24,15 +24,15 @@ def span(numel: int, rank: int, world: int) -> tuple[int, int]:
 
 
 class FlatPart(Tensor):
-    """Stands for a whole tensor, with its shape and dtype; this rank has some of its elements.
+    """A stand-in for a whole tensor, with its shape and dtype; this rank has some of its elements.
 
-    It is no tensor to compute with: `whole` gives one.
+    It does not support computation; `whole` returns a tensor that does.
 
     Args:
-        shape: of the whole.
-        start: the first of this rank's elements, in the flattened tensor.
+        shape: shape of the whole tensor.
+        start: index of this rank's first element in the flattened tensor.
         values: one-dimensional; may be empty.
-        even: on all ranks these are the elements of `span`.
+        even: the elements are those of `span` on all ranks.
 
     Example:
         >>> part = FlatPart(torch.Size((2, 3)), 2, torch.tensor([2.0, 3.0]))
@@ -55,33 +55,33 @@ class FlatPart(Tensor):
 
     @classmethod
     def of_span(cls, shape: torch.Size, dtype: torch.dtype, values: Tensor | None = None) -> FlatPart:
-        """This rank's even share of the elements, which may have padding behind them; None: without values yet."""
+        """Return this rank's even share of the elements; ``values`` may end with padding; None: not filled yet."""
         start, size = span(shape.numel(), comm.rank(), comm.world_size())
         return cls(shape, start, torch.empty(size, dtype=dtype) if values is None else values[:size], even=True)
 
     def to_local(self) -> Tensor:
-        """This rank's elements, in their memory."""
+        """Return this rank's elements, without a copy."""
         return self._run
 
     def whole(self, device: torch.device) -> Tensor:
-        """The tensor with the elements of all ranks, on a device on which they can talk. Collective."""
+        """Return the tensor with the elements of all ranks, on a device that supports collectives. Collective."""
         made = torch.zeros(self.shape.numel(), dtype=self.dtype, device=device)
         made[self.start : self.start + self._run.numel()] = self._run.to(device)
         return comm.all_reduce(made, "sum").view(self.shape)
 
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """Offsets and sizes of the boxes that this rank's elements fill, and where each begins among them."""
+        """Return offsets and sizes of the boxes that this rank's elements fill, and each box's start among them."""
         return list(_boxes(tuple(self.shape), self.start, self.start + self._run.numel()))
 
     def box(self, offsets: torch.Size, values: Tensor) -> Tensor:
-        """The box at these offsets, of elements that stand for this rank's."""
+        """Return the box at these offsets, from values that correspond to this rank's elements."""
         for corner, sizes, place in self.boxes():
             if corner == tuple(offsets):
                 numel = torch.Size(sizes).numel()
                 return values[place : place + numel].view(sizes)
         raise ValueError(f"this rank has no part of the tensor that begins at {tuple(offsets)}")
 
-    # -- as torch's distributed checkpoint asks
+    # -- the interface of torch's distributed checkpoint
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         from lockstep.checkpoint.dcp import items_of
@@ -96,7 +96,7 @@ class FlatPart(Tensor):
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self.box(index.offset, self._run)
 
-    # -- as torch asks
+    # -- the interface of torch's tensors
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # a class method, as torch's own subclasses have it
@@ -117,7 +117,7 @@ class FlatPart(Tensor):
 def _boxes(
     shape: tuple[int, ...], start: int, stop: int, place: int = 0
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """The boxes of a run of elements, in their order: what is left of a row, whole rows, the begin of another."""
+    """Yield the boxes of a range of elements in order: the rest of a row, whole rows, the start of another."""
     if start >= stop:
         return
     if len(shape) < 2:

@@ -1,11 +1,11 @@
 """The checkpoint file: torch's zip format, free of code, with a SHA-256 of itself at its end.
 
-Layout: the archive as ``torch.save`` writes it, whose comment (the last field of a zip file) is
+Layout: the archive as ``torch.save`` writes it. Its comment (the last field of a zip file) is
 
-    ``LOCKSTEP-SHA256\\0`` (16 bytes), SHA-256 of everything in front of the digest (32 bytes)
+    ``LOCKSTEP-SHA256\\0`` (16 bytes), SHA-256 of everything before the digest (32 bytes)
 
-so that ``torch.load`` and whatever reads zip files can still read it. The dict in it has the key
-``"lockstep"`` with the version of the format: a file that has the version and not the comment is damaged too.
+so that ``torch.load`` and any other reader of zip files can still read it. The dict in it has the key
+``"lockstep"`` with the version of the format: a file with the version but without the comment is damaged, too.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ if TYPE_CHECKING:
 
 #: Version of the keys and their meaning, in ``checkpoint["lockstep"]["format"]``.
 FORMAT = 1
-#: The key that says, by the version in it, that a digest belongs to the file.
+#: Key with the format's version; its presence means that the file must end with a digest.
 KEY = "lockstep"
 
 _NO_COMMENT = struct.pack("<H", 0)
 _DIGEST_BYTES = 32
 _MARK = b"LOCKSTEP-SHA256\0"
-#: what stands in front of the digest: the length of the comment, and the mark
+#: bytes before the digest: the length of the comment, and the mark
 _SEAL = struct.pack("<H", len(_MARK) + _DIGEST_BYTES) + _MARK
 _WAY_OUT = "resume from an earlier checkpoint, or fetch the file again"
 
 
 def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
-    """Write `checkpoint` to `path`: whole or not at all, and only if :func:`load` can read it back.
+    """Write `checkpoint` to `path`: completely or not at all, and only if :func:`load` can read it back.
 
     Tensors, numbers, strings, and dicts, lists, tuples, sets of them are kept. A NumPy number becomes a
-    Python number and an ``AttributeDict`` a dict; what ``torch.serialization.add_safe_globals`` has made
-    known is kept too. The key ``"lockstep"`` (a dict, if given) gets the version of the format.
+    Python number and an ``AttributeDict`` a dict. Classes registered by ``torch.serialization.add_safe_globals``
+    are kept, too. The key ``"lockstep"`` (a dict, if given) gets the version of the format.
 
-    With Lightning's names (`lockstep.lightning`) other objects are pickled, as in Lightning, and that is said.
+    With Lightning's names (`lockstep.lightning`) other objects are pickled, as in Lightning, with a warning.
 
     Raises:
         MisconfigurationException: ``torch.load(weights_only=True)`` could not read something in it; the
-            message names its key. No file has been touched then.
-        OSError: the file could not be written; the earlier one is whole.
+            message names its key. No file has been touched.
+        OSError: the file could not be written; the earlier one is intact.
     """
     content = marked(checkpoint)
     with storage.replacing(path) as file:
@@ -67,12 +67,12 @@ def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
 
 
 def marked(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """`checkpoint` with the version of the format, in a form that can be read back; see `readable`."""
+    """Return `checkpoint` with the version of the format, in a form that can be read back; see `readable`."""
     return readable({**checkpoint, KEY: {**checkpoint.get(KEY, {}), "format": FORMAT}})
 
 
 def write(content: dict[str, Any], file: IO[bytes]) -> None:
-    """Write to an open file what `marked` has given, with the hash at its end.
+    """Write the result of `marked` to an open file, with the hash at its end.
 
     Raises:
         OSError: the file could not be written.
@@ -90,13 +90,13 @@ def write(content: dict[str, Any], file: IO[bytes]) -> None:
 
 
 class _HashingWriter:
-    """Passes on to a file what ``torch.save`` writes, which never goes back, and hashes it on the way."""
+    """A writer that forwards to a file what ``torch.save`` writes (it never seeks), and hashes it on the way."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
         self.error: OSError | None = None
         self._hash = hashlib.sha256()
-        self._last = b""  # the last two bytes are held back: the length of the comment will stand there
+        self._last = b""  # the last two bytes are held back: the length of the comment replaces them
 
     def write(self, data: memoryview) -> int:
         written, held_back = len(data), len(_NO_COMMENT)
@@ -117,10 +117,10 @@ class _HashingWriter:
             self.error = error
 
     def flush(self) -> None:
-        """Nothing: the file is flushed once it is whole."""
+        """Do nothing: the file is flushed once it is complete."""
 
     def seal(self) -> None:
-        """Ends the file with the comment that holds the digest."""
+        """End the file with the comment that holds the digest."""
         assert self._last == _NO_COMMENT, "torch.save ended its archive with a comment of its own"
         self._hash.update(_SEAL)
         self.file.write(_SEAL + self._hash.digest())
@@ -129,18 +129,19 @@ class _HashingWriter:
 def load(
     path: storage.PathLike | IO[bytes], map_location: MAP_LOCATION = None, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint of lockstep, or of Lightning 2.x, after checking that it is whole.
+    """Read a checkpoint of lockstep, or of Lightning 2.x, after checking that it is intact.
 
     Args:
-        path: the file, local or a URL, or one that is open.
-        map_location: where its tensors go, as in ``torch.load``.
+        path: the file, local or a URL, or an open file.
+        map_location: device of its tensors, as in ``torch.load``.
         weights_only: False allows the file to run code while it is read: only for a file whose author you
-            trust. True keeps to tensors and plain values; None too, unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1.
+            trust. True allows tensors and plain values only; so does None, unless
+            TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1.
 
     Raises:
-        CorruptCheckpoint: the file is truncated or altered, or no checkpoint at all.
+        CorruptCheckpoint: the file is truncated or altered, or is not a checkpoint.
         MisconfigurationException: the file holds objects of other classes: it needs ``weights_only=False``.
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
     """
     name = str(path)
     try:
@@ -169,14 +170,14 @@ def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: 
             "dict: check the path."
         )
     own = checkpoint.get(KEY)
-    # without a hash it may be one that a user has read, changed and saved by torch.save, which ends with the archive
+    # a file without a hash may be one that a user has read, changed and saved by torch.save: it ends with the archive
     if isinstance(own, dict) and "format" in own and not sealed and not _ends_with_archive(file):
         raise CorruptCheckpoint(f"The checkpoint {name!r} has lost the hash at its end: {_WAY_OUT}.")
     return checkpoint
 
 
 def _unpickled(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool | None) -> Any:
-    """What torch reads of a file; with None by torch's default, which a variable of torch's changes."""
+    """Return what torch reads from a file; None means torch's default, which an environment variable changes."""
     try:
         with torch.serialization.safe_globals(_LIGHTNING_DICTS):
             return torch.load(file, map_location=map_location, weights_only=weights_only)
@@ -190,8 +191,8 @@ def _unpickled(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_o
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
             ) from error
         raise CorruptCheckpoint(f"The checkpoint {name!r} is damaged ({error}): {_WAY_OUT}.") from error
-    except Exception as error:  # what a damaged archive or pickle makes of torch has no one kind
-        # a device that is not here (torch's message tells of map_location), a disk that fails, or code in the file
+    except Exception as error:  # torch raises errors of many classes for a damaged archive or pickle
+        # a missing device (torch's message mentions map_location), a disk that fails, or code in the file
         if weights_only is False or "map_location" in str(error) or (isinstance(error, OSError) and error.errno):
             raise
         raise CorruptCheckpoint(
@@ -200,7 +201,7 @@ def _unpickled(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_o
 
 
 def _check_seal(file: IO[bytes], name: str) -> bool:
-    """Whether the file ends in a digest, which then is right."""
+    """Return True if the file ends in a digest that matches; raise if it does not match."""
     length = file.seek(0, 2)
     covered = length - _DIGEST_BYTES
     file.seek(max(0, covered - len(_SEAL)))
@@ -225,14 +226,14 @@ def _check_seal(file: IO[bytes], name: str) -> bool:
 
 
 def _ends_with_archive(file: IO[bytes]) -> bool:
-    """Whether nothing comes after the end of the zip directory."""
-    size = 22  # of its last record, which in files of torch.save has no comment
+    """Return True if nothing follows the end of the zip directory."""
+    size = 22  # bytes of its last record, which has no comment in files of torch.save
     file.seek(max(0, file.seek(0, 2) - size))
     return file.read(4) == b"PK\x05\x06"
 
 
 def _check_archive(file: IO[bytes], name: str) -> None:
-    """Refuses what cannot be a file of ``torch.save``, before any of it is unpickled."""
+    """Refuse what cannot be a file of ``torch.save``, before any of it is unpickled."""
     file.seek(0)
     start = file.read(4)
     if start != b"PK\x03\x04":
@@ -243,7 +244,7 @@ def _check_archive(file: IO[bytes], name: str) -> None:
         with zipfile.ZipFile(file) as archive:
             members = archive.namelist()
             _check_sums(archive)
-    except Exception as error:  # zipfile and zlib know many kinds
+    except Exception as error:  # zipfile and zlib raise many classes
         if isinstance(error, OSError) and error.errno:
             raise
         raise CorruptCheckpoint(
@@ -254,7 +255,7 @@ def _check_archive(file: IO[bytes], name: str) -> None:
 
 
 def _check_sums(archive: zipfile.ZipFile) -> None:
-    """Reads all members, which compares their CRC-32; 0: `torch.serialization.set_crc32_options` has left it out."""
+    """Read all members to check their CRC-32; 0 means that `torch.serialization.set_crc32_options` has disabled it."""
     for member in archive.infolist():
         if member.CRC:
             with archive.open(member) as stream:
@@ -263,26 +264,26 @@ def _check_sums(archive: zipfile.ZipFile) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its kind."""
+    """Return the class of an error and the first line of its message, if it has one."""
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
 
 
 def _foreign_classes(file: IO[bytes]) -> list[str]:
-    """Names in the file that ``weights_only=True`` does not know; empty if its pickle cannot be followed."""
+    """Return names in the file that ``weights_only=True`` does not allow; empty if its pickle cannot be parsed."""
     file.seek(0)
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # whatever a damaged pickle makes of the scanner: then there is no better answer
+    except Exception:  # a damaged pickle may raise anything in the scanner
         return []
 
 
 def _plain_dict(module: str) -> type:
-    """A stand-in for the class ``AttributeDict`` of a Lightning module: unpickled, it is a plain dict."""
+    """Return a stand-in for a Lightning module's class ``AttributeDict``: unpickled, it is a plain dict."""
     return type("AttributeDict", (), {"__module__": module, "__new__": lambda cls, *args: dict(*args)})
 
 
-#: Nested hyperparameters of Lightning's checkpoints; known by name, so that Lightning need not be installed.
+#: Nested hyperparameters in Lightning's checkpoints; listed by name, so that Lightning need not be installed.
 _LIGHTNING_DICTS: list[Any] = [
     _plain_dict(module)
     for module in (
@@ -294,24 +295,24 @@ _LIGHTNING_DICTS: list[Any] = [
 ]
 
 
-# -- what a checkpoint may hold: decided by key, before anything is written ---------------------------------
+# -- contents of a checkpoint: checked by key before anything is written -------------------------------------
 
 
 _DICTS: frozenset[Any] = frozenset((dict, collections.OrderedDict, AttributeDict))
 _SEQUENCES: frozenset[Any] = frozenset((list, tuple, set))
 
-#: The keys from the checkpoint to a value in it.
+#: Path of keys from the checkpoint to a value in it.
 Keys = tuple[Any, ...]
 
 
 def readable(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """`checkpoint` itself, or a copy of its containers in which what has a plain equal is replaced by it.
+    """Return `checkpoint` itself, or a copy of its containers with plain equivalents in place of some values.
 
-    A NumPy number becomes a Python number, an ``AttributeDict`` a dict. No tensor is copied or looked into.
+    A NumPy number becomes a Python number, an ``AttributeDict`` a dict. Tensors are neither copied nor inspected.
 
     Raises:
         MisconfigurationException: ``torch.load(weights_only=True)`` could not read something in it; the
-            message names its key, what it is, and the way out.
+            message contains its key, a description of it, and the way out.
     """
     result = _readable(checkpoint, (), {})
     assert isinstance(result, dict)
@@ -319,16 +320,16 @@ def readable(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _readable(value: object, keys: Keys, done: dict[int, tuple[Any, Any]]) -> Any:
-    """`value` in a form that can be read back.
+    """Return `value` in a form that can be read back.
 
-    `done` holds the containers met so far and their forms, by id: one that is there twice stays one, and one
-    that holds itself comes to an end.
+    `done` holds the containers visited so far and their forms, by id: a shared container stays shared, and one
+    that contains itself does not recurse forever.
     """
     kind = type(value)
     if kind in LEAVES or (isinstance(value, int) and kind is int and value.bit_length() < 64):
         return value
     if kind in TENSORS:
-        if vars(value):  # a tensor takes its Python attributes along
+        if vars(value):  # a tensor is pickled with its Python attributes
             _readable(vars(value), (*keys, "__dict__"), done)
         return value
     if kind not in _DICTS and kind not in _SEQUENCES:
@@ -349,7 +350,7 @@ def _mapping(value: dict[Any, Any], keys: Keys, done: dict[int, tuple[Any, Any]]
         form = _readable(item, (*keys, key), done)
         if form is not item or new_key is not key:
             changed[key] = (new_key, form)
-    if isinstance(value, collections.OrderedDict) and vars(value):  # a state_dict has its _metadata there
+    if isinstance(value, collections.OrderedDict) and vars(value):  # a state_dict keeps its _metadata there
         _readable(vars(value), (*keys, "__dict__"), done)
     if isinstance(value, AttributeDict):
         value = dict(value)
@@ -364,33 +365,33 @@ def _mapping(value: dict[Any, Any], keys: Keys, done: dict[int, tuple[Any, Any]]
 
 
 def _sequence(value: list[Any], keys: Keys, done: dict[int, tuple[Any, Any]]) -> list[Any]:
-    """The same for a list, a tuple or a set."""
+    """Return a list, a tuple or a set in a form that can be read back."""
     forms = [_readable(item, (*keys, index), done) for index, item in enumerate(value)]
     unchanged = all(form is item for form, item in zip(forms, value, strict=True))
     return value if unchanged else type(value)(forms)
 
 
 def _is_safe(kind: type) -> bool:
-    """Whether the user has told torch that objects of a class may be read."""
+    """Return True if the user has registered a class as safe to unpickle."""
     safe = torch.serialization.get_safe_globals()
     return any(kind is (known[0] if isinstance(known, tuple) else known) for known in safe)
 
 
 def _readable_other(value: object, keys: Keys) -> Any:
-    """The form of a value of an uncommon type, which is tried out if nothing is known of it."""
+    """Return the form of a value of an uncommon type; if nothing is known about it, try to read it back."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         plain = value.item()
-        if type(plain) in LEAVES or type(plain) is int:  # dates and long doubles have no plain equal
+        if type(plain) in LEAVES or type(plain) is int:  # dates and long doubles have no plain equivalent
             return plain
-    if hasattr(value, "full_tensor"):  # torch could read a DTensor back: as this rank's part, taken for the whole
+    if hasattr(value, "full_tensor"):  # torch would read back only this rank's part of a DTensor, as if it were whole
         raise _refused(value, keys)
-    if isinstance(value, torch.Tensor):  # of a subclass, whose data shall not be copied to try it
+    if isinstance(value, torch.Tensor):  # a subclass; a trial would copy its data
         if _is_safe(type(value)):
             return value
     elif (numpy is None or not isinstance(value, numpy.ndarray)) and can_be_read_back(value):
         return value
-    if LIGHTNING.is_installed:  # the script was written for a trainer that pickles whatever it is given
+    if LIGHTNING.is_installed:  # the script was written for a trainer that pickles anything
         warn_once(
             f"checkpoint{_place(keys)} is {described(value)}: the checkpoint holds more than tensors and plain values, "
             "so reading it takes weights_only=False.",
@@ -405,7 +406,7 @@ def _place(keys: Keys) -> str:
 
 
 def _refused(value: object, keys: Keys) -> MisconfigurationException:
-    """The error for `value`, which is at `keys` (or a key there)."""
+    """Return the error for `value`, which is at `keys` (or a key there)."""
     return MisconfigurationException(
         f"checkpoint{_place(keys)} is {described(value)}, which a checkpoint cannot hold: checkpoints carry no code "
         "and are read with weights_only=True. Keep tensors, numbers, strings, and dicts, lists or tuples of them; "

@@ -1,4 +1,4 @@
-"""Checkpoints without weights that are not trained: a hash says which those are, whoever holds what part of them."""
+"""Checkpoints without frozen weights: a hash identifies those weights, however they are sharded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lockstep.ground.parameters import begins_of, local_part, plain_name, stands
 from lockstep.ground.rank import rank_zero_warn
 
 KEY = "base"
-"""Where lockstep's part of a checkpoint says what it leaves out."""
+"""Key in lockstep's part of a checkpoint under which the omitted weights are described."""
 PIECE = 2**20
-"""Elements that are hashed at a time."""
+"""Number of elements that are hashed at a time."""
 FACTORS = (-7046029254386353131, -4417276706812531889, -7723592293110705685)
-"""Odd numbers by which bits are mixed, those of splitmix64 and xxHash as signed ones."""
+"""Odd numbers that mix bits, from splitmix64 and xxHash, as signed numbers."""
 
 OTHERS = (
     "{call}: the checkpoint holds what was trained, and leaves out {count} frozen tensors of {base} ({elements:,} "
@@ -41,36 +41,36 @@ OTHER_DTYPE = (
 
 
 def plain(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """Return a parameter's name without the prefixes of wrappers."""
     return plain_name(name).replace("_orig_mod.", "")
 
 
 SOON_HASHED = 2**25
-"""Elements that a core hashes in a third of a second."""
+"""Number of elements that a core hashes in a third of a second."""
 
 
 class _Version:
-    """The version that a tensor has when this is made."""
+    """The version of a tensor at the time of construction."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = ref(tensor)
         self._begun = 0 if tensor.is_inference() else tensor._version
 
     def is_written(self) -> bool:
-        """Whether the tensor is there, and was written since, in another way than by its ``.data``."""
+        """Return True if the tensor exists and was written since, other than through its ``.data``."""
         tensor = self._tensor()
         return tensor is not None and not tensor.is_inference() and tensor._version != self._begun
 
 
 class FrozenBase:
-    """The parameters that a call begins with frozen: what is frozen still, with the values of then, can be left out.
+    """The parameters that are frozen at the start of a call. A checkpoint can omit those still frozen and unchanged.
 
-    Values are compared by their hashes. No version of a tensor tells of a change for certain: ``.data`` is written
-    without one, and shards and blocks that move are other tensors without a change.
+    Values are compared by their hashes. A tensor's version is not a reliable sign of a change: ``.data`` is written
+    without a new version, and shards and blocks that move become new tensors without a change.
 
     Args:
-        module: as it is when the call begins.
-        absent: names that the checkpoint from which the call goes on has left out; None: there is none, or it is whole.
+        module: the module at the start of the call.
+        absent: names that the checkpoint from which the call resumes omits; None: no checkpoint, or a whole one.
     """
 
     def __init__(self, module: nn.Module, absent: Iterable[str] | None = None) -> None:
@@ -79,33 +79,34 @@ class FrozenBase:
         self._names = frozenset(name for name in _frozen(module) if known is None or name in known)
         self._begun: dict[str, int | None] | None = None
         named = dict(module.named_parameters(remove_duplicate=False))
-        #: of what is frozen, on all ranks
+        #: number of frozen elements on all ranks
         self.elements = _elements({name: each for name, each in named.items() if plain(name) in self._names})
         self._versions = {plain(name): _Version(tensor) for name, tensor in named.items() if plain(name) in self._names}
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether a module is the one that the call began with."""
+        """Return True if the call was started with this module."""
         return self._module is module
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
-        """Note the values that later ones are compared with. Collective.
+        """Record the values that later ones are compared with. Collective.
 
-        Else the first `record` notes them, of what nobody has written since the call began, as far as that can be told.
+        Without this call the first `record` does so, for tensors that have not been written since the start, as far as
+        that is detectable.
         """
         self._begun = self._hashes(self._own(parameters))
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Inside, state dicts of the module lack what is frozen, but for what the last `record` has found changed."""
+        """Omit frozen parameters from the module's state dicts, except those that the last `record` found changed."""
         names = self._names.intersection(_frozen(self._module))
         return state_dicts_without(self._module, lambda name: plain(name) in names)
 
     def record(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What a checkpoint says of what it leaves out. Collective.
+        """Return a checkpoint's description of the weights that it omits. Collective.
 
-        A tensor that has changed since the beginning, a target network's say, is left out no more.
+        A tensor that has changed since the start, such as a target network's, is no longer omitted.
 
         Args:
-            parameters: by name, as this rank has them.
+            parameters: by name, as this rank holds them.
         """
         own = self._own(parameters)
         now = self._hashes(own)
@@ -132,7 +133,7 @@ def _frozen(module: nn.Module) -> Iterator[str]:
 
 
 def base_name(module: nn.Module) -> str:
-    """What to call the weights that a module begins with: the folder that they came from, or the model's class."""
+    """Return a name for the initial weights of a module: the folder they were loaded from, or the model's class."""
     for layer in module.modules():
         folder = vars(layer).get(FOLDER)
         if folder is not None:
@@ -143,7 +144,7 @@ def base_name(module: nn.Module) -> str:
 
 
 def record_of(parameters: Mapping[str, Tensor], hashes: Sequence[int | None], base: str) -> dict[str, Any]:
-    """Hashes of parameters, with what else tells them from those of another base."""
+    """Return the hashes of parameters and other properties that distinguish them from those of another base."""
     return {
         "of": base,
         "hashes": torch.tensor(hashes, dtype=torch.int64),
@@ -168,7 +169,7 @@ def _dtypes(parameters: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def lenient(module: Any, absent: Collection[str]) -> Iterator[None]:
-    """Inside, a LightningModule takes a state dict without some of its parameters."""
+    """Allow a LightningModule to load a state dict without some of its parameters."""
     before = module._strict_loading
     if absent:
         module.strict_loading = False
@@ -179,13 +180,13 @@ def lenient(module: Any, absent: Collection[str]) -> Iterator[None]:
 
 
 def without(state: Mapping[str, Any], absent: Collection[str]) -> dict[str, Any]:
-    """A state dict without some parameters."""
+    """Return a state dict without some parameters."""
     left_out = set(absent)
     return {name: value for name, value in state.items() if plain(name) not in left_out}
 
 
 def absent_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[str] | None:
-    """Names of the module's parameters that a checkpoint leaves out as frozen; None where it is whole."""
+    """Return the names of the module's frozen parameters that a checkpoint omits; None if it is whole."""
     if _record(checkpoint) is None:
         return None
     there = checkpoint["state_dict"]
@@ -195,7 +196,7 @@ def absent_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[str] | N
 
 
 def base_of(checkpoint: Mapping[str, Any]) -> str | None:
-    """What a checkpoint calls the weights that it leaves out; None where it is whole."""
+    """Return a checkpoint's name for the weights that it omits; None if it is whole."""
     record = _record(checkpoint)
     return None if record is None else str(record.get("of"))
 
@@ -207,16 +208,16 @@ def _record(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[str, Tensor], call: str) -> None:
-    """Refuse weights that were trained on another base than the module has. Collective.
+    """Refuse weights that were trained on another base than the module's. Collective.
 
     Args:
-        checkpoint: whole, or not.
-        module: with its frozen weights in place.
-        parameters: of the module by name, as this rank has them.
-        call: of the user's, for messages.
+        checkpoint: with or without frozen weights.
+        module: the module with its frozen weights loaded.
+        parameters: parameters of the module by name, as this rank holds them.
+        call: name of the user's call, for messages.
 
     Raises:
-        MisconfigurationException: what is frozen has other names or values, on every rank.
+        MisconfigurationException: the frozen weights have other names or values; raised on every rank.
     """
     record, absent = _record(checkpoint), absent_of(checkpoint, module)
     if record is None or absent is None:
@@ -245,10 +246,10 @@ def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[
 
 
 def hashes_of(parameters: Mapping[str, Tensor]) -> list[int | None]:
-    """A number of 64 bits for each parameter, which depends on every bit and its place. Collective.
+    """Return a 64-bit number for each parameter that depends on every bit and its position. Collective.
 
-    Each rank hashes what it holds, and a part that several hold counts once, as the first of them has it: a sum does
-    not ask who has what. None is of a parameter whose bits cannot be read (a lazy one, one of a class of its own).
+    Each rank hashes its parts. A part that several ranks hold counts once, with the value of the first of them; the sum
+    does not depend on the sharding. None stands for a parameter that cannot be read (a lazy one, or a custom class).
     """
     mine: dict[tuple[str, tuple[int, ...]], int | None] = {}
     for name, parameter in parameters.items():
@@ -266,7 +267,7 @@ def hashes_of(parameters: Mapping[str, Tensor]) -> list[int | None]:
 
 
 def _hash_here(parameter: Tensor) -> tuple[tuple[int, ...], int | None]:
-    """Where this rank's part begins, and its number: 0 where it has none, None where it cannot be read."""
+    """Return the offset of this rank's part and its hash: 0 if it is empty, None if it cannot be read."""
     try:
         part, begins, shape = _part_of(parameter)
         return tuple(begins), _hash(part, begins, shape) if part.numel() else 0
@@ -275,7 +276,7 @@ def _hash_here(parameter: Tensor) -> tuple[tuple[int, ...], int | None]:
 
 
 def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
-    """What this rank holds of a parameter, where it begins, and the shape of the whole; of DeepSpeed's it is flat."""
+    """Return this rank's part of a parameter, its offset, and the whole shape; for DeepSpeed's, all are flat."""
     if hasattr(parameter, "ds_tensor"):
         part, numel = parameter.ds_tensor.detach().flatten(), parameter.ds_shape.numel()
         begin = min(comm.rank(None) * part.numel(), numel)
@@ -286,7 +287,7 @@ def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
 
 
 def _hash(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> int:
-    """The sum of what each element of a part makes with its place in the whole."""
+    """Return the sum over a part's elements of a hash of the element and its position in the whole."""
     if not part.dim():
         part, begins, shape = part.reshape(1), [0], (1,)
     rows = max(1, PIECE // max(1, part[0].numel()))
@@ -298,7 +299,7 @@ def _hash(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _places(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The number of each element of a part in the whole, counted row by row."""
+    """Return the index of each element of a part in the whole, in row-major order."""
     places, stride = torch.zeros((), dtype=torch.int64, device=part.device), 1
     for dim in reversed(range(part.dim())):
         own = torch.arange(begins[dim], begins[dim] + part.shape[dim], device=part.device) * stride

@@ -1,4 +1,4 @@
-"""What a local checkpoint says of itself, read without its tensors."""
+"""Metadata of a local checkpoint, read without its tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lockstep.checkpoint.storage import PathLike
 
 
 def glance(path: PathLike) -> dict[str, Any]:
-    """Return a checkpoint's dict; tensors in it are read from the disk only where they are looked at.
+    """Return a checkpoint's dict; its tensors are read from the disk only when they are accessed.
 
-    Of a folder of parts it is the dict without weights and optimizer states. Hashes are not checked. Return an empty
-    dict where this cannot be done: at a URL, of a damaged file, of one that needs ``weights_only=False``.
+    For a folder of parts it is the dict without weights and optimizer states. Hashes are not checked. Return an empty
+    dict if this is impossible: at a URL, for a damaged file, or for one that needs ``weights_only=False``.
     """
     if storage.is_remote(path):
         return {}
@@ -26,12 +26,12 @@ def glance(path: PathLike) -> dict[str, Any]:
         with storage.reading(name) as file:
             check_archive_size(file, name)
         found = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # whoever needs the checkpoint itself reads it in full, and reports what is wrong with it
+    except Exception:  # a later full read of the checkpoint reports what is wrong with it
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def global_step(path: PathLike) -> int | None:
-    """Return the optimizer step in a checkpoint; None where it is not known."""
+    """Return the optimizer step in a checkpoint; None if it is unknown."""
     found = glance(path).get("global_step")
     return found if isinstance(found, int) else None

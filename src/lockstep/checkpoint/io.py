@@ -1,6 +1,6 @@
-"""The seam through which a Trainer writes, reads and removes its checkpoints: at once, or while training goes on.
+"""The interface through which a Trainer writes, reads and removes checkpoints, synchronously or in the background.
 
-Above the seam, the writer of a run's checkpoints: it says when one is there.
+On top of it, the writer of a run's checkpoints, which reports each checkpoint when it is complete.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lockstep.checkpoint.storage import PathLike
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.transfer import ReusedCopies
 
-# -- a copy that the run cannot change -----------------------------------------------------------------------
+# -- copies that the run cannot change -----------------------------------------------------------------------
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def snapshot(checkpoint: dict[str, Any], memory: ReusedCopies | None = None) -> dict[str, Any]:
-    """Copy a checkpoint, its tensors to the CPU, into ``memory``; None: new one.
+    """Copy a checkpoint, with its tensors on the CPU, into ``memory``; None: new memory.
 
-    What shares memory in the checkpoint shares it in the copy (tied weights, views), so that files get no larger.
-    Tensors inside of objects of other classes stay on their devices.
+    Tensors that share memory in the checkpoint share it in the copy (tied weights, views), so that files do not grow.
+    Tensors inside objects of other classes stay on their devices.
     """
     copies: dict[int, Any] = {}
     memory = ReusedCopies() if memory is None else memory
@@ -42,7 +42,7 @@ def snapshot(checkpoint: dict[str, Any], memory: ReusedCopies | None = None) -> 
 
 
 def _copy_tensors(checkpoint: object, copies: dict[int, Any], memory: ReusedCopies) -> None:
-    """Put a copy of each tensor in dicts, lists and tuples where ``deepcopy`` looks for what it has copied."""
+    """Register a copy of each tensor in dicts, lists and tuples in ``deepcopy``'s memo."""
     storages: dict[int, torch.UntypedStorage] = {}
     waiting, seen = [checkpoint], set()
     while waiting:
@@ -51,7 +51,7 @@ def _copy_tensors(checkpoint: object, copies: dict[int, Any], memory: ReusedCopi
             if id(value) not in copies:
                 if _is_plain(value):
                     copies[id(value)] = _copied(value, storages, memory)
-                elif not value.is_leaf:  # which deepcopy refuses
+                elif not value.is_leaf:  # deepcopy refuses those
                     copies[id(value)] = copy.deepcopy(value.detach())
         elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
@@ -59,7 +59,7 @@ def _copy_tensors(checkpoint: object, copies: dict[int, Any], memory: ReusedCopi
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but a view of bytes."""
+    """Return True if a tensor is nothing but a view of bytes."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -80,21 +80,21 @@ def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage], memory: R
     return copied.requires_grad_(tensor.requires_grad)
 
 
-# -- the seam ------------------------------------------------------------------------------------------------
+# -- the interface -------------------------------------------------------------------------------------------
 
 
 class CheckpointIO(ABC):
-    """Where checkpoints go and come from; give an instance to ``Trainer(plugins=...)``.
+    """Base class for writing, reading and removing checkpoints; pass an instance to ``Trainer(plugins=...)``.
 
-    Order of calls, by the Trainer: :meth:`load_checkpoint` on every rank, where a call begins from a checkpoint;
-    :meth:`save_checkpoint` and :meth:`remove_checkpoint` on rank 0, as often as there is an occasion;
-    :meth:`teardown` on every rank, when a call has saved or loaded and ends. A later call begins anew, with the same
-    object. An error of rank 0 is raised on every rank.
+    The Trainer calls :meth:`load_checkpoint` on every rank if a call starts from a checkpoint;
+    :meth:`save_checkpoint` and :meth:`remove_checkpoint` on rank 0, any number of times; and :meth:`teardown` on
+    every rank at the end of a call that has saved or loaded. The same object is used by later calls. An error on
+    rank 0 is raised on every rank.
 
     Attributes:
-        writes_later: whether :meth:`save_checkpoint` may return before the checkpoint is there.
-        writes_shards: :meth:`save_checkpoint` can run on every rank, each with its part of a model that no rank holds
-            whole, under one path; :meth:`load_checkpoint` gives each rank its part again.
+        writes_later: :meth:`save_checkpoint` may return before the checkpoint is complete.
+        writes_shards: :meth:`save_checkpoint` can run on every rank under one path, each with its part of a model
+            that no rank holds completely; :meth:`load_checkpoint` returns each rank's part.
 
     Example::
 
@@ -115,9 +115,9 @@ class CheckpointIO(ABC):
         """Write a checkpoint.
 
         Args:
-            checkpoint: the run. Its tensors are the run's own, which the next step changes.
-            path: where to. What was there before should stay whole until the new one is.
-            storage_options: as of ``trainer.save_checkpoint``.
+            checkpoint: the state of the run. Its tensors are the run's own, which the next step changes.
+            path: destination. An earlier checkpoint there should stay intact until the new one is complete.
+            storage_options: as in ``trainer.save_checkpoint``.
         """
 
     @abstractmethod
@@ -127,28 +127,28 @@ class CheckpointIO(ABC):
         """Read a checkpoint.
 
         Args:
-            path: what :meth:`save_checkpoint` was given.
-            map_location: where its tensors go, as in ``torch.load``; the Trainer asks for the CPU.
-            weights_only: as of the call, such as ``trainer.fit``; left out where the user has not given it.
+            path: a path that :meth:`save_checkpoint` has written.
+            map_location: device of its tensors, as in ``torch.load``; the Trainer passes the CPU.
+            weights_only: as in the user's call, such as ``trainer.fit``; not passed if the user has not given it.
         """
 
     @abstractmethod
     def remove_checkpoint(self, path: storage.PathLike) -> None:
-        """Delete a checkpoint, or a link to one; nothing happens if there is none."""
+        """Delete a checkpoint, or a link to one; do nothing if it does not exist."""
 
     def then(self, action: Callable[[], Any]) -> None:
-        """Do something when all that has been saved so far is there: at once, but where files are written later."""
+        """Run an action when everything saved so far is complete: at once, unless files are written later."""
         action()
 
     def wait(self) -> None:  # noqa: B027, optional
-        """Return when all that has been saved so far is there."""
+        """Wait until everything saved so far is complete."""
 
     def teardown(self) -> None:  # noqa: B027, optional
-        """Bring what has begun to its end, and let go of what is held; :meth:`save_checkpoint` may come again."""
+        """Finish what was started and release resources; :meth:`save_checkpoint` may be called again later."""
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Files of torch, local or at a URL: hashed, free of code, whole or not there. See ``checkpoint/format.py``."""
+    """CheckpointIO for torch files, local or at a URL: hashed, free of code, atomic. See ``checkpoint/format.py``."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: storage.PathLike, storage_options: Any | None = None
@@ -156,9 +156,9 @@ class TorchCheckpointIO(CheckpointIO):
         """Write a file.
 
         Raises:
-            TypeError: ``storage_options`` are given: here is nothing that they could choose.
+            TypeError: ``storage_options`` are given, which this class does not support.
             MisconfigurationException: ``torch.load(weights_only=True)`` could not read something in it.
-            OSError: the file could not be written; the earlier one is whole.
+            OSError: the file could not be written; the earlier one is intact.
         """
         self._check_options(storage_options)
         format.save(checkpoint, path)
@@ -173,17 +173,17 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: storage.PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file of lockstep, or of Lightning 2.x, or a folder of parts, whole.
+        """Read a file of lockstep, or of Lightning 2.x, or a folder of parts, completely.
 
         Raises:
-            CorruptCheckpoint: it is truncated or altered, or no checkpoint at all.
+            CorruptCheckpoint: it is truncated or altered, or is not a checkpoint.
             MisconfigurationException: it holds objects of other classes: it needs ``weights_only=False``.
-            FileNotFoundError: there is no such checkpoint.
+            FileNotFoundError: the checkpoint does not exist.
         """
         return sharded.load(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: storage.PathLike) -> None:
-        """Delete a file, a link or a folder of parts; nothing happens if there is none."""
+        """Delete a file, a link or a folder of parts; do nothing if it does not exist."""
         storage.remove(path)
 
 
@@ -191,25 +191,27 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 COPIES = 2
-"""Checkpoints that are in memory at most: one that is being written, one that waits."""
+"""Maximum number of checkpoints in memory: one that is being written, one that waits."""
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Writes by another CheckpointIO, in a thread; training waits only while the run's state is copied to the CPU.
+    """A CheckpointIO that writes with another one in a thread.
 
-    Files are written, linked and removed one after the other, in the order asked for: what a new checkpoint displaces
-    goes when the new one is there. A third checkpoint waits until the first of two is written, so that a slow disk
-    costs time and not memory. The thread lives while there is something to write, and the process does not end before.
+    Training waits only while the run's state is copied to the CPU.
 
-    The Trainer waits for it when a call ends (a save outside of its calls is waited for at once), so that
-    ``ckpt_path="best"`` and ``"last"`` find what the fit has saved. What could not be written is raised by the next
-    save or load, or else by :meth:`teardown`, once; what was to be removed after it is kept.
+    Files are written, linked and removed one after the other, in the order of the calls: a checkpoint is removed when
+    the one that replaces it is complete. A third checkpoint waits until the first of two is written, so that a slow
+    disk costs time, not memory. The thread lives while there is something to write; the process does not end earlier.
 
-    Inside of a call, in a hook say, a path may be known before its file is there; rank 0, which writes, can read it by
-    :meth:`load_checkpoint`, which waits. The copies are on the CPU, and so are the tensors in the file.
+    The Trainer waits for it at the end of a call (and at once after a save outside its calls), so that
+    ``ckpt_path="best"`` and ``"last"`` find what the fit has saved. A failed write is raised once, by the next
+    save or load, or else by :meth:`teardown`; files that were to be removed after it are kept.
+
+    Within a call, in a hook for example, a path may be known before its file exists. Rank 0, which writes, can read it
+    by :meth:`load_checkpoint`, which waits. The copies are on the CPU, and so are the tensors in the file.
 
     Args:
-        checkpoint_io: what writes; by default :class:`~lockstep.checkpoint.io.TorchCheckpointIO`.
+        checkpoint_io: the CheckpointIO that writes; default :class:`~lockstep.checkpoint.io.TorchCheckpointIO`.
 
     Example::
 
@@ -224,19 +226,19 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def _begin(self) -> None:
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Callable[[], Any], bool]] = deque()  # what to do, and whether it is a save
+        self._queue: deque[tuple[Callable[[], Any], bool]] = deque()  # (action, is a save)
         self._thread: threading.Thread | None = None
         self._is_working = False
         self._error: BaseException | None = None
         self._memory = ReusedCopies()
 
-    # -- what the Trainer asks -----------------------------------------------------------------------------
+    # -- the interface that the Trainer calls --------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
-        """Copy a checkpoint, and have it written later.
+        """Copy a checkpoint, and schedule its writing.
 
         Raises:
-            Exception: an earlier one could not be written; this one is not begun then.
+            Exception: an earlier one could not be written; this one is not started.
         """
         with self._changed:
             self._changed.wait_for(lambda: sum(is_save for _, is_save in self._queue) < COPIES)
@@ -251,25 +253,25 @@ class AsyncCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint, when all that was to be written is there."""
+        """Read a checkpoint, after all scheduled writes are complete."""
         self.wait()
         if weights_only is None:
             return self.checkpoint_io.load_checkpoint(path, map_location=map_location)
         return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete a checkpoint, when all that was saved before is there."""
+        """Delete a checkpoint, after all earlier saves are complete."""
         self.then(partial(self.checkpoint_io.remove_checkpoint, path))
 
     def then(self, action: Callable[[], Any]) -> None:
-        """Do something when all that was saved before is there; not at all if something could not be saved."""
+        """Run an action after all earlier saves are complete; not at all if one of them failed."""
         self._append(partial(self.checkpoint_io.then, action), is_save=False)
 
     def wait(self) -> None:
-        """Return when everything is written.
+        """Wait until everything is written.
 
         Raises:
-            Exception: something could not be.
+            Exception: a write failed.
         """
         self._wait()
         self._raise_error()
@@ -278,7 +280,7 @@ class AsyncCheckpointIO(CheckpointIO):
         """Wait until everything is written.
 
         Raises:
-            Exception: something could not be written.
+            Exception: a write failed.
         """
         self._wait()
         self._memory = ReusedCopies()
@@ -294,14 +296,14 @@ class AsyncCheckpointIO(CheckpointIO):
             if self._error is not None and not is_save:
                 return
             if is_save and not self._is_working:
-                # no daemon: the process ends when the file is whole
+                # not a daemon: the process ends when the file is complete
                 self._thread = threading.Thread(target=self._work, name="lockstep-checkpoint")
                 self._thread.start()
                 self._is_working = True
             if self._is_working:
                 self._queue.append((action, is_save))
                 return
-        action()  # nothing is under way: no need for a thread
+        action()  # nothing is being written: no thread is needed
 
     def _work(self) -> None:
         while True:
@@ -313,14 +315,14 @@ class AsyncCheckpointIO(CheckpointIO):
             failed = None
             try:
                 action()
-            except BaseException as error:  # raised where the Trainer can act on it
+            except BaseException as error:  # raised later, where the Trainer can handle it
                 failed = error
             del action
             with self._changed:
-                self._queue.popleft()  # and with it the copy
+                self._queue.popleft()  # this also drops the copy
                 if failed is not None:
                     self._error = self._error or failed
-                    # nothing is removed or linked in favour of what is not there
+                    # remove and link nothing in favour of a checkpoint that does not exist
                     self._queue = deque(entry for entry in self._queue if entry[1])
                 self._changed.notify_all()
 
@@ -359,14 +361,14 @@ Path = str | os.PathLike[str]
 
 
 class CheckpointWriter:
-    """The checkpoints of one run, by way of a CheckpointIO.
+    """The checkpoints of one run, written through a CheckpointIO.
 
     Args:
-        default_io: the one to use where the user gives none.
+        default_io: the CheckpointIO to use if the user gives none.
 
     Attributes:
         before_touching: raises if the run's checkpoints are no longer its own.
-        after_saving: told of each checkpoint that a fit can go on from, when it is there.
+        after_saving: called with the path of each complete checkpoint that a fit can resume from.
     """
 
     def __init__(self, default_io: CheckpointIO | None = None) -> None:
@@ -379,7 +381,7 @@ class CheckpointWriter:
 
     @property
     def io(self) -> CheckpointIO:
-        """What writes and reads files; set it before a call of the Trainer."""
+        """The CheckpointIO that writes and reads files; set it before a call of the Trainer."""
         return self._default_io if self._given_io is None else self._given_io
 
     @io.setter
@@ -389,12 +391,12 @@ class CheckpointWriter:
     def save(
         self, checkpoint: dict[str, Any], path: Path, storage_options: object = None, *, sharded: bool = False
     ) -> None:
-        """Write a checkpoint. Only the ranks that are to write call it: rank 0, one alone, or all with their parts.
+        """Write a checkpoint. Only the ranks that write call it: rank 0 alone, or all ranks with their parts.
 
         Args:
             checkpoint: the run, or this rank's part of it.
             path: the same on all ranks.
-            storage_options: of the CheckpointIO.
+            storage_options: options of the CheckpointIO.
             sharded: all ranks write, each its part.
 
         Raises:
@@ -420,7 +422,7 @@ class CheckpointWriter:
     def load(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint to the CPU."""
         self._is_open = True
-        if weights_only is None:  # which a CheckpointIO of earlier years does not know
+        if weights_only is None:  # an older CheckpointIO does not accept it
             return self.io.load_checkpoint(path, map_location="cpu")
         return self.io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
 
@@ -432,11 +434,11 @@ class CheckpointWriter:
         self.io.remove_checkpoint(path)
 
     def has(self, path: Path) -> bool:
-        """Whether something has this name here, or a checkpoint is on its way there."""
+        """Return True if a file or folder has this name, or a checkpoint is being written to it."""
         return str(path) in self._saved or storage.exists(path)
 
     def close(self) -> None:
-        """Let the CheckpointIO end what it has begun; nothing happens if it has begun nothing."""
+        """Let the CheckpointIO finish its work; do nothing if it was not used."""
         if self._is_open:
             self._is_open = False
             self.io.teardown()

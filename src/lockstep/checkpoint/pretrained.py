@@ -1,4 +1,4 @@
-"""A folder of safetensors, as transformers writes it: which of its tensors fill a module, and any part of each."""
+"""Weights from a folder of safetensors, as transformers writes it: maps its tensors to a module, and reads parts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lockstep.ground.parameters import box_of, keep_dtype, local_part
 from lockstep.ground.rank import rank_zero_warn
 
 PLAN = "_lockstep_pretrained"
-"""The attribute of a layer that has, by its parameters' and buffers' own names, the sources of their values."""
+"""Attribute of a layer with the sources of its parameters' and buffers' values, by their own names."""
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 SHOWN = 10
 
 Box = Sequence[slice]
-"""A range of each dimension."""
+"""A slice for each dimension."""
 
 NO_FOLDER = (
     "load_pretrained({folder!r}): there is no such folder. Give the path of a folder on this machine; one of the Hub's "
@@ -72,17 +72,17 @@ NOT_FILLED = (
 
 
 class WeightFiles:
-    """The tensors of a folder of safetensors, by name. Nothing but the files' headers is read here.
+    """The tensors of a folder of safetensors, by name. Only the files' headers are read on construction.
 
     Args:
-        folder: with one file, or with an index and the parts that it names.
+        folder: a folder with one file, or with an index and the parts that it names.
 
     Attributes:
-        shapes: of all tensors.
+        shapes: shapes of all tensors, by name.
 
     Raises:
-        MisconfigurationException: for a folder of another kind.
-        CorruptCheckpoint: a part is missing or cut.
+        MisconfigurationException: the folder is not of this kind.
+        CorruptCheckpoint: a part is missing or truncated.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -96,9 +96,9 @@ class WeightFiles:
             self._look_into(path, keys)
 
     def _parts(self) -> dict[Path, Collection[str] | None]:
-        """The files, and what the index says is in each; None: whatever is."""
+        """Return the files with the names of their tensors from the index; None instead of names: all tensors."""
         folder, one = str(self.folder), self.folder / ONE_FILE
-        # before an index, as `from_pretrained` has it: a model that was saved in parts leaves its own
+        # before an index, as in `from_pretrained`: a model that was once saved in parts leaves its index
         if one.is_file():
             return {one: None}
         if (self.folder / INDEX).is_file():
@@ -127,14 +127,14 @@ class WeightFiles:
                 for key in file.keys() if keys is None else keys:
                     self._file_of[key] = path
                     self.shapes[key] = tuple(file.get_slice(key).get_shape())
-        except Exception as error:  # safetensors has its own class in each version
+        except Exception as error:  # safetensors' error class differs between versions
             told = DAMAGED.format(folder=str(self.folder), name=path.name, error=error)
             raise CorruptCheckpoint(told) from None
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
-        """A part of a tensor, in memory that belongs to the file: copy it.
+        """Return a part of a tensor, in memory that belongs to the file: copy it.
 
-        The file is closed with the last use of what is returned, so that pages of it do not add up.
+        The file is closed when the returned tensor is freed, so that its pages do not accumulate in memory.
         """
         with self._open(self._file_of[key], framework="pt") as file:
             part: Tensor = file.get_slice(key)[tuple(box) if box else ...]
@@ -142,7 +142,7 @@ class WeightFiles:
 
 
 def _refuse_quantized(folder: Path) -> None:
-    """Refuse weights that are not those of the model's parameters, which a quantizer of transformers would make."""
+    """Refuse quantized weights, which only a quantizer of transformers could convert to the model's parameters."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):  # a folder of weights alone
@@ -162,12 +162,12 @@ def _safe_open() -> Any:
 
 @dataclass
 class Loading:
-    """What one call of `load_pretrained` has promised.
+    """The pending work of one call of `load_pretrained`.
 
     Attributes:
-        files: of the folder.
-        model: its class, for messages.
-        waiting: names that no layer has been given the values of yet.
+        files: files of the folder.
+        model: class name of the model, for messages.
+        waiting: names of values that have not been read into a layer yet.
     """
 
     files: WeightFiles
@@ -175,11 +175,11 @@ class Loading:
     waiting: set[str] = field(default_factory=set)
 
     def __deepcopy__(self, memo: object) -> Loading:
-        """Itself: a layer that was copied begins with the same values, as the one that it is a copy of."""
+        """Return itself: a copied layer gets the same values as the original."""
         return self
 
     def check_done(self) -> None:
-        """Refuse to train where layers that were to get values have been replaced.
+        """Refuse to train if layers that were to get values have been replaced.
 
         Raises:
             MisconfigurationException: with their names.
@@ -193,14 +193,14 @@ class Loading:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of a parameter or buffer are.
+    """The source of the values of a parameter or buffer.
 
     Attributes:
         loading: the call that found it.
-        name: in the model.
-        shape: of the whole.
-        keys: in the files; several where a conversion of transformers makes one tensor of them.
-        conversion: transformers' ``WeightConverter``, and the model's config.
+        name: name in the model.
+        shape: shape of the whole tensor.
+        keys: names in the files; several if a conversion of transformers makes one tensor from them.
+        conversion: function that runs transformers' ``WeightConverter`` and returns the tensor; None: no conversion.
     """
 
     loading: Loading
@@ -210,14 +210,14 @@ class Source:
     conversion: Callable[[], Tensor] | None = None
 
     def read(self, box: Box | None = None) -> Tensor:
-        """A part of the values, of the dtype that the files have."""
+        """Return a part of the values, with the dtype of the files."""
         if self.conversion is None:
             return self.loading.files.read(self.keys[0], box)
         whole = self.conversion()
         return whole[tuple(box)] if box else whole
 
     def read_flat(self, start: int, size: int) -> Tensor:
-        """Elements of the flat tensor, of which the rows are read that hold them."""
+        """Return a range of the flattened tensor's elements; only the rows that hold them are read."""
         if not self.shape:
             return self.read().reshape(-1)
         row = max(1, self.shape[1:].numel())
@@ -226,25 +226,26 @@ class Source:
         return rows[start - first * row :][:size]
 
 
-# -- what fills what -------------------------------------------------------------------------------------------
+# -- sources of a module's tensors -----------------------------------------------------------------------------
 
 
 def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_sizes: bool = False) -> None:
-    """Let a module begin with the weights of a folder of safetensors, as transformers' ``from_pretrained`` would.
+    """Initialize a module with the weights of a folder of safetensors, as transformers' ``from_pretrained`` would.
 
     Call it in ``configure_model`` with a module that was built on the meta device: nothing is read yet, and each rank
-    reads the slices that the strategy lets it keep, straight from the files. A module that has memory is filled here.
+    later reads the slices that the strategy assigns to it, directly from the files. A module with memory is filled
+    immediately.
 
-    Names are as ``from_pretrained`` takes them, renamed ones and tied weights included. Parameters that the folder
-    lacks begin as the model's ``_init_weights`` makes them, and a warning names them, as it does tensors of the folder
-    that have no place. The dtype is the module's: values of another one are cast. (``from_config`` makes a module in
-    the config's dtype, which is bfloat16 mostly, unless it is given ``dtype=torch.float32``.)
+    Names are interpreted as ``from_pretrained`` does, including renamed ones and tied weights. Parameters that the
+    folder lacks are initialized by the model's ``_init_weights``, and a warning names them, as it does tensors of the
+    folder without a place in the model. The dtype is the module's: values of another one are cast. (``from_config``
+    makes a module in the config's dtype, often bfloat16, unless it is given ``dtype=torch.float32``.)
 
     Args:
-        model: of transformers, or any other whose names are those of the files.
-        folder: with ``model.safetensors``, or with ``model.safetensors.index.json`` and its parts.
-        ignore_mismatched_sizes: tensors of other shapes than the model has are passed over, as if the folder lacked
-            them; else they are an error.
+        model: a model of transformers, or any other with the names of the files.
+        folder: a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and its parts.
+        ignore_mismatched_sizes: skip tensors with other shapes than the model's, as if the folder lacked them;
+            otherwise they are an error.
 
     Raises:
         MisconfigurationException: the folder is of another model, is quantized, or holds no safetensors.
@@ -279,7 +280,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
     for name, source in found.items():
         layer, own = places[name]
         plan: dict[str, Source] = vars(layer).setdefault(PLAN, {})
-        if own in plan:  # of a layer that an earlier call was to fill, too
+        if own in plan:  # an earlier call was to fill the layer, too
             plan[own].loading.waiting.discard(plan[own].name)
         plan[own] = source
         loading.waiting.add(source.name)
@@ -290,9 +291,9 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
 
 
 def _keep_dtypes(model: Any, places: Mapping[str, Place]) -> None:
-    """Let what transformers keeps in float32 be in float32 in a model of any dtype.
+    """Convert tensors that transformers keeps in float32 to float32 in a model of any dtype.
 
-    These are buffers that are computed (rotary tables, say), and what the model's class names.
+    These are computed buffers (rotary tables, for example), and tensors that the model's class names.
     """
     kept = {id(layer): set(layer._non_persistent_buffers_set) for layer in model.modules()}
     plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
@@ -307,13 +308,13 @@ def _keep_dtypes(model: Any, places: Mapping[str, Place]) -> None:
 
 
 FOLDER = "_lockstep_pretrained_folder"
-"""The attribute of a model that says which folder it began with."""
+"""Attribute of a model with the name of the folder that it was loaded from."""
 
 Place = tuple[nn.Module, str]
 
 
 def places_of(model: nn.Module) -> dict[str, Place]:
-    """The layer and the own name of each parameter and saved buffer, by its whole name; tied ones at each place."""
+    """Return (layer, own name) of each parameter and saved buffer, by its full name; tied ones at each place."""
     found: dict[str, Place] = {}
     for prefix, layer in model.named_modules(remove_duplicate=False):
         for own, tensor in (*layer._parameters.items(), *layer._buffers.items()):
@@ -323,19 +324,19 @@ def places_of(model: nn.Module) -> dict[str, Place]:
 
 
 def tensor_at(layer: nn.Module, own: str) -> Tensor:
-    """A parameter or buffer by its own name."""
+    """Return a parameter or buffer of a layer by its own name."""
     tensor = layer._parameters[own] if own in layer._parameters else layer._buffers[own]
     assert tensor is not None
     return tensor
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether it derives from transformers' ``PreTrainedModel``."""
+    """Return True if the model derives from transformers' ``PreTrainedModel``."""
     return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
 
 
 def _sources(model: nn.Module, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
-    """What fills which name, and what of the files has no place."""
+    """Return the source of each name in the model, and the names of the files without a place in it."""
     if is_of_transformers(model):
         return _as_transformers(model, loading, places)
     keys = loading.files.shapes
@@ -348,7 +349,7 @@ def _as_it_is(loading: Loading, name: str, key: str) -> Source:
 
 
 def _as_transformers(model: Any, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
-    """By the names and conversions of ``from_pretrained``: transformers' own functions, in its order."""
+    """Map names as ``from_pretrained`` renames and converts them: with transformers' own functions, in its order."""
     loader, mapping = _loader(model, str(loading.files.folder))
     renamings = [each for each in mapping if isinstance(each, loader.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, loader.WeightConverter)]
@@ -369,12 +370,12 @@ def _as_transformers(model: Any, loading: Loading, places: Mapping[str, Place]) 
             joined.setdefault(name, (pattern, []))[1].append((key, pattern))
     for first, (pattern, keys) in joined.items():
         found |= _converted(model, loading, known, first, of_pattern[pattern], keys)
-    model._weight_conversions = [each for each in mapping if each.was_used()]  # which saving reverts
+    model._weight_conversions = [each for each in mapping if each.was_used()]  # saving reverts them
     return found, unexpected
 
 
 def _loader(model: Any, folder: str) -> tuple[Any, list[Any]]:
-    """transformers' module that renames weights, and how it does so for a model."""
+    """Return transformers' module that renames weights, and a model's renamings and conversions."""
     try:
         loader = importlib.import_module("transformers.core_model_loading")
         return loader, importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
@@ -388,7 +389,7 @@ def _loader(model: Any, folder: str) -> tuple[Any, list[Any]]:
 def _converted(
     model: Any, loading: Loading, known: Mapping[str, bool], first: str, converter: Any, keys: list[tuple[str, str]]
 ) -> dict[str, Source]:
-    """What a ``WeightConverter`` makes of some keys: it takes them whole, and may make several tensors."""
+    """Return the sources that a ``WeightConverter`` makes from some keys, whole; there may be several."""
 
     def convert(read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         own = deepcopy(converter)
@@ -414,7 +415,7 @@ def _converted(
 def _of_other_shapes(
     found: dict[str, Source], places: Mapping[str, Place], loading: Loading, passes_over: bool
 ) -> set[str]:
-    """Refuse tensors that have other shapes than the model's, or take them out of what is found, and say so."""
+    """Refuse tensors with other shapes than the model's, or remove them from ``found`` with a warning."""
     wanted = {name: tensor_at(*places[name]).shape for name in found}
     wrong = {name for name, source in found.items() if source.shape != wanted[name]}
     if not wrong:
@@ -437,9 +438,9 @@ def _of_other_shapes(
 
 
 def _resolve_ties(model: nn.Module, found: dict[str, Source], places: Mapping[str, Place]) -> list[str]:
-    """Let each name of a tied tensor have one source; names without a source are returned.
+    """Give each name of a tied tensor the same source; return the names without a source.
 
-    Where the files have several that differ, the weights are parted, as ``from_pretrained`` does.
+    If the files have several that differ, the weights are untied, as ``from_pretrained`` does.
     """
     groups: dict[int, list[str]] = {}
     for name, place in places.items():
@@ -460,7 +461,7 @@ def _resolve_ties(model: nn.Module, found: dict[str, Source], places: Mapping[st
 
 
 def _alike(one: Source, other: Source) -> bool:
-    """Whether two tensors of the files are equal; compared in pieces, so that neither is in memory."""
+    """Return True if two tensors of the files are equal; compared in pieces, so that neither is loaded completely."""
     if one.shape != other.shape or one.conversion is not None or other.conversion is not None:
         return False
     if not one.shape:
@@ -481,11 +482,11 @@ def _part(model: Any, first: str, name: str, places: Mapping[str, Place]) -> Non
     )
 
 
-# -- what is said ----------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------------------
 
 
 def _ignored(model: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
-    """Without the names of which ``from_pretrained`` says nothing."""
+    """Remove the names that ``from_pretrained`` does not report."""
     if not is_of_transformers(model):
         return missing, unexpected
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
@@ -508,33 +509,33 @@ def _say(loading: Loading, missing: list[str], unexpected: list[str]) -> None:
 
 
 def shown(names: Sequence[str], show: Callable[[str], str] = repr) -> str:
-    """The first names of a list, and how many more there are."""
+    """Return a text with the first names of a list and the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(show(name) for name in names[:SHOWN]) + more
 
 
 def read_into(tensor: Tensor, source: Source) -> None:
-    """Read this rank's part of a tensor, be it whole or a DTensor."""
+    """Read this rank's part of a tensor, which may be whole or a DTensor."""
     part = local_part(tensor.detach())
     if part.numel():
         part.copy_(source.read(box_of(tensor)))
 
 
-# -- of a module -----------------------------------------------------------------------------------------------
+# -- the plan of a module --------------------------------------------------------------------------------------
 
 
 def planned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Source]]:
-    """The layers of a module, and what of theirs waits for values of which source."""
+    """Yield (layer, own name, source) for every parameter and buffer that is still to be loaded."""
     for layer in module.modules():
         for own, source in vars(layer).get(PLAN, {}).items():
             yield layer, own, source
 
 
 def check_shapes(module: nn.Module) -> None:
-    """Refuse what has another shape than when `load_pretrained` looked at it.
+    """Refuse tensors whose shapes have changed since `load_pretrained`.
 
     Raises:
-        MisconfigurationException: with its name.
+        MisconfigurationException: with the name of the tensor.
     """
     for layer, own, source in planned(module):
         now = tensor_at(layer, own).shape
@@ -544,17 +545,17 @@ def check_shapes(module: nn.Module) -> None:
 
 
 def is_planned(module: nn.Module) -> bool:
-    """Whether anything of a module waits for values of a folder."""
+    """Return True if any tensor of a module is still to be loaded from a folder."""
     return any(True for _ in planned(module))
 
 
 def planned_ids(module: nn.Module) -> set[int]:
-    """The ids of tensors that wait for values of a folder."""
+    """Return the ids of tensors that are still to be loaded from a folder."""
     return {id(tensor_at(layer, own)) for layer, own, _ in planned(module)}
 
 
 def forget(module: nn.Module) -> None:
-    """Nothing waits any more; refuse where what a folder was to fill is not there.
+    """Remove the plan from all layers; raise if layers that were to be filled do not exist any more.
 
     Raises:
         MisconfigurationException: layers that were to be filled have been replaced.

@@ -1,15 +1,15 @@
-"""A checkpoint in parts: a folder in DCP's format that all ranks write, each its part, with an index and hashes.
+"""A checkpoint in parts: a folder in DCP's format to which each rank writes its part, with an index and hashes.
 
-In the folder are
+The folder contains
 
-    ``__R_0.distcp``, ``.metadata``   the tensors of module and optimizers, as `torch.distributed.checkpoint` has them
+    ``__R_0.distcp``, ``.metadata``   tensors of module and optimizers, in the format of `torch.distributed.checkpoint`
     ``meta.pt``                       the rest of the checkpoint's dict (Lightning's name)
-    ``rank_R.pt``                     what rank R alone needs to go on: random states, data position, held gradients
-    ``index.json``                    every file with its size and SHA-256, every tensor with its shape and dtype
+    ``rank_R.pt``                     state of rank R alone: random states, data position, accumulated gradients
+    ``index.json``                    size and SHA-256 of every file, shape and dtype of every tensor
 
 so that `torch.distributed.checkpoint.load({"model": module.state_dict()}, checkpoint_id=folder)` reads the weights.
-At a URL, where no folder can be renamed, all but the index lie in a folder within, whose name the index has.
-A tensor of the state dict is ``model.NAME`` there, and one of an optimizer ``optimizer_I.state.NUMBER.NAME``.
+At a URL, where no folder can be renamed, all files but the index are in an inner folder, whose name the index has.
+A tensor of the state dict is called ``model.NAME``, one of an optimizer ``optimizer_I.state.NUMBER.NAME``.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.dcp import Digest, Planner
 
 VERSION = 1
-"""Of the folder's layout, in the index."""
+"""Version of the folder's layout, in the index."""
 META = "meta.pt"
 METADATA = ".metadata"
 OWN = format.KEY
 STRUCTURE = "structure"
-"""The key in our part of ``meta.pt`` with the dicts in which the tensors of module and optimizers were."""
+"""Key in lockstep's part of ``meta.pt`` with the dicts that contained the tensors of module and optimizers."""
 MARK = "lockstep tensor"
-"""The one key of a dict that stands in ``meta.pt`` for a tensor; its value is the tensor's name."""
+"""The only key of a dict that replaces a tensor in ``meta.pt``; its value is the tensor's name."""
 WAY_OUT = "resume from an earlier checkpoint, or fetch the folder again"
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ R = TypeVar("R")
 
 
 def is_sharded(path: PathLike | IO[bytes]) -> bool:
-    """Whether there is a checkpoint in parts at `path`: lockstep's, Lightning's or DeepSpeed's, whole or damaged."""
+    """Return True if `path` is a checkpoint in parts: lockstep's, Lightning's or DeepSpeed's, intact or damaged."""
     if not isinstance(path, (str, os.PathLike)) or storage.is_file(path):
         return False
     return any(storage.is_file(storage.inside(path, name)) for name in (INDEX, METADATA, LATEST))
@@ -65,12 +65,12 @@ def is_sharded(path: PathLike | IO[bytes]) -> bool:
 
 @dataclass
 class FolderParts:
-    """A checkpoint's dict as the folder has it.
+    """A checkpoint's dict, divided as in the folder.
 
     Attributes:
-        tensors: by names that are dicts in dicts.
+        tensors: nested dicts of tensors, by name.
         meta: the rest.
-        ranks: what a rank alone needs, of the ranks for which this one writes; nothing in weights alone.
+        ranks: state of single ranks, for the ranks that this process writes for; empty for weights alone.
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -79,13 +79,13 @@ class FolderParts:
 
 
 def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> FolderParts:
-    """Take a checkpoint's dict apart; nothing is copied.
+    """Divide a checkpoint's dict into parts; nothing is copied.
 
-    Tensors of the module's and the optimizers' states go by themselves, and DTensors wherever they are.
+    Tensors in the states of the module and the optimizers are stored separately, and DTensors anywhere.
 
     Args:
-        checkpoint: as of `lockstep.loop.state.collect`, or as it was read.
-        rank: the one that writes, for itself; None: one process writes for all.
+        checkpoint: a dict from `lockstep.loop.state.collect`, or one that was read.
+        rank: the rank that writes its own part; None: one process writes for all.
     """
     parts = FolderParts()
     structure, rest = {}, {}
@@ -108,7 +108,7 @@ def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> FolderParts
 
 
 def _optimizer(state: Any, number: int, tensors: dict[str, Any]) -> Any:
-    """An optimizer's state dict with marks in the place of tensors."""
+    """Return an optimizer's state dict with marks in place of tensors."""
     if not isinstance(state, dict):
         return state
     each = _taken(state.get("state", {}), (f"optimizer_{number}", "state"), tensors, whole=True)
@@ -118,14 +118,14 @@ def _optimizer(state: Any, number: int, tensors: dict[str, Any]) -> Any:
 def _taken(
     value: Any, path: tuple[str, ...], tensors: dict[str, Any], whole: bool, inside: tuple[int, ...] = ()
 ) -> Any:
-    """`value` with marks for its tensors, which go to `tensors`; what has none is not copied.
+    """Return `value` with marks for its tensors, which are moved to `tensors`; without tensors it is not copied.
 
     Args:
-        value: a tree of dicts, lists and tuples; classes derived from them are left to who writes the rest.
-        path: to it.
-        tensors: dicts in dicts.
-        whole: take those, too, that are no DTensors.
-        inside: ids of the containers around it, for one that holds itself.
+        value: a tree of dicts, lists and tuples; derived classes are left unchanged.
+        path: path to it.
+        tensors: nested dicts that receive the tensors.
+        whole: also move tensors that are not DTensors.
+        inside: ids of the containers around it, to stop at one that contains itself.
     """
     if isinstance(value, Tensor):
         if not (whole or hasattr(value, "to_local")):
@@ -148,7 +148,7 @@ def _taken(
 
 
 VERSIONS = "lockstep versions"
-"""The key for what a state dict knows of its modules' versions, which torch keeps beside its items."""
+"""Key for the version numbers of modules, which torch keeps as an attribute of a state dict."""
 
 
 def _versions(value: dict[Any, Any]) -> dict[str, Any]:
@@ -157,13 +157,13 @@ def _versions(value: dict[Any, Any]) -> dict[str, Any]:
 
 
 def join(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: list[Any] | None) -> dict[str, Any]:
-    """The checkpoint's dict of its parts."""
+    """Return the checkpoint's dict, assembled from its parts."""
     own = dict(meta.get(OWN, {}))
     structure = own.pop(STRUCTURE, None)
     if ranks is not None:
         own["ranks"] = ranks
     checkpoint: dict[str, Any] = _put_back({**meta, OWN: own}, tensors)
-    if structure is None:  # not of lockstep's
+    if structure is None:  # not written by lockstep
         weights = {name[len("model.") :]: value for name, value in tensors.items() if name.startswith("model.")}
         return {**checkpoint, "state_dict": weights}
     return {**checkpoint, **_put_back(structure, tensors)}
@@ -188,12 +188,12 @@ def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 @dataclass
 class Index:
-    """What ``index.json`` says.
+    """The content of ``index.json``.
 
     Attributes:
-        files: by name, with what they are as they were written.
-        tensors: by name: shape, dtype, and the files in which it lies.
-        about: the run: who wrote it, epoch and step.
+        files: size and hash of each file as it was written, by name.
+        tensors: shape, dtype and the names of the files of each tensor, by name.
+        about: the run: the writer, epoch and step.
     """
 
     files: dict[str, dict[str, Any]]
@@ -201,7 +201,7 @@ class Index:
     about: dict[str, Any] = field(default_factory=dict)
 
     def dump(self) -> bytes:
-        """The file, a line for each file and tensor; it ends with a hash of the rest."""
+        """Return the content of the file, with one line per file and tensor, and a hash of the rest at its end."""
         content: dict[str, Any] = {"format": "lockstep checkpoint in parts", "version": VERSION, **asdict(self)}
         lines = []
         for key, value in {**content, "sha256": _hash_of(content)}.items():
@@ -215,10 +215,10 @@ class Index:
 
     @classmethod
     def read(cls, folder: PathLike) -> Index:
-        """That of a folder.
+        """Read the index of a folder.
 
         Raises:
-            CorruptCheckpoint: it is not there, or not as it was written, or of a later lockstep.
+            CorruptCheckpoint: it is missing, not as it was written, or written by a later lockstep.
         """
         name = storage.inside(folder, INDEX)
         try:
@@ -245,7 +245,7 @@ class Index:
         return cls(content["files"], content["tensors"], content["about"])
 
     def within(self, folder: PathLike) -> str:
-        """Where the files of torch's distributed checkpoint are: in the folder, or at a URL in one within."""
+        """Return the folder with the files of torch's distributed checkpoint: at a URL it is an inner folder."""
         prefix = next((os.path.dirname(name) for name in self.files if os.path.basename(name) == METADATA), "")
         return storage.inside(folder, prefix) if prefix else os.fspath(folder)
 
@@ -255,13 +255,15 @@ def _hash_of(content: dict[str, Any]) -> str:
 
 
 def check_files(folder: PathLike, index: Index, names: list[str] | None = None) -> None:
-    """Compare files with the index, those that are too short first.
+    """Compare files with the index; truncated files are reported first.
 
     Args:
-        names: of those that are read to the end; None: all.
+        folder: the folder.
+        index: its index.
+        names: names of the files whose hashes are checked; None: all.
 
     Raises:
-        CorruptCheckpoint: with the file.
+        CorruptCheckpoint: a file differs; the message names it.
     """
     sizes = storage.sizes(folder)
     for name, known in index.files.items():
@@ -282,7 +284,7 @@ def check_files(folder: PathLike, index: Index, names: list[str] | None = None) 
 
 
 def sha256_of(path: PathLike) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with storage.opened(path) as file:
         while piece := file.read(1 << 22):
@@ -291,7 +293,7 @@ def sha256_of(path: PathLike) -> str:
 
 
 def _share(files: Mapping[str, dict[str, Any]], rank: int, world: int) -> list[str]:
-    """The files that a rank checks: each is checked by one, the largest first to who has the least."""
+    """Return the files that a rank checks. Each file has one rank; the largest go first, to the least loaded."""
     loads, mine = [0] * world, []
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
         least = loads.index(min(loads))
@@ -305,14 +307,14 @@ def _share(files: Mapping[str, dict[str, Any]], rank: int, world: int) -> list[s
 
 
 class OnRank(RankFailed):
-    """Another rank could not do its part."""
+    """Error raised because another rank has failed."""
 
 
 def together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group: comm.Group = None) -> R:
-    """Act on each rank; rank 0 concludes from what all gave, and each gets its answer. Collective.
+    """Act on each rank; rank 0 computes an answer for each rank from all results. Collective.
 
     Raises:
-        Exception: that of this rank.
+        Exception: the error of this rank.
         OnRank: another rank failed.
     """
     error: Exception | None = None
@@ -341,23 +343,23 @@ def together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group
 
 
 def plan(parts: FolderParts, rank: int) -> Planner:
-    """What this rank may have to write, as it is now."""
-    from lockstep.checkpoint.dcp import Planner  # late: torch's part of it takes 0.7 s to import
+    """Return a planner with the values that this rank may have to write, in their current state."""
+    from lockstep.checkpoint.dcp import Planner  # late: torch's part takes 0.7 s to import
 
     return Planner(parts.tensors, rank == 0)
 
 
 def write(parts: FolderParts, planner: Planner, path: PathLike, group: comm.Group = None) -> None:
-    """Write a checkpoint in parts: whole or not at all. Collective.
+    """Write a checkpoint in parts: completely or not at all. Collective.
 
     Args:
-        parts: this rank's; of its tensors only names and shapes are looked at.
-        planner: with the values.
-        path: of the folder, or its URL, which all ranks see; an earlier checkpoint there stays until this one is whole.
-        group: by which the ranks agree.
+        parts: this rank's parts; only names and shapes of its tensors are used.
+        planner: planner with the values.
+        path: a folder or URL that all ranks see; an earlier checkpoint there stays until this one is complete.
+        group: process group for the coordination of the ranks.
 
     Raises:
-        MisconfigurationException: for what no checkpoint can hold.
+        MisconfigurationException: the checkpoint contains something that cannot be saved.
         OSError: the folder cannot be written.
         OnRank: another rank failed.
     """
@@ -376,12 +378,13 @@ def write(parts: FolderParts, planner: Planner, path: PathLike, group: comm.Grou
 
 
 def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike, group: comm.Group = None) -> None:
-    """Let something else write a folder, whole or not at all, and index it. Collective.
+    """Let another writer fill a folder, completely or not at all, and index it. Collective.
 
     Args:
         save: writes into the folder, on all ranks.
-        about: for the index.
-        path, group: as of `write`; errors, too, and a URL is refused.
+        about: entry for the index.
+        path: as in `write`, but a URL is refused; errors as in `write`.
+        group: as in `write`.
     """
     made: list[storage.NewFolder] = []
     rank, world = comm.rank(group), comm.world_size(group)
@@ -433,21 +436,21 @@ def _local_only(path: PathLike) -> None:
 
 
 class _Writing:
-    """One checkpoint on its way to the disk; see `write`."""
+    """The steps of writing one checkpoint; see `write`."""
 
     def __init__(self, parts: FolderParts, planner: Planner, path: PathLike, rank: int) -> None:
         self.parts, self.planner, self.path, self.rank = parts, planner, path, rank
         self.folder: storage.NewFolder | storage.NewRemoteFolder | None = None
 
     def prepare(self) -> Any:
-        """On each rank: refuse what cannot be read back, and say what is here."""
+        """On each rank: refuse values that cannot be read back, and return this rank's plan."""
         if self.rank == 0:
             self.parts.meta = format.marked(self.parts.meta)
         self.parts.ranks = {rank: format.marked(part) for rank, part in self.parts.ranks.items()}
         return self.planner.create_local_plan()
 
     def begin(self, plans: list[Any]) -> list[tuple[str, Any]]:
-        """On rank 0: make the folder, and share out the work."""
+        """On rank 0: make the folder, and distribute the work."""
         from lockstep.checkpoint.dcp import Writer
 
         plans, self.metadata = self.planner.create_global_plan(plans)
@@ -456,7 +459,7 @@ class _Writing:
         return [(str(self.folder.path), each) for each in self.writer.prepare_global_plan(plans)]
 
     def put(self, folder: str, mine: Any) -> tuple[Any, dict[str, Digest]]:
-        """On each rank: write what is its part."""
+        """On each rank: write its part."""
         from lockstep.checkpoint.dcp import Writer
 
         if not storage.is_remote(folder) and not storage.exists(folder):
@@ -479,7 +482,7 @@ class _Writing:
         digests[os.path.basename(path)] = file.digest()
 
     def finish(self, results: list[tuple[Any, dict[str, Digest]]]) -> list[None]:
-        """On rank 0: write what is of all ranks, and give the folder its name."""
+        """On rank 0: write the shared files, and rename the folder to its final name."""
         from lockstep.checkpoint import dcp
 
         assert self.folder is not None
@@ -487,7 +490,7 @@ class _Writing:
         for _, each in results:
             digests.update(each)
         all_written = [written for written, _ in results]
-        # torch sets it in what it writes, and before 2.12 that is a copy
+        # torch sets it in the metadata that it writes, which is a copy before torch 2.12
         self.metadata.storage_data = {each.index: each.storage_data for written in all_written for each in written}
         self.writer.finish(self.metadata, all_written)
         self._write(storage.inside(self.folder.path, META), self.parts.meta, digests)
@@ -509,7 +512,7 @@ class _Writing:
         return [None] * len(results)
 
     def _check_arrival(self, index: Index) -> None:
-        """Refuse a URL at which rank 0 does not see what other ranks have written, or somebody has removed it."""
+        """Refuse a URL at which rank 0 does not see the files of other ranks, or a file has been removed."""
         sizes = storage.sizes(self.path)
         for name, known in index.files.items():
             size = sizes.get(name, 0)
@@ -528,18 +531,18 @@ class _Writing:
 def load(
     path: PathLike | IO[bytes], map_location: MAP_LOCATION = None, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint of lockstep, or of Lightning 2.x, whole: a file, or a folder of parts.
+    """Read a checkpoint of lockstep, or of Lightning 2.x, completely: a file, or a folder of parts.
 
     Args:
-        path: a file or a folder, or its URL, or a file that is open.
-        map_location: where its tensors go, as in ``torch.load``. Tensors of a folder come to the CPU unless it is a
+        path: a file or a folder, or its URL, or an open file.
+        map_location: device of its tensors, as in ``torch.load``. Tensors of a folder are on the CPU unless it is a
             device.
-        weights_only: as of `lockstep.checkpoint.format.load`; nothing in a folder's tensors can be code.
+        weights_only: as in `lockstep.checkpoint.format.load`; the tensors of a folder cannot contain code.
 
     Raises:
-        CorruptCheckpoint: it is truncated or altered, or no checkpoint at all.
+        CorruptCheckpoint: it is truncated or altered, or is not a checkpoint.
         MisconfigurationException: it holds objects of other classes: it needs ``weights_only=False``.
-        FileNotFoundError: there is no such checkpoint.
+        FileNotFoundError: the checkpoint does not exist.
     """
     if not is_sharded(path):
         return format.load(path, map_location, weights_only)
@@ -548,7 +551,7 @@ def load(
 
 
 def _load(folder: PathLike, map_location: MAP_LOCATION, weights_only: bool | None) -> dict[str, Any]:
-    """A folder of parts, whole."""
+    """Return the checkpoint of a folder of parts."""
     index = _checked(folder)
     if is_engines(folder):
         return engine_folders().read(folder, None, weights_only)
@@ -567,21 +570,21 @@ def _load(folder: PathLike, map_location: MAP_LOCATION, weights_only: bool | Non
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: PathLike, output_file: PathLike, tag: str | None = None
 ) -> dict[str, Any]:
-    """Write a folder of DeepSpeed's engine, or any folder of parts, as one file, by Lightning's name for it.
+    """Write a folder of DeepSpeed's engine, or any folder of parts, as one file; the name is Lightning's.
 
-    Files of the engine are unpickled, so that they have to come from somebody you trust.
+    Files of the engine are unpickled, so they must come from a trusted source.
 
     Args:
         checkpoint_dir: the folder.
-        output_file: is written with `format.save`; it is replaced, if it is there.
-        tag: of the checkpoint in an engine's folder; None: the latest one, and no other is read.
+        output_file: file to write with `format.save`; it is replaced if it exists.
+        tag: tag of the checkpoint in an engine's folder; it must be the latest one, which None stands for.
 
     Returns:
         The checkpoint: whole weights in float32 under ``state_dict``, and the rest of the run.
 
     Raises:
-        MisconfigurationException: the folder is none of parts, or has another tag.
-        CorruptCheckpoint: as of `load`.
+        MisconfigurationException: the folder is not a checkpoint in parts, or has another tag.
+        CorruptCheckpoint: as in `load`.
     """
     folder = checkpoint_dir
     if not is_sharded(folder):
@@ -602,7 +605,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def outline(path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-    """A checkpoint whose tensors need no values, after checking that it is whole; arguments and errors as of `load`."""
+    """Check a checkpoint and return it with tensors that may lack values; arguments and errors as in `load`."""
     if not is_sharded(path):
         return format.load(path, "meta")
     with damage.named(path):
@@ -614,22 +617,23 @@ def outline(path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
 
 
 Needs: TypeAlias = Callable[[Sequence[int], bool], Sequence[int]]
-"""The ranks whose own parts are needed, given the replica of each rank that saved, and whether they held gradients."""
+"""Function that returns the ranks whose own parts are needed, given the replica of each rank that saved, and whether
+they had accumulated gradients."""
 
 
 def load_parts(path: PathLike, place: Place, needs: Needs, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read a folder of parts, on each rank what it needs of it. Collective.
+    """Read from a folder of parts what each rank needs. Collective.
 
-    Each file is hashed by one rank, and a damaged one is an error on all.
+    Each file is hashed by one rank, and a damaged one is an error on all ranks.
 
     Args:
-        path: of the folder.
-        place: what to read a tensor into: a DTensor where ranks have parts.
-        needs: says which of the parts that ranks had to themselves this one needs.
-        weights_only: of the rest.
+        path: path of the folder.
+        place: returns a tensor to read into: a DTensor if ranks have parts.
+        needs: returns the ranks whose own state this rank needs.
+        weights_only: applies to the rest.
 
     Returns:
-        as of `load`, with the tensors that `place` has made, and what is needed of what ranks had to themselves.
+        as `load`, with the tensors that `place` has made, and only the needed states of single ranks.
 
     Raises:
         CorruptCheckpoint: it is truncated or altered.
@@ -658,7 +662,7 @@ def load_parts(path: PathLike, place: Place, needs: Needs, weights_only: bool | 
 
 
 def _index(folder: PathLike) -> Index | None:
-    """The index; None for a folder that lockstep has not written."""
+    """Return the index; None for a folder that lockstep has not written."""
     if storage.is_file(storage.inside(folder, INDEX)):
         return Index.read(folder)
     meta = storage.inside(folder, META)
@@ -667,7 +671,7 @@ def _index(folder: PathLike) -> Index | None:
 
 
 def _checked(folder: PathLike) -> Index | None:
-    """The index, after the files were compared with it."""
+    """Return the index, after comparing the files with it."""
     index = _index(folder)
     if index is not None:
         check_files(folder, index)
@@ -679,12 +683,12 @@ def _within(folder: PathLike, index: Index | None) -> str:
 
 
 class _Reading:
-    """A folder whose files are whole.
+    """The reader of a folder with intact files.
 
     Attributes:
-        ranks: how many have left something of their own.
+        ranks: number of ranks that have saved their own state.
         of_rank: the replica of each.
-        held: whether they held gradients.
+        held: True if they had accumulated gradients.
     """
 
     def __init__(self, folder: str, weights_only: bool | None, map_location: MAP_LOCATION) -> None:
@@ -693,12 +697,12 @@ class _Reading:
         self.folder, self.map_location = folder, map_location
         try:
             self.metadata = dcp.read_metadata(folder)
-        except Exception as error:  # what a damaged pickle makes of pickle has no one kind
+        except Exception as error:  # pickle raises errors of many classes for a damaged file
             raise CorruptCheckpoint(
                 f"{storage.inside(folder, METADATA)!r} is damaged ({format.first_line(error)}): {WAY_OUT}."
             ) from error
         meta = storage.inside(folder, META)
-        has_meta = storage.is_file(meta)  # else somebody has called torch.distributed.checkpoint.save
+        has_meta = storage.is_file(meta)  # else torch.distributed.checkpoint.save was called directly
         self.meta = format.load(meta, map_location, weights_only) if has_meta else {}
         kept = self.meta.get(OWN, {}).get("ranks", 0)
         self.ranks = kept if isinstance(kept, int) else 0
@@ -708,7 +712,7 @@ class _Reading:
         self._has_ranks = "ranks" in self.meta.get(OWN, {})
 
     def tensors(self, place: Place) -> dict[str, Tensor]:
-        """The tensors of the files, read into what `place` makes."""
+        """Read the tensors of the files into those that `place` makes."""
         from lockstep.checkpoint import dcp
 
         known = dcp.tensors_in(self.metadata)
@@ -717,21 +721,21 @@ class _Reading:
             dcp.read(self.folder, self.metadata, made)
         except OSError:
             raise
-        except Exception as error:  # torch's, of files that no hash guards
+        except Exception as error:  # torch's error for files without a hash
             raise CorruptCheckpoint(
                 f"The checkpoint {self.folder!r} is damaged ({format.first_line(error)}): {WAY_OUT}."
             ) from error
         return made
 
     def shapes(self) -> dict[str, Tensor]:
-        """The tensors of the files, without values."""
+        """Return the tensors of the files on the meta device."""
         from lockstep.checkpoint import dcp
 
         known = dcp.tensors_in(self.metadata).items()
         return {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta") for name, entry in known}
 
     def whole(self, tensors: Mapping[str, Tensor], mine: Any) -> dict[str, Any]:
-        """The checkpoint's dict, with what these ranks have left; others are empty."""
+        """Return the checkpoint's dict with the own states of ranks ``mine``; those of other ranks are empty."""
         ranks: list[Any] = [{} for _ in range(self.ranks)]
         for rank in mine:
             part = format.load(storage.inside(self.folder, f"rank_{rank}.pt"), "cpu")

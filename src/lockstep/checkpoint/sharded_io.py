@@ -1,4 +1,4 @@
-"""The seam to checkpoints in parts, which all ranks write: at once, or while training goes on."""
+"""CheckpointIO for checkpoints in parts that all ranks write, synchronously or in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from lockstep.ground.transfer import HostMemory
 
 
 class ShardedCheckpointIO(TorchCheckpointIO):
-    """Folders in the format of torch's distributed checkpoint; see ``checkpoint/sharded.py``. What is read is whole."""
+    """CheckpointIO for folders in the format of torch's distributed checkpoint; see ``checkpoint/sharded.py``.
+
+    Folders are read completely.
+    """
 
     writes_shards = True
 
@@ -27,9 +30,9 @@ class ShardedCheckpointIO(TorchCheckpointIO):
         """Write a folder. Collective.
 
         Raises:
-            TypeError: ``storage_options`` are given: here is nothing that they could choose.
-            MisconfigurationException: a checkpoint cannot hold something.
-            OSError: the folder could not be written; the earlier one is whole.
+            TypeError: ``storage_options`` are given, which this class does not support.
+            MisconfigurationException: the checkpoint contains something that cannot be saved.
+            OSError: the folder could not be written; the earlier one is intact.
         """
         self._check_options(storage_options)
         rank = comm.rank()
@@ -38,11 +41,13 @@ class ShardedCheckpointIO(TorchCheckpointIO):
 
 
 class AsyncShardedCheckpointIO(AsyncCheckpointIO):
-    """Writes folders in a thread of each rank; training waits only while each rank copies its part to the CPU.
+    """A CheckpointIO that writes folders in a thread of each rank.
 
-    The threads agree by a process group of their own. The copies lie in memory that is used again by each save (pinned
-    where the parts are on a GPU), so that a save waits for the one before it. What could not be written is raised by
-    the next save, load, or end of a call, on all ranks; the earlier checkpoint is whole then.
+    Training waits only while each rank copies its part to the CPU.
+
+    The threads coordinate through their own process group. Each save reuses the memory of the copies (pinned if the
+    parts are on a GPU), so that a save waits for the previous one. A failed write is raised on all ranks by the next
+    save, load, or end of a call; the earlier checkpoint is intact.
     """
 
     writes_shards = True
@@ -56,13 +61,13 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
         self._copies: dict[str, Tensor] = {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
-        """Copy this rank's part, and have it written later. Collective.
+        """Copy this rank's part, and schedule its writing. Collective.
 
         Raises:
-            Exception: an earlier one could not be written; this one is not begun then.
+            Exception: an earlier one could not be written; this one is not started.
         """
         if storage_options is not None:
-            self.checkpoint_io.save_checkpoint({}, path, storage_options)  # which refuses them
+            self.checkpoint_io.save_checkpoint({}, path, storage_options)  # it refuses them
         self._agree()
         if self._group is None and comm.world_size() > 1:
             self._group = dist.new_group(backend="gloo")
@@ -75,7 +80,7 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
         self._write_later(partial(sharded.write, parts, planner, path, self._group), path)
 
     def _agree(self) -> None:
-        """Wait for what is under way; an error there is one on all ranks."""
+        """Wait for the current write; an error on one rank is raised on all. Collective."""
         error: Exception | None = None
         try:
             self.wait()
@@ -89,14 +94,14 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
                 raise sharded.OnRank(f"rank {rank}: {text}")
 
     def _copied(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's values on the CPU, in the memory of the last copies where they are alike."""
+        """Copy this rank's values to the CPU, into the memory of the last copies if their layouts are the same."""
         kept, copies = self._copies, {}
         memory = {device: HostMemory(device) for device in {value.device for value in local.values()}}
         for name, value in local.items():
             copy = kept.get(name)
             if copy is None or (copy.shape, copy.dtype, copy.stride()) != (value.shape, value.dtype, value.stride()):
                 copy = memory[value.device].like(value)
-            # what is not pinned is there when the copy returns
+            # a copy into unpinned memory is complete when it returns
             copies[name] = copy.copy_(value, non_blocking=copy.is_pinned())
         for device in {value.device for value in local.values()}:
             synchronize(device)
@@ -104,7 +109,7 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
         return copies
 
     def teardown(self) -> None:
-        """Wait until everything is written; let go of copies and process group."""
+        """Wait until everything is written; release the copies and the process group."""
         try:
             super().teardown()
         finally:
@@ -113,5 +118,5 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
                 dist.destroy_process_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_group", "_copies")  # of one process
+        own = ("_group", "_copies")  # they belong to one process
         return {name: value for name, value in super().__getstate__().items() if name not in own}

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, on this machine and at URLs."""
+"""Atomic writing, replacing and removing of files and folders, on this machine and at URLs."""
 
 from __future__ import annotations
 
@@ -19,65 +19,65 @@ from typing import IO, Any
 
 PathLike = str | os.PathLike[str]
 
-#: what the name of a file ends in while it is being written
+#: suffix of a file's name while it is being written
 UNFINISHED = ".part"
-#: the file that a folder has which is written, replaced and removed as one thing
+#: the file that marks a folder as one that is written, replaced and removed as a unit
 INDEX = "index.json"
-#: what the name of a folder of files begins with, within a folder at a URL
+#: prefix of the names of inner folders with files, at a URL
 WITHIN = "parts-"
 
 
 def is_remote(path: PathLike) -> bool:
-    """Whether `path` is a URL such as ``s3://bucket/run.ckpt`` (``file://`` is local)."""
+    """Return True if `path` is a URL such as ``s3://bucket/run.ckpt`` (``file://`` is local)."""
     name = os.fspath(path)
     return "://" in name and not name.startswith("file://")
 
 
 def local(path: PathLike) -> Path:
-    """`path` on this machine."""
+    """Return `path` as a path on this machine."""
     return Path(os.fspath(path).removeprefix("file://")).expanduser()
 
 
 def _remote(path: PathLike) -> tuple[Any, str]:
-    """The file system of a URL, and the path on it."""
-    core = importlib.import_module("fsspec.core")  # late: it comes with torch, but costs at import
+    """Return the file system of a URL, and the path on it."""
+    core = importlib.import_module("fsspec.core")  # late: torch requires it, but the import is slow
     system, name = core.url_to_fs(os.fspath(path))
     system.invalidate_cache()  # other ranks write, too
     return system, name.rstrip("/")
 
 
 def absolute(path: PathLike) -> str:
-    """`path` from the root of the file system, without links in it; URLs as they are."""
+    """Return the absolute `path` with links resolved; URLs are unchanged."""
     return os.fspath(path) if is_remote(path) else os.path.realpath(local(path))
 
 
 def inside(folder: PathLike, name: str) -> str:
-    """The path of a file in a folder."""
+    """Return the path of a file in a folder."""
     return f"{os.fspath(folder).rstrip('/')}/{name}" if is_remote(folder) else str(local(folder) / name)
 
 
 def _stem(target: Path) -> str:
-    """What the hidden names begin with of whatever is to become `target`."""
-    # The name is cut: with all that is added it may not pass the 255 bytes that a name can have.
+    """Return the prefix of the hidden names of files and folders that are to become `target`."""
+    # The name is cut: with all suffixes it must not exceed 255 bytes.
     return f".{target.name.encode()[:180].decode(errors='ignore')}."
 
 
 def _beside(target: Path) -> Path:
-    """Where to make what is to become `target`; never the same for two writers."""
+    """Return the temporary path of what is to become `target`; unique to each writer."""
     # In the same folder, as a rename is atomic only within a file system.
     return target.with_name(f"{_stem(target)}{os.getpid()}-{threading.get_native_id()}{UNFINISHED}")
 
 
 @contextlib.contextmanager
 def replacing(path: PathLike) -> Iterator[IO[bytes]]:
-    """A binary file to write, which becomes `path` when the block ends without an error.
+    """Yield a binary file to write, which becomes `path` when the block ends without an error.
 
-    Until then, and after an error, whatever was at `path` stays whole. The bytes are on the disk before the
-    file gets its name, so that a machine that loses power leaves the earlier file or the new one. What a
-    killed process left half-written is removed by the next success under the same name. Folders are made.
+    Until then, and after an error, an earlier file at `path` stays intact. The bytes are synced before the file
+    gets its name: after a power loss, either the earlier file or the new one exists. Half-written files of a killed
+    process are removed by the next success under the same name. Missing folders are made.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written; the message says which and what is free.
+        OSError: the disk is full, or the folder cannot be written; the message has the reason and the free space.
 
     Example::
 
@@ -92,7 +92,7 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
     beside = _beside(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside.unlink(missing_ok=True)  # a link that a killed process of the same id left: not to be written through
+        beside.unlink(missing_ok=True)  # never write through a link that a killed process of the same id left
         with open(beside, "wb") as file:
             _lock(file)
             yield file
@@ -111,7 +111,7 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
-    # Closing an fsspec file commits what was written, after an error too: so it gets another name first.
+    # Closing an fsspec file commits what was written, even after an error; hence the temporary name.
     system, name = _remote(path)
     beside = f"{name}.{os.getpid()}-{threading.get_native_id()}{UNFINISHED}"
     system.makedirs(os.path.dirname(name), exist_ok=True)
@@ -128,17 +128,17 @@ def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
 
 
 class NewFolder:
-    """A folder to fill, which becomes `target` by :meth:`commit`; until then what is there stays whole.
+    """A folder to fill, which becomes `target` by :meth:`commit`; until then an earlier one there stays intact.
 
-    What a killed process left half-written is removed by the next success under the same name. Folders above it are
-    made.
+    Half-written folders of a killed process are removed by the next success under the same name. Missing parent folders
+    are made.
 
     Raises:
-        OSError: the folder cannot be made, or a folder of another kind has the name.
+        OSError: the folder cannot be made, or another kind of folder has the name.
 
     Attributes:
-        path: where to write.
-        prefix: the names of the files, as the index has them, begin with it.
+        path: the path to write to.
+        prefix: prefix of the file names in the index.
     """
 
     prefix = ""
@@ -150,7 +150,7 @@ class NewFolder:
                 errno.EISDIR, f"{str(target)!r} is a folder that is no checkpoint: choose another name, or move it away"
             )
         beside = _beside(self._target)
-        # ranks of several nodes see the folder, and process ids are those of a node
+        # ranks of several nodes see the folder, and a process id is unique only on its node
         self.path = beside.with_name(f"{beside.name.removesuffix(UNFINISHED)}-{secrets.token_hex(4)}{UNFINISHED}")
         try:
             self._target.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ class NewFolder:
         _lock(self._descriptor)
 
     def commit(self, index: bytes) -> None:
-        """Write the index, and give the folder its name. Its other files are on the disk already."""
+        """Write the index, and rename the folder to its final name. Its other files are already on the disk."""
         with replacing(self.path / INDEX) as file:
             file.write(index)
         _sync_folder(self.path)
@@ -174,7 +174,7 @@ class NewFolder:
         _remove_leftovers(self._target)
 
     def discard(self) -> None:
-        """Remove what was written, unless it has its name."""
+        """Remove what was written, unless it has its final name."""
         if self._descriptor >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             self._unlock()
@@ -185,10 +185,10 @@ class NewFolder:
 
 
 class NewRemoteFolder:
-    """As `NewFolder`, at a URL, where nothing can be renamed as one thing.
+    """A `NewFolder` at a URL, where a folder cannot be renamed atomically.
 
-    The files lie in a folder of their own within the target, and the index names them: it is written last, in one step,
-    and what it replaces is removed then.
+    The files are in an inner folder of the target, and the index names them. The index is written last, in one step;
+    then the files that it replaces are removed.
     """
 
     def __init__(self, target: PathLike) -> None:
@@ -208,14 +208,14 @@ class NewRemoteFolder:
         system.makedirs(f"{name}/{self.prefix[:-1]}", exist_ok=True)
 
     def commit(self, index: bytes) -> None:
-        """Write the index, after which the folder is the new one, and remove the files of the earlier one."""
+        """Write the index, which makes the folder the new one, and remove the files of the earlier one."""
         with replacing(inside(self._target, INDEX)) as file:
             file.write(index)
         self._is_there = True
         system, name = _remote(self._target)
         for found in _names(system, name):
             if found.startswith(WITHIN) and f"{found}/" != self.prefix:
-                with contextlib.suppress(Exception):  # left there, it is no part of the checkpoint
+                with contextlib.suppress(Exception):  # if it stays, it is not part of the checkpoint
                     system.rm(f"{name}/{found}", recursive=True)
 
     def discard(self) -> None:
@@ -227,12 +227,12 @@ class NewRemoteFolder:
 
 
 def new_folder(target: PathLike) -> NewFolder | NewRemoteFolder:
-    """A folder to fill, on this machine or at a URL."""
+    """Return a folder to fill, on this machine or at a URL."""
     return NewRemoteFolder(target) if is_remote(target) else NewFolder(target)
 
 
 def is_index_folder(path: PathLike) -> bool:
-    """Whether `path` is a folder that is written, replaced and removed as one thing: it has an index."""
+    """Return True if `path` is a folder that is written, replaced and removed as a unit: it has an index."""
     if is_remote(path):
         system, name = _remote(path)
         return not system.isfile(name) and bool(system.isfile(f"{name}/{INDEX}"))
@@ -240,22 +240,22 @@ def is_index_folder(path: PathLike) -> bool:
 
 
 def _names(system: Any, folder: str) -> list[str]:
-    """Names of what is in a folder of a URL's file system."""
+    """Return the names of the entries in a folder of a URL's file system."""
     return [os.path.basename(entry.rstrip("/")) for entry in system.ls(folder, detail=False)]
 
 
 def _is_unfinished(system: Any, folder: str) -> bool:
-    """Whether a folder of a URL's file system has files of a checkpoint, and no index yet."""
+    """Return True if a folder of a URL's file system has files of a checkpoint, but no index yet."""
     found = _names(system, folder)
     return INDEX not in found and any(name.startswith(WITHIN) for name in found)
 
 
 _RACES = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
-"""What a rename fails of where another writer has put something in the place, or taken it away."""
+"""Errors of a rename if another writer has put something in its place, or removed it."""
 
 
 def _take_place(beside: Path, target: Path) -> None:
-    """Gives a finished file, link or folder its name; what had it is gone then, unless it is a folder without index."""
+    """Rename a finished file, link or folder to `target`, and replace what was there, except a folder without index."""
     for tries_left in range(9, -1, -1):
         is_folder = target.is_dir() and not target.is_symlink()
         if is_folder:
@@ -274,9 +274,9 @@ def _take_place(beside: Path, target: Path) -> None:
 
 
 def _exchange(beside: Path, target: Path) -> Path:
-    """Lets two names change places, and gives the one that what was at `target` has then.
+    """Exchange two names; return the new name of what was at `target`.
 
-    Where the system cannot do that in one step, nothing has the name `target` for a moment.
+    If the system cannot do that in one step, nothing has the name `target` for a moment.
     """
     swap = _renameat2()
     if swap is not None:
@@ -298,7 +298,7 @@ def _exchange(beside: Path, target: Path) -> Path:
 
 @functools.cache
 def _renameat2() -> Any:
-    """Linux's function that can exchange two names; None elsewhere."""
+    """Return Linux's function that exchanges two names; None on other systems."""
     with contextlib.suppress(OSError, AttributeError):
         function = ctypes.CDLL(None, use_errno=True).renameat2
         function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
@@ -314,7 +314,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def _lock(file: IO[bytes] | int) -> None:
-    """Marks `file` as being written by a running process; the mark ends with the process."""
+    """Mark `file` as being written by a running process; the mark ends with the process."""
     with contextlib.suppress(ImportError, OSError):  # no fcntl, or a file system without locks
         import fcntl
 
@@ -322,11 +322,11 @@ def _lock(file: IO[bytes] | int) -> None:
 
 
 _LEFTOVER = re.compile(r"\..+\.(\d+-\d+(-[0-9a-f]{8})?|[0-9a-f]{8})" + re.escape(UNFINISHED))
-"""The names that this file gives to what is under way, whatever it is to become."""
+"""Temporary names that this module gives to unfinished files and folders of any target."""
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what killed processes left of what was to become `target`, or had been it."""
+    """Remove unfinished or replaced versions of `target` that killed processes left."""
     stem = _stem(target)
     for name in os.listdir(target.parent):
         if name.startswith(stem) and name.endswith(UNFINISHED):
@@ -334,9 +334,9 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def remove_leftovers(folder: PathLike) -> None:
-    """Remove all that killed processes left half-written in a local `folder`; at a URL nothing is removed.
+    """Remove all half-written files that killed processes left in a local `folder`; at a URL nothing is removed.
 
-    A whole folder gets its name back if it was moved aside for another one that never came.
+    A complete folder gets its name back if it was moved aside for another one that was never finished.
     """
     here = local(folder)
     if is_remote(folder) or not here.is_dir():
@@ -356,7 +356,7 @@ def remove_leftovers(folder: PathLike) -> None:
 
 def _remove_unless_locked(leftover: Path) -> None:
     with contextlib.suppress(ImportError, OSError):  # OSError: locked by a running writer, or gone
-        if leftover.is_symlink():  # cannot be locked; a running process makes its link again
+        if leftover.is_symlink():  # cannot be locked; a running process recreates its link
             leftover.unlink()
             return
         import fcntl
@@ -380,10 +380,10 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def written_by_torch(folder: Path) -> Iterator[None]:
-    """While torch writes files by itself: it reports a full disk by a position in its own source.
+    """Convert errors of files that torch writes by itself: it reports a full disk by a position in its own source.
 
     Raises:
-        OSError: in its place.
+        OSError: in place of torch's error.
     """
     try:
         yield
@@ -397,14 +397,14 @@ def written_by_torch(folder: Path) -> Iterator[None]:
 
 
 def raise_interruption(error: RuntimeError) -> None:
-    """Raise what interrupted torch while it wrote (a Ctrl-C), where it reports a file that is not whole instead."""
+    """Raise what interrupted torch while it wrote (a Ctrl-C); torch reports an incomplete file instead."""
     interruption = error.__context__
     if interruption is not None and not isinstance(interruption, Exception):
         raise interruption.with_traceback(None) from None
 
 
 def explained(error: OSError, target: Path) -> OSError:
-    """`error` as one sentence about the file that was not written."""
+    """Return `error` with a message about the file that was not written."""
     standing = "the earlier file under this name is whole" if target.is_file() else "no file has this name"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with contextlib.suppress(OSError):
@@ -420,12 +420,12 @@ def explained(error: OSError, target: Path) -> OSError:
 
 @contextlib.contextmanager
 def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
-    """A binary file to read, at whose positions one may jump. A remote one is copied to a temporary file.
+    """Yield a seekable binary file to read. A remote file is copied to a temporary file.
 
-    A file that is open already is read from its beginning, and stays open.
+    A file that is already open is read from its start, and stays open.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         IsADirectoryError: it is a folder.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -445,10 +445,10 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def opened(path: PathLike) -> Iterator[IO[bytes]]:
-    """A binary file to read a piece of, at whose positions one may jump; nothing of it is copied to this machine.
+    """Yield a seekable binary file to read parts of; a remote file is not copied to this machine.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
     """
     if is_remote(path):
         system, name = _remote(path)
@@ -460,7 +460,7 @@ def opened(path: PathLike) -> Iterator[IO[bytes]]:
 
 
 def make_folder(folder: PathLike) -> None:
-    """Make a folder, and those above it, where they are not there."""
+    """Make a folder and its parents, if they do not exist."""
     if is_remote(folder):
         system, name = _remote(folder)
         system.makedirs(name, exist_ok=True)
@@ -469,7 +469,7 @@ def make_folder(folder: PathLike) -> None:
 
 
 def create(path: PathLike) -> IO[bytes]:
-    """A new binary file in a folder that is there; whoever asks for it closes it."""
+    """Return a new binary file in an existing folder; the caller closes it."""
     if is_remote(path):
         system, name = _remote(path)
         file: IO[bytes] = system.open(name, "wb")
@@ -478,7 +478,7 @@ def create(path: PathLike) -> IO[bytes]:
 
 
 def is_file(path: PathLike) -> bool:
-    """Whether there is a file at `path`."""
+    """Return True if there is a file at `path`."""
     if is_remote(path):
         system, name = _remote(path)
         return bool(system.isfile(name))
@@ -486,7 +486,7 @@ def is_file(path: PathLike) -> bool:
 
 
 def exists(path: PathLike) -> bool:
-    """Whether there is a file or folder at `path`; a link that leads nowhere, or a folder under way, is nothing."""
+    """Return True if there is a file or folder at `path`; a broken link or an unfinished folder does not count."""
     if is_remote(path):
         system, name = _remote(path)
         return bool(system.isfile(name) or (system.isdir(name) and not _is_unfinished(system, name)))
@@ -494,7 +494,7 @@ def exists(path: PathLike) -> bool:
 
 
 def size(path: PathLike) -> int:
-    """Bytes of the file at `path`."""
+    """Return the number of bytes of the file at `path`."""
     if is_remote(path):
         system, name = _remote(path)
         return int(system.size(name))
@@ -502,7 +502,7 @@ def size(path: PathLike) -> int:
 
 
 def sizes(folder: PathLike) -> dict[str, int]:
-    """Bytes of each file in `folder` and in folders within it, by its path from there; a URL is listed once."""
+    """Return the bytes of each file in `folder` and below, by its relative path; a URL is listed only once."""
     if is_remote(folder):
         system, name = _remote(folder)
         found = system.find(name, detail=True)
@@ -512,7 +512,7 @@ def sizes(folder: PathLike) -> dict[str, int]:
 
 
 def modified(path: PathLike) -> float:
-    """When the file was written, in seconds since 1970."""
+    """Return the time when the file was written, in seconds since 1970."""
     if is_remote(path):
         if is_index_folder(path):
             return modified(inside(path, INDEX))
@@ -522,7 +522,7 @@ def modified(path: PathLike) -> float:
 
 
 def names(folder: PathLike) -> list[str]:
-    """Sorted names of what is in `folder`, but for what is being written; none if there is no folder."""
+    """Return the sorted names of the entries in `folder`, without unfinished ones; empty if there is no folder."""
     if is_remote(folder):
         system, name = _remote(folder)
         entries = system.ls(name, detail=True) if system.isdir(name) else []
@@ -534,28 +534,28 @@ def names(folder: PathLike) -> list[str]:
 
 
 def remove(path: PathLike) -> None:
-    """Deletes the file, the link, or the folder with an index at `path`; nothing happens if there is none."""
+    """Delete the file, the link, or the folder with an index at `path`; do nothing if there is none."""
     with contextlib.suppress(FileNotFoundError):
         if is_remote(path):
             system, name = _remote(path)
             has_index = is_index_folder(path)
             if has_index:
-                system.rm(f"{name}/{INDEX}")  # so that a killed process leaves nothing that could be taken for whole
+                system.rm(f"{name}/{INDEX}")  # so that a killed process leaves nothing that looks complete
             system.rm(name, recursive=has_index or (system.isdir(name) and _is_unfinished(system, name)))
             return
         here = local(path)
         if not here.is_symlink() and is_index_folder(here):
-            # in one step, so that a killed process leaves no half of it under its name
+            # in one step, so that a killed process leaves no partial folder under this name
             hidden = here.with_name(f"{_stem(here)}{secrets.token_hex(4)}{UNFINISHED}")
             os.rename(here, hidden)
-            (hidden / INDEX).unlink(missing_ok=True)  # a leftover without an index is no checkpoint
+            (hidden / INDEX).unlink(missing_ok=True)  # a leftover without an index is not a checkpoint
             _remove_tree(hidden)
         else:
             here.unlink()
 
 
 def rename(path: PathLike, new: PathLike) -> None:
-    """Gives a file another name; what had that is replaced on this machine."""
+    """Rename a file; on this machine, a file with the new name is replaced."""
     if is_remote(path):
         system, name = _remote(path)
         system.mv(name, _remote(new)[1])
@@ -564,7 +564,7 @@ def rename(path: PathLike, new: PathLike) -> None:
 
 
 def lies_in(path: PathLike, folder: PathLike) -> bool:
-    """Whether the file or link at `path` lies in `folder` or below it, links in the way followed."""
+    """Return True if the file or link at `path` is in `folder` or below it, with links in its parents resolved."""
     if is_remote(path) or is_remote(folder):
         parts, outer = str(path).split("/"), str(folder).rstrip("/").split("/")
         return len(parts) > len(outer) and parts[: len(outer)] == outer and not {"..", ".", ""} & {*parts[len(outer) :]}
@@ -575,9 +575,9 @@ def lies_in(path: PathLike, folder: PathLike) -> bool:
 
 
 def link(path: PathLike, target: PathLike) -> None:
-    """Makes `path` a relative symbolic link to the local file or folder `target`, in place of what had that name.
+    """Make `path` a relative symbolic link to the local file or folder `target`; replace what had that name.
 
-    What a killed process left under way is removed, as by :func:`replacing`.
+    Unfinished files of a killed process are removed, as by :func:`replacing`.
     """
     name, destination = local(path).absolute(), local(target).absolute()
     beside, leads_to = _beside(name), os.path.relpath(destination, name.parent)
@@ -586,17 +586,17 @@ def link(path: PathLike, target: PathLike) -> None:
         beside.symlink_to(leads_to)
         try:
             _take_place(beside, name)
-        except FileNotFoundError:  # another writer of the same name took it for a leftover
+        except FileNotFoundError:  # another writer of the same name removed it as a leftover
             continue
         break
     _remove_leftovers(name)
 
 
 def check_writable(folder: PathLike) -> None:
-    """Checks, without making anything, that files can be written to `folder` or to where it will be made.
+    """Check, without making anything, that files can be written to `folder` or to where it will be made.
 
     Raises:
-        OSError: they cannot; the message says what stands in the way. URLs are not checked.
+        OSError: they cannot; the message has the reason. URLs are not checked.
     """
     if is_remote(folder):
         return

@@ -1,1 +1,1 @@
-"""Which sample goes to which rank: the order of data, its cut among the ranks, and feeds of weighed windows."""
+"""The order of data, its cut among the ranks, and feeds that yield windows of weighted micro-batches."""

@@ -1,4 +1,4 @@
-"""What of a loader has changed since it was asked for: told, or refused, before an epoch that is planned by it."""
+"""Checks for changes of a loader since its hook ran: a warning or an error before the next epoch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ LENGTH = "The data set of {name} has {now} samples, and had {before} when its lo
 
 
 def check_samples(name: str, before: int | None, now: int | None) -> None:
-    """Tell of a data set that has grown, and refuse one that has shrunk.
+    """Warn about a data set that has grown, and refuse one that has shrunk.
 
     Args:
-        name: of the loader.
-        before: samples when it was asked for; None: not known.
-        now: samples by now.
+        name: name of the loader.
+        before: number of samples when the loader's hook ran; None if unknown.
+        now: current number of samples.
 
     Raises:
-        MisconfigurationException: there are fewer.
+        MisconfigurationException: the data set has fewer samples than before.
     """
     if before is None or now is None or before == now:
         return
@@ -29,7 +29,7 @@ def check_samples(name: str, before: int | None, now: int | None) -> None:
 
 
 def tell_of_more(name: str, before: int, now: int | None) -> None:
-    """Tell of a sampler that is longer than when its loader was asked for; ``before`` is -1 where that is not known."""
+    """Warn about a sampler that has grown since its loader's hook ran; ``before`` is -1 if its length is unknown."""
     if now is not None and now > before >= 0:
         warn_once(
             f"The sampler of {name} has a length of {now}, and had {before} when its loader was asked for: an epoch "
@@ -39,10 +39,10 @@ def tell_of_more(name: str, before: int, now: int | None) -> None:
 
 
 def check_option(name: str, option: str, before: object, now: object) -> None:
-    """Refuse another option of a loader's batch sampler than it had.
+    """Refuse a changed option of a loader's batch sampler.
 
     Raises:
-        MisconfigurationException: with the way out.
+        MisconfigurationException: the option has changed; the message names the way out.
     """
     if before != now:
         raise MisconfigurationException(

@@ -1,4 +1,4 @@
-"""What a dataloader hook returns, one loader or several in a nest, and the sources that stand for it."""
+"""Return values of dataloader hooks (one loader, or several in a nest) and the sources made from them."""
 
 from __future__ import annotations
 
@@ -48,22 +48,23 @@ LENGTHS: dict[str, Callable[[Iterable[int | float]], int | float]] = {
     "max_size": max,
     "sequential": sum,
 }
-"""Number of batches of each mode from those of the loaders."""
+"""Number of batches in each mode, as a function of the loaders' lengths."""
 
 _END = object()
 
 
 class CombinedLoader(Iterable[tuple[Any, int, int]]):
-    """Draws batches from several loaders; iterating gives (batch, batch_idx, dataloader_idx).
+    """A combination of several loaders; iterating yields (batch, batch_idx, dataloader_idx).
 
     Args:
-        iterables: a dict, list or other nest of loaders; batches come in the same nest.
-        mode: ``"min_size"`` ends with the loader that ends first; ``"max_size"`` with the last, the others
-            giving None; ``"max_size_cycle"`` with the last too, the others beginning anew; ``"sequential"``
-            takes one loader after the other: ``batch`` is a loader's own and ``dataloader_idx`` its number.
+        iterables: a dict, list or other nest of loaders; batches have the same structure.
+        mode: ``"min_size"`` ends with the shortest loader; ``"max_size"`` ends with the longest, and loaders
+            that have ended yield None; ``"max_size_cycle"`` ends with the longest, and the others restart;
+            ``"sequential"`` iterates one loader after the other: ``batch`` is a loader's own and
+            ``dataloader_idx`` its index.
 
     Raises:
-        ValueError: the mode is none of these.
+        ValueError: the mode is unknown.
 
     Example:
         >>> loader = CombinedLoader({"a": [1, 2, 3], "b": ["x", "y"]}, "max_size_cycle")
@@ -115,7 +116,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
     @property
     def limits(self) -> list[int | float] | None:
-        """At most so many batches of each loader; a number stands for the same of all."""
+        """Maximum number of batches of each loader; setting a single number applies it to all loaders."""
         return self._limits
 
     @limits.setter
@@ -145,7 +146,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return int(length)
 
     def reset(self) -> None:
-        """Forget the pass that is under way and end persistent workers."""
+        """Drop the current pass and end persistent workers."""
         self._iterator = None
         for loader in self._flattened:
             end_workers(loader)
@@ -173,12 +174,12 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 def rows(
     openers: Sequence[Callable[[int], Iterator[Any]]], mode: str, begun: Sequence[int] | None = None
 ) -> Iterator[list[Any]]:
-    """Draws side by side from several iterators, which are opened now, in one of the modes but ``"sequential"``.
+    """Draw rows of batches from several iterators in any mode except ``"sequential"``. The iterators are opened now.
 
     Args:
-        openers: each opens one iterator, given the number of passes that have ended before.
-        mode: when to end, and what an iterator gives that has ended before.
-        begun: passes of each that have ended already; default none.
+        openers: functions that open one iterator each, given the number of passes that have ended.
+        mode: decides when to end, and what an iterator yields after its end.
+        begun: number of passes of each iterator that have already ended; default: 0.
     """
     turns = list(begun or [0] * len(openers))
     iterators = [opener(turn) for opener, turn in zip(openers, turns, strict=True)]
@@ -205,10 +206,10 @@ def _drawn_from(
 
 
 def flatten(loaders: object) -> tuple[list[Any], TreeSpec]:
-    """The loaders of a nest in a list, and what it takes to build the nest again.
+    """Return the loaders of a nest as a list, and the spec that rebuilds the nest.
 
-    A list of tensors, or of anything that cannot be iterated, is a loader (its items are batches), not a
-    nest; so is one of arrays, or of tuples or dicts that have nothing but tensors, arrays, strings and numbers.
+    A list counts as a loader, not as a nest, if its items are batches: tensors, objects that cannot be iterated,
+    arrays, or tuples or dicts that contain only tensors, arrays, strings and numbers.
     """
     return tree_flatten(loaders, is_leaf=_is_list_of_batches)
 
@@ -220,7 +221,7 @@ def _is_list_of_batches(loaders: object) -> bool:
 
 
 def _is_batch(item: object) -> bool:
-    """Whether there is nothing in it that could be a loader."""
+    """Return True if the item contains nothing that could be a loader."""
     if isinstance(item, Mapping | list | tuple):
         parts = list(item.values() if isinstance(item, Mapping) else item)
         return bool(parts) and all(map(_is_batch, parts))
@@ -231,7 +232,7 @@ def _is_batch(item: object) -> bool:
 
 
 def unpack(returned: object, mode: str) -> tuple[list[Any], TreeSpec | None, str]:
-    """(loaders, their nest or None if there is but a bare one, mode) of what a loader hook returned."""
+    """Return (loaders, their nest or None for a single bare loader, mode) for the value that a loader hook returned."""
     if isinstance(returned, CombinedLoader):
         return returned.flattened, flatten(returned.iterables)[1], returned.mode
     loaders, nest = flatten(returned)
@@ -242,7 +243,7 @@ def unpack(returned: object, mode: str) -> tuple[list[Any], TreeSpec | None, str
 def make_sources(
     loaders: list[Any], spec: SourceSpec, overfit: bool = False
 ) -> tuple[list[LoaderSource], list[Any], list[str]]:
-    """A source for each loader of a stage, the loaders (read in order for ``overfit_batches``), and their names."""
+    """Return a source for each loader of a stage, the loaders (in order under ``overfit_batches``), and their names."""
     hook, several = f"{spec.stage}_dataloader", len(loaders) > 1
     names = [f"{hook}[{number}]" if several else hook for number in range(len(loaders))]
     if overfit:
@@ -252,18 +253,18 @@ def make_sources(
 
 
 def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str) -> LoaderSource:
-    """The source for a loader or other iterable.
+    """Return the source for a loader or other iterable.
 
     Args:
-        loader: what a dataloader hook returned, or one part of it.
-        spec: rank, seed and the like.
-        number: of the loader in the stage; loaders of one stage are shuffled apart.
-        name: for messages.
+        loader: the value that a dataloader hook returned, or one part of it.
+        spec: settings that all sources of the stage share.
+        number: index of the loader in the stage; the loaders of a stage are shuffled independently.
+        name: name of the loader in messages.
 
     Raises:
-        MisconfigurationException: it has a `DistributedSampler` made for other ranks, or cannot be shared out by
-            weight.
-        WrongType: it cannot be iterated.
+        MisconfigurationException: the loader has a `DistributedSampler` made for other ranks, or cannot be shared out
+            by weight.
+        WrongType: the loader cannot be iterated.
     """
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise WrongType(
@@ -298,7 +299,7 @@ SEEN_WHOLE = (
 
 
 def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str) -> Indexed:
-    """The source for a loader of a map-style data set: its sampler decides."""
+    """Return the source for a loader over a map-style data set; its sampler decides which one."""
     sampling = Sampling.of(loader, spec, key, name)
     sampler = sampling.sampler
     if sampling.batch_size is not None:
@@ -315,14 +316,14 @@ def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str)
 
 
 def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | None) -> tuple[float, ...]:
-    """The shares of ``count`` replicas by weight; empty where they are equal.
+    """Return the shares of ``count`` replicas as a tuple; empty if they are equal.
 
     Raises:
-        MisconfigurationException: they are no positive numbers, one for each replica, or differ between ranks.
+        MisconfigurationException: the shares are not ``count`` positive numbers, or differ between ranks.
     """
     if shares is None:
         return ()
-    shares = tuple(share if isinstance(share, int) else float(share) for share in shares)  # numbers of NumPy's, too
+    shares = tuple(share if isinstance(share, int) else float(share) for share in shares)  # NumPy's numbers, too
     if len(shares) != count or not all(0 < share < math.inf for share in shares):
         raise MisconfigurationException(f"shares={shares!r}: give {count} positive numbers, one for each replica.")
     if gather is not None:
@@ -336,10 +337,10 @@ def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | 
 
 
 def check_shares(source: LoaderSource, spec: SourceSpec, name: str) -> None:
-    """Refuses shares by weight that a loader cannot be cut into.
+    """Refuse shares that a loader cannot be cut by.
 
     Raises:
-        MisconfigurationException: with the way out.
+        MisconfigurationException: the loader yields whole batches only, or a replica would get no sample.
     """
     if not source.divisible:
         asked, else_do = f"shares={spec.shares}", "give equal shares"
@@ -362,7 +363,7 @@ def check_shares(source: LoaderSource, spec: SourceSpec, name: str) -> None:
 
 
 def check_own_share(sampler: DistributedSampler[Any], spec: SourceSpec, name: str) -> None:
-    """Refuses a `DistributedSampler` that was made for another number of ranks than there are."""
+    """Refuse a `DistributedSampler` that was made for another rank or another number of ranks."""
     if (sampler.rank, sampler.num_replicas) != (spec.rank, spec.size):
         raise MisconfigurationException(
             f"{name} has a DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}), but "
@@ -372,11 +373,11 @@ def check_own_share(sampler: DistributedSampler[Any], spec: SourceSpec, name: st
         )
 
 
-# -- loaders side by side ------------------------------------------------------------------------------------
+# -- loaders in parallel --------------------------------------------------------------------------------------
 
 
 class RowWeight(float):
-    """The weight of a micro-batch of several loaders: that of its heaviest part.
+    """The weight of a micro-batch of several loaders: the weight of its heaviest part.
 
     Attributes:
         parts: the weight of each part.
@@ -386,7 +387,7 @@ class RowWeight(float):
 
     @classmethod
     def of(cls, parts: Iterable[float]) -> RowWeight:
-        """The weight of these parts."""
+        """Return the weight of a micro-batch with these parts."""
         known = tuple(parts)
         made = cls(max(known))
         made.parts = known
@@ -394,15 +395,15 @@ class RowWeight(float):
 
 
 class Mixed(LoaderSource):
-    """Several sources in one of the modes of `CombinedLoader` but ``"sequential"``.
+    """Several sources in any mode of `CombinedLoader` except ``"sequential"``.
 
-    A micro-batch weighs what the heaviest of its parts weighs. A part that a rank has no samples of is None there.
+    A micro-batch has the weight of its heaviest part. A part is None on a rank that has no samples of it.
 
     Args:
         parts: the sources.
-        nest: that their batches come in.
+        nest: the structure of their batches.
         mode: ``"min_size"``, ``"max_size"`` or ``"max_size_cycle"``.
-        limits: at most so many micro-batches of each part's pass.
+        limits: maximum number of micro-batches of each part's pass.
     """
 
     def __init__(
@@ -413,20 +414,20 @@ class Mixed(LoaderSource):
         self._mode = mode
         self._limits = limits or [math.inf] * len(parts)
         self.rank = parts[0].rank
-        self.pads = True  # its parts do, each by itself
+        self.pads = True  # each part does
         self._measure()
         self.fixed = all(part.fixed for part in parts)
         self.flexible = all(part.flexible for part in parts)
-        # A sampler of the user's that begins anew is ahead of the loader, and its passes overlap.
+        # A user's sampler that restarts runs ahead of the loader, and its passes overlap.
         self.ahead = self.fixed or (mode != "max_size_cycle" and all(part.ahead for part in parts))
         self.batch = max(part.batch for part in parts)
-        # Resume by reading again: the order of some depends on the process' random numbers, or where a later pass
-        # begins shows on reading only.
+        # Resume by reading the pass again: the order of some parts depends on the process' random numbers, or the
+        # start of a later pass is only found by reading.
         self._rereads = any(isinstance(part, Untouched) for part in parts) or (
             mode == "max_size_cycle" and any(map(math.isinf, self._lengths))
         )
-        self._states: dict[str, Any] | None = None  # random states at the beginning of the pass
-        self._own_states: list[Any] = []  # those of generators that loaders hold
+        self._states: dict[str, Any] | None = None  # random states at the start of the pass
+        self._own_states: list[Any] = []  # states of the loaders' own generators
         self._epoch = 0  # of the pass
         self._resume: dict[str, Any] | None = None
 
@@ -434,7 +435,7 @@ class Mixed(LoaderSource):
         parts = self._parts
         self._lengths = [min(part.length, limit) for part, limit in zip(parts, self._limits, strict=True)]
         self.length = LENGTHS[self._mode](self._lengths)
-        # parts that are cut by weight are rounded apart
+        # parts that are cut by weight are rounded independently
         uneven = any(part.uneven for part in parts)
         self.even = 0 if uneven else int(min(map(min, [part.even for part in parts], self._lengths)))
 
@@ -443,14 +444,14 @@ class Mixed(LoaderSource):
         return LENGTHS[self._mode](map(min, lengths, self._limits))
 
     def recut(self, plan: WindowPlan) -> None:
-        for part in self._parts:  # which go on by the number of micro-batches
+        for part in self._parts:  # parts continue by the number of micro-batches
             part.recut(replace(plan, number=0, position=None))
             if isinstance(part, Stream):
                 part.moved = plan.number > 0
         self._measure()
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:
-        for part in self._parts:  # whose micro-batches have other numbers: a pass is shared out alike from its start
+        for part in self._parts:  # its micro-batches are numbered differently, so one share holds for a whole pass
             part.use_shares([(0, shares[-1][1])])
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
@@ -463,7 +464,7 @@ class Mixed(LoaderSource):
 
     def _weighed_row(self, row: list[Any]) -> tuple[Any, float]:
         weight = RowWeight.of(0.0 if item is None else item[1] for item in row)
-        some = bool(weight)  # else it is a padding batch, or nobody's
+        some = bool(weight)  # else it is a padding batch, or no rank has samples
         kept = [None if item is None or (some and not item[1]) else item[0] for item in row]
         return tree_unflatten(kept, self.nest), weight
 
@@ -499,7 +500,7 @@ class Mixed(LoaderSource):
         for part in self._parts:
             if not self._rereads and self._mode != "max_size_cycle":
                 states.append(part.state_dict())
-            elif isinstance(part, (Untouched, Stream)):  # read again; nor does theirs tell how often they began anew
+            elif isinstance(part, (Untouched, Stream)):  # read again; their state does not count restarts
                 states.append({})
             else:
                 states.append(of_all_ranks(part.state_dict()))
@@ -521,7 +522,7 @@ class Mixed(LoaderSource):
     def _rows(
         self, open_part: Sequence[Callable[..., Iterator[Any]]], epoch: int, start: int, stop: int | float
     ) -> Iterator[list[Any]]:
-        """The parts' batches side by side, from row ``start`` on."""
+        """Yield the parts' batches row by row, from row ``start`` on."""
         cycles = self._mode == "max_size_cycle"
         begin = 0 if self._rereads else start
         begins = [divmod(begin, int(length)) if cycles and begin else (0, begin) for length in self._lengths]
@@ -542,10 +543,10 @@ class Mixed(LoaderSource):
         return self._reread(opened, epoch, start) if self._rereads else opened()
 
     def _reread(self, opened: Callable[[], Iterator[list[Any]]], epoch: int, start: int) -> Iterator[list[Any]]:
-        """The rows from ``start`` on of a pass that is read from its beginning; a checkpoint's as it was begun."""
+        """Yield the rows from ``start`` on of a pass that is read from its start, with a checkpoint's random states."""
         resume, self._resume = self._resume or {}, None
         self._epoch = epoch
-        same = resume.get("epoch", epoch if start else None) == epoch  # versions before did not tell
+        same = resume.get("epoch", epoch if start else None) == epoch  # earlier versions did not save it
         if not (resume and same):
             self._set_own_states(resume.get("now", []))
             self._states = random_states(include_cuda=False)

@@ -1,7 +1,7 @@
-"""By what a run counts its batches: by the ranks that planned it, whatever number of ranks it goes on with.
+"""Counting of batches by the ranks that planned a run, on any number of ranks.
 
-A checkpoint keeps the plan (`BatchPlan`). An attempt of the run that goes on from it finds out by which numbers it
-counts (`count_batches`) and tells the user what has changed.
+A checkpoint keeps the plan (`BatchPlan`). A resumed attempt of the run computes the numbers that it counts by
+(`count_batches`) and reports to the user what has changed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
 Accumulation = int | dict[int, int]
-"""As of ``accumulate_grad_batches``: a number, or the epochs from which on each holds."""
+"""Value of ``accumulate_grad_batches``: a number, or a dict from the first epoch to the number from there on."""
 
 
 def batches_of_window(accumulate: Accumulation, epoch: int) -> int:
-    """Batches of a window in an epoch, counted from 0."""
+    """Return the number of batches in a window of an epoch (counted from 0)."""
     if isinstance(accumulate, int):
         return accumulate
     due = [first for first in accumulate if first <= epoch]
@@ -28,26 +28,26 @@ def batches_of_window(accumulate: Accumulation, epoch: int) -> int:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where, in the middle of an epoch, an attempt of the run began."""
+    """The point within an epoch at which an attempt of the run started."""
 
     epoch: int
     number: int
-    """Micro-batches that come before it, by the count of this attempt."""
+    """Micro-batches before it, by the count of this attempt."""
     rows: int
-    """Batches of the plan that come before it."""
+    """Batches of the plan before it."""
     position: Position = None
-    """What was drawn before it, as `Source.position` tells."""
+    """Data drawn before it; see `Source.position`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As a plain dict."""
+        """Return the fields as a plain dict."""
         return {"epoch": self.epoch, "number": self.number, "rows": self.rows, "place": self.position}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> ResumePoint:
-        """From :meth:`state_dict`.
+        """Load from a :meth:`state_dict`.
 
         Raises:
-            ValueError: it has numbers that cannot be.
+            ValueError: a number is not a non-negative integer.
         """
         _check_counts(state, ("epoch", "number", "rows"), least=0)
         return cls(state["epoch"], state["number"], state["rows"], state["place"])
@@ -60,25 +60,25 @@ def _check_counts(state: dict[str, Any], names: tuple[str, ...], least: int) -> 
 
 
 IN_ORDER = "in order"
-"""The kind of a loader that does not shuffle: of a longer data set, too, it gives the same samples first."""
+"""The kind of a loader that does not shuffle: a longer data set starts with the same samples."""
 
 
 class LoaderOrder(NamedTuple):
-    """In which order a loader gives its samples."""
+    """The order in which a loader yields its samples."""
 
     kind: str
-    """As messages say it: shuffled, in order, and the like."""
+    """Its name in messages: shuffled, in order, and so on."""
     samples: int = -1
-    """Positions of a pass on all ranks; -1: not known, or a rank's own."""
+    """Positions of a pass on all ranks; -1 if unknown, or if each rank has its own."""
     workers: int = 0
-    """That read a stream at once; 0 of other loaders, whose order does not depend on them."""
+    """Workers that read a stream in parallel; 0 for other loaders, whose order does not depend on workers."""
 
     @classmethod
     def load(cls, state: object) -> LoaderOrder:
-        """From a list.
+        """Load from a list.
 
         Raises:
-            ValueError: it is none of an order.
+            ValueError: the list does not describe an order.
         """
         match state:
             case [str(kind), int(samples), int(workers)]:
@@ -86,7 +86,7 @@ class LoaderOrder(NamedTuple):
         raise ValueError(f"an order is {state!r:.50}")
 
     def change(self, before: LoaderOrder) -> str:
-        """What of another order has become of ``before``; empty where positions are the samples that they were."""
+        """Describe how this order differs from ``before``; empty if every position is the same sample."""
         if self.kind != before.kind:
             return f"{self.kind}, before {before.kind}"
         if self.workers != before.workers:
@@ -97,10 +97,10 @@ class LoaderOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What the batches of a run are, and how far this attempt of it has come: what a checkpoint keeps."""
+    """The batches of a run and the progress of the attempt that saved it, as kept in a checkpoint."""
 
     ranks: int
-    """The number of ranks that ``accumulate_grad_batches`` and ``batch_size`` were meant for."""
+    """The number of ranks that ``accumulate_grad_batches`` and ``batch_size`` were chosen for."""
     accumulate: Accumulation
     batches: list[int]
     """``batch_size`` of each loader."""
@@ -109,14 +109,14 @@ class BatchPlan:
     at: ResumePoint
     """The last boundary, by the counts of that attempt."""
     resumed_at: ResumePoint | None = None
-    """Where that attempt had begun, if that was in the same epoch."""
+    """The start of that attempt, if it was in the same epoch."""
     by_process: bool | None = None
-    """Whether the order was drawn by the generators of one process; None: a checkpoint that does not tell."""
+    """True if the order was drawn by the generators of one process; None if the checkpoint does not record it."""
     orders: list[LoaderOrder] | None = None
-    """Of each loader; None: a checkpoint that does not tell."""
+    """The order of each loader; None if the checkpoint does not record them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As a plain dict."""
+        """Return the fields as a plain dict."""
         origin = None if self.resumed_at is None else self.resumed_at.state_dict()
         named = {name: getattr(self, name) for name in ("ranks", "accumulate", "batches", "size", "by_process")}
         orders = None if self.orders is None else list(map(list, self.orders))
@@ -124,10 +124,10 @@ class BatchPlan:
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> BatchPlan:
-        """From :meth:`state_dict`.
+        """Load from a :meth:`state_dict`.
 
         Raises:
-            ValueError: it has numbers that cannot be.
+            ValueError: a number is out of range.
         """
         _check_counts(state, ("ranks", "size"), least=1)
         batches, origin = state["batches"], state["origin"]
@@ -140,69 +140,69 @@ class BatchPlan:
 
     @property
     def workers(self) -> int | None:
-        """The loader workers of each rank that read a stream up to the last boundary; None of other loaders."""
+        """Loader workers of each rank that read a stream up to the last boundary; None for other loaders."""
         position = self.at.position
         return position[-1][1] if isinstance(position, list) and position else None
 
 
 @dataclass(frozen=True)
 class BatchCounting:
-    """By what this attempt of a run counts, and where it began. Made by :func:`count_batches`.
+    """The numbers by which this attempt of a run counts batches, and its start. Made by :func:`count_batches`.
 
-    A **row** is a batch of the plan: ``batch_size`` samples on each of ``ranks`` ranks. What flags and schedulers
-    count in batches, they count in rows; ``accumulate_grad_batches`` rows are a window, which ``size`` ranks share
-    out over as many micro-batches as it takes.
+    A **row** is a batch of the plan: ``batch_size`` samples on each of ``ranks`` ranks. Flags and schedulers that
+    count batches count rows. A window is ``accumulate_grad_batches`` rows; ``size`` ranks share it out over as many
+    micro-batches as needed.
     """
 
     ranks: int
     size: int
     resumed_at: ResumePoint | None = None
     moved: bool = False
-    """Whether another attempt, with other ranks or batches, left off at ``resumed_at`` (or between two epochs)."""
+    """True if an attempt with other ranks or batches stopped at ``resumed_at`` (or between two epochs)."""
     said: str = ""
-    """What the user is told about it."""
+    """The message to the user about it."""
     differs: bool = field(default=False, compare=False)
-    """Whether a step has another number of samples than it had in that attempt, or a stream other workers."""
+    """True if a step has another number of samples than in that attempt, or a stream has other workers."""
 
     def tell(self) -> None:
-        """Tell the user that this attempt counts otherwise than the one that left off."""
+        """Report to the user that this attempt counts differently from the previous one."""
         if self.moved:
             (rank_zero_warn if self.differs else rank_zero_info)(self.said)
 
     @property
     def resumed_number(self) -> int | None:
-        """Micro-batches of the epoch before this attempt, if it began within one."""
+        """Micro-batches of the epoch before this attempt; None if it did not start within an epoch."""
         return None if self.resumed_at is None else self.resumed_at.number
 
     @property
     def is_replanned(self) -> bool:
-        """Whether rows are shared out over another number of ranks than they were planned for."""
+        """True if rows are shared out over another number of ranks than planned."""
         return self.ranks != self.size
 
     def micro(self, accumulate: int) -> int:
-        """Micro-batches of a window of so many rows."""
+        """Return the number of micro-batches in a window of ``accumulate`` rows."""
         return -(-accumulate * self.ranks // self.size)
 
     def batches(self, rows: int | float, accumulate: int) -> int | float:
-        """Micro-batches of an epoch of so many rows."""
+        """Return the number of micro-batches in an epoch of ``rows`` rows."""
         if math.isinf(rows):
             return rows
         windows, more = divmod(int(rows), accumulate)
         return windows * self.micro(accumulate) + self.micro(more)
 
     def begins(self, epoch: int) -> tuple[int, int]:
-        """(micro-batches, rows) of an epoch that come before this attempt."""
+        """Return (micro-batches, rows) of an epoch that precede this attempt."""
         point = self.resumed_at
         return (0, 0) if point is None or point.epoch != epoch else (point.number, point.rows)
 
     def rows(self, epoch: int, number: int, accumulate: int) -> int:
-        """Rows of an epoch that are done after so many micro-batches of it; exact where a window ends."""
+        """Return the rows of an epoch that are done after ``number`` micro-batches; exact at the end of a window."""
         first, rows = self.begins(epoch)
         windows, more = divmod(number - first, self.micro(accumulate))
         return rows + windows * accumulate + more * accumulate // self.micro(accumulate)
 
     def window_plan(self, epoch: int, accumulate: int, limit: int | float) -> WindowPlan | None:
-        """How an epoch is to be cut; None: as the loaders and the ranks at hand do it."""
+        """Return the plan by which an epoch is cut; None if the loaders and the current ranks decide."""
         point = self.resumed_at
         if point is not None and point.epoch == epoch:
             return WindowPlan(self.ranks, accumulate, limit, point.number, point.position)
@@ -217,21 +217,21 @@ class RunAttempt:
     accumulate: Accumulation
     batches: list[int]
     flexible: bool
-    """Whether the loaders can be cut into windows of any size."""
+    """True if the loaders can be cut into windows of any size."""
     automatic: bool = True
-    """Whether windows are lockstep's (automatic optimization) and not the user's."""
+    """True if lockstep forms the windows (automatic optimization), not the user."""
     keep: bool = True
     """``Trainer(keep_global_batch=...)``."""
     workers: int | None = None
-    """Loader workers of each rank that read a stream that lockstep shares out; None of other loaders."""
+    """Loader workers of each rank that read a stream which lockstep shares out; None for other loaders."""
 
 
 def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting:
-    """By what a run counts that goes on from ``saved``; pure.
+    """Return how a run that resumes from ``saved`` counts its batches; pure.
 
-    The plan holds where only the number of ranks has changed. Where the user has changed ``batch_size`` or
-    ``accumulate_grad_batches``, theirs hold from the last boundary on. A stream that other loader workers read
-    is moved as to other ranks.
+    The plan is kept if only the number of ranks has changed. If the user has changed ``batch_size`` or
+    ``accumulate_grad_batches``, the new values hold from the last boundary on. A stream that is read by another
+    number of loader workers is handled like a change of ranks.
 
     Raises:
         MisconfigurationException: the plan's windows cannot be shared out over these ranks.
@@ -253,7 +253,7 @@ def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting
 def _changes(
     saved: BatchPlan, attempt: RunAttempt, made: BatchCounting, as_planned: bool, planned: bool
 ) -> tuple[str, bool]:
-    """What the user is told about an attempt that does not go on as the one before, and whether it is a warning."""
+    """Return the message about an attempt that counts differently, and True if it is to be a warning."""
     epoch = saved.at.epoch
     before = StepSize(saved.ranks, batches_of_window(saved.accumulate, epoch), saved.batches)
     now = StepSize(made.ranks, batches_of_window(attempt.accumulate, epoch), attempt.batches)
@@ -266,23 +266,23 @@ def _changes(
 
 
 def _table(flag: Accumulation) -> dict[int, int]:
-    """The epochs from which on another number holds, and that number."""
+    """Return a dict from each epoch at which the number changes to the new number."""
     table = {0: 1, **flag} if isinstance(flag, dict) else {0: flag}
     return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != batches_of_window(table, epoch - 1)}
 
 
 def _has_other_workers(saved: BatchPlan, attempt: RunAttempt) -> bool:
-    """Whether a stream is shared out otherwise, by its loader's workers, than the epoch under way has begun."""
+    """Return True if the loader's number of workers differs from the one that the current epoch was started with."""
     return saved.workers is not None and attempt.workers not in (None, saved.workers)
 
 
 def _can_step(saved: BatchPlan, attempt: RunAttempt) -> bool:
-    """Manual optimization: whether a row is one micro-batch, for nobody but the user can accumulate."""
+    """Return False if manual optimization would have to accumulate: lockstep cannot do that for the user."""
     return attempt.automatic or (saved.ranks <= attempt.size and (attempt.flexible or saved.ranks == attempt.size))
 
 
 def _resume_point(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) -> ResumePoint | None:
-    """Where the last boundary of ``saved`` is, by the counts of this attempt; None: it is the beginning of an epoch."""
+    """Return the last boundary of ``saved`` by the counts of this attempt; None at the start of an epoch."""
     at = saved.at
     if at.rows == 0:
         return None
@@ -316,11 +316,11 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
         )
 
 
-# -- what is said ----------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------------
 
 
 class StepSize(NamedTuple):
-    """What a step is made of; of several loaders the one counts that has most samples."""
+    """The size of a step; with several loaders, the largest ``batch_size`` counts."""
 
     ranks: int
     accumulate: int
@@ -328,7 +328,7 @@ class StepSize(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Of all ranks."""
+        """Number of samples on all ranks."""
         return self.ranks * self.accumulate * max(self.batches, default=1)
 
     def __str__(self) -> str:
@@ -342,7 +342,7 @@ class StepSize(NamedTuple):
 
 
 def _counted(number: int, what: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return ``1 rank``, ``2 ranks`` and so on."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 

@@ -1,4 +1,4 @@
-"""The cut of an epoch's positions into windows, of those into micro-batches, and of those into parts of ranks; pure.
+"""The cut of an epoch's positions into windows, micro-batches and parts of ranks; pure.
 
 In `data/` a *rank* is one of the ranks that see different samples: see `lockstep.data.source.Replicas`.
 """
@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 Position: TypeAlias = "int | list[list[Any]] | None"
-"""Where a source stands: how many positions were drawn; of a stream, what each rank and worker has drawn of it, as
-plain data; None where only the number of micro-batches is known."""
+"""Progress of a source: the number of positions drawn; for a stream, what each rank and worker has drawn, as plain
+data; None if only the number of micro-batches is known."""
 
 
 @dataclass(frozen=True)
 class Cut:
     """``n`` positions in windows, each shared out over its micro-batches and the ranks.
 
-    A window is a global batch of ``batch x size`` positions, or what ``window`` says. Ranks share it evenly (their
-    parts differ by at most one position) or by weight, and each divides its part evenly over the window's
-    micro-batches. Micro-batches follow each other, and in a micro-batch the parts of ranks do, so that one process
-    that accumulates ``size`` micro-batches and ``size`` ranks see the same micro-batches.
+    A window is a global batch of ``batch x size`` positions, or ``window`` positions if set. Ranks share it evenly
+    (their parts differ by at most one position) or by weight. Each rank divides its part evenly over the window's
+    micro-batches. Micro-batches are consecutive, and so are the ranks' parts within a micro-batch. Therefore one
+    process that accumulates ``size`` micro-batches sees the same micro-batches as ``size`` ranks.
 
     Example:
         >>> cut = Cut(n=11, batch=2, size=2)
@@ -38,27 +38,27 @@ class Cut:
     """
 
     n: int
-    """Positions that are cut."""
+    """Number of positions."""
     batch: int
-    """Positions that a rank takes at once (a loader's ``batch_size``); by weight, the mean over the ranks."""
+    """Positions of a rank in a micro-batch (a loader's ``batch_size``); with weights, the mean over the ranks."""
     size: int
     """Number of ranks."""
     drop_last: bool = False
     """Leave out the last window if it is not full."""
     window: int = 0
-    """Positions of a full window; 0: ``batch x size``."""
+    """Positions of a full window; 0 means ``batch x size``."""
     weights: tuple[float, ...] = ()
-    """A positive number for each rank, to which its part of a window is proportional; empty: all are equal."""
+    """A positive number for each rank; its part of a window is proportional to it. Empty: equal parts."""
     number: int = 0
-    """Micro-batches are counted from here on."""
+    """Number of the first micro-batch."""
     position: int = 0
     """The first of the ``n`` positions."""
 
     @property
     def full(self) -> int:
-        """End of the leading micro-batches in each of which a rank takes as many positions as in the first one.
+        """End of the leading micro-batches in which every rank takes as many positions as in the first one.
 
-        Each rank takes some. None can be relied upon in windows of another size than ``batch x size``.
+        Each rank takes at least one. Equal to ``number`` for windows of another size than ``batch x size``.
         """
         whole = self.batch * self.size
         if self.window not in (0, whole) or (self.weights and 0 in apportion(whole, self.size, self.weights)):
@@ -67,24 +67,24 @@ class Cut:
 
     @property
     def rest(self) -> int:
-        """Positions of the last, partial window; 0 if there is none."""
+        """Positions of the last, partial window; 0 if all windows are full."""
         return 0 if self.drop_last else self.n % self._window
 
     @property
     def length(self) -> int:
-        """The number after the last micro-batch's."""
+        """One more than the number of the last micro-batch."""
         return self.number + self.n // self._window * self._micro(self._window) + self._micro(self.rest)
 
     def span(self, number: int, rank: int) -> tuple[int, int]:
-        """First position and end of a rank's part of a micro-batch; the same where its part is empty."""
+        """Return the first position and the end of a rank's part of a micro-batch; they are equal if it is empty."""
         start, count, micro, part = self._locate(number)
-        if not self.weights:  # the same as below, at once
+        if not self.weights:  # a faster form of the code below
             return even_span(count, micro * self.size, part * self.size + rank, start)
         before, _, ends = _parts_by_weight(count, self.weights, micro, part)
         return start + before + (ends[rank - 1] if rank else 0), start + before + ends[rank]
 
     def sizes(self, number: int) -> list[int]:
-        """Number of positions that each rank takes of a micro-batch."""
+        """Return the number of positions of each rank in a micro-batch."""
         _, count, micro, part = self._locate(number)
         if self.weights:
             return list(_parts_by_weight(count, self.weights, micro, part)[1])
@@ -93,7 +93,7 @@ class Cut:
         return [each + 1] * larger + [each] * (self.size - larger)
 
     def recut(self, number: int, weights: tuple[float, ...]) -> Cut:
-        """The positions from micro-batch ``number`` on, with which a window begins, shared out by other weights.
+        """Return the cut of the positions from micro-batch ``number`` on, shared out by new weights.
 
         Example:
             >>> cut = Cut(n=20, batch=4, size=2).recut(1, (3, 1))
@@ -101,7 +101,7 @@ class Cut:
             [(8, 14), (14, 16)]
 
         Raises:
-            ValueError: the micro-batch is inside a window.
+            ValueError: the micro-batch is not the first of a window.
         """
         start, part = self.position + self.n, 0
         if number < self.length:
@@ -116,11 +116,11 @@ class Cut:
         return self.window or self.batch * self.size
 
     def _micro(self, count: int) -> int:
-        """Micro-batches of a window of so many positions."""
+        """Return the number of micro-batches in a window of ``count`` positions."""
         return -(-count // (self.batch * self.size))
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
-        """(first position, positions, micro-batches) of a micro-batch's window, and its number in the window."""
+        """Return (first position, positions, micro-batches) of a micro-batch's window, and its index in the window."""
         window, part = divmod(number - self.number, self._micro(self._window))
         start = window * self._window
         count = min(self._window, self.n - start)
@@ -128,16 +128,16 @@ class Cut:
 
 
 def even_span(count: int, size: int, rank: int, start: int = 0) -> tuple[int, int]:
-    """A rank's part of ``count`` positions from ``start`` on, shared out as evenly as possible."""
+    """Return a rank's part of ``count`` positions from ``start`` on, shared out as evenly as possible."""
     each, more = divmod(count, size)
     first = start + rank * each + min(rank, more)
     return first, first + each + (rank < more)
 
 
 def apportion(count: int, size: int, weights: tuple[float, ...] = ()) -> Sequence[int]:
-    """How many of ``count`` positions each rank takes: as even, or as near to its weight, as whole numbers can be.
+    """Return how many of ``count`` positions each rank takes: evenly, or as close to its weight as integers allow.
 
-    What is left after rounding down goes to the ranks with the largest remainders, of equal ones to the first.
+    The remainder after rounding down goes to the ranks with the largest fractions; ties go to the lower rank.
     """
     if weights:
         return _by_weight(count, weights)
@@ -163,7 +163,7 @@ def _by_weight(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 def _parts_by_weight(
     count: int, weights: tuple[float, ...], micro: int, part: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Of a micro-batch of a window: positions of the window before it, each rank's number of positions, and its end."""
+    """Return the window's positions before a micro-batch, each rank's number of positions in it, and its end."""
     totals = _by_weight(count, weights)
     sizes = tuple(total // micro + (part < total % micro) for total in totals)
     before = sum(even_span(total, micro, part)[0] for total in totals)
@@ -172,33 +172,33 @@ def _parts_by_weight(
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """How an epoch is cut that another number of ranks has planned, or begun."""
+    """The cut of an epoch that was planned, or started, on another number of ranks."""
 
     ranks: int
-    """A plan's batch is this many times a loader's ``batch_size``."""
+    """Ranks of the plan: its batch is this many times a loader's ``batch_size``."""
     accumulate: int
     """Batches of the plan in a window."""
     limit: int | float = math.inf
-    """Batches of the plan in an epoch, at most."""
+    """Maximum number of the plan's batches in an epoch."""
     number: int = 0
-    """The first micro-batch of this attempt of the run; those before it were drawn by an earlier one."""
+    """The first micro-batch of this attempt of the run; an earlier attempt drew those before it."""
     position: Position = None
-    """What those have drawn, as the source that drew it tells; None: tell by numbers."""
+    """What that attempt had drawn, from `Source.position`; None: computed from the numbers."""
 
     def micro(self, size: int) -> int:
-        """Micro-batches of a window on ``size`` ranks."""
+        """Return the number of micro-batches in a window on ``size`` ranks."""
         return -(-self.accumulate * self.ranks // size)
 
     def divides(self, size: int) -> bool:
-        """Whether full micro-batches on ``size`` ranks make a window."""
+        """Return True if full micro-batches on ``size`` ranks add up to a window."""
         return self.accumulate * self.ranks % size == 0
 
     def window(self, batch: int) -> int:
-        """Positions of a window, for a loader's ``batch_size``."""
+        """Return the positions of a window for a loader's ``batch_size``."""
         return self.ranks * self.accumulate * batch
 
     def kept(self, n: int | float, batch: int, drop_last: bool) -> int | float:
-        """How many of an epoch's ``n`` positions are drawn, those before ``number`` included."""
+        """Return how many of an epoch's ``n`` positions are drawn, including those before ``number``."""
         whole = self.ranks * batch
         n = min(n, self.limit * whole)
         if drop_last and not math.isinf(n):
@@ -207,16 +207,16 @@ class WindowPlan:
 
     @property
     def drawn(self) -> int:
-        """Positions that were drawn before ``number``, of a source that counts them."""
+        """Positions drawn before ``number``, for a source that counts them."""
         return self.position if isinstance(self.position, int) else 0
 
     def reached(self, number: int, batch: int, size: int) -> int:
-        """Positions that have been drawn before a micro-batch with which a window begins."""
+        """Return the positions drawn before the first micro-batch of a window."""
         windows, more = divmod(number - self.number, self.micro(size))
         return self.drawn + windows * self.window(batch) + (more * batch * size if self.divides(size) else 0)
 
     def cut(self, n: int, batch: int, size: int, drop_last: bool, weights: tuple[float, ...] = ()) -> Cut:
-        """The cut of an epoch of ``n`` positions over ``size`` ranks."""
+        """Return the cut of an epoch of ``n`` positions over ``size`` ranks."""
         left = max(0, int(self.kept(n, batch, drop_last)) - self.drawn)
         window = 0 if self.divides(size) else self.window(batch)
         return Cut(left, batch, size, False, window, weights, self.number, self.drawn)

@@ -1,4 +1,4 @@
-"""Feeds: the loaders of a stage as this rank draws from them, limited, shared out and weighed.
+"""Feeds: the loaders of a stage from which this rank draws its share of weighted batches.
 
 A *rank* here is one of the ranks that see different samples: see `lockstep.data.source.Replicas`.
 """
@@ -26,8 +26,8 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, rank_zero_warn
 
 CountingFor = Callable[[int, list[int], bool, int | None], BatchCounting]
-"""How a run counts batches, given the number of replicas, the ``batch_size`` of its loaders, whether they can be cut
-into windows of any size, and the loader workers that read a stream."""
+"""Function that returns how a run counts batches, given the number of replicas, the ``batch_size`` of its loaders,
+whether they can be cut into windows of any size, and the loader workers that read a stream."""
 
 _END = object()
 
@@ -35,10 +35,10 @@ _END = object()
 class Feed:
     """The training loaders of a fit, epoch by epoch.
 
-    Use :meth:`train` to make one. Where all loaders tell their length and weights ahead, a window costs
-    nothing but its batches. Of others (iterable data sets, foreign iterables) a window is fetched whole
-    before it is handed out, and one batch more, to know whether it is the last; with several ranks one small
-    collective a window tells who still has data.
+    Use :meth:`train` to make one. If all loaders know their length and weights in advance, a window costs nothing
+    but its batches. Otherwise (iterable data sets, foreign iterables) a window is fetched completely before it is
+    handed out, plus one batch, to find out whether it is the last. With several ranks, one small collective per window
+    determines which ranks still have data.
 
     Example:
         >>> feed = Feed.train(DataLoader(data, 32, shuffle=True), replicas=Replicas(), seed=42)
@@ -61,36 +61,36 @@ class Feed:
     ) -> None:
         self._limit = count if limited else math.inf  # rows of an epoch
         num_batches = source.length if counting.is_replanned else count
-        if spec.gather is not None and not ahead:  # the ranks' lengths may differ: all go on to the longest
+        if spec.gather is not None and not ahead:  # the ranks' lengths may differ: all continue to the longest
             num_batches = longest(num_batches, spec.gather)
         self._source = source
         self._spec = spec
         self._size = spec.size
-        #: whether the order is drawn by the generators of this process
+        #: True if the order is drawn by the generators of this process
         self.by_process = spec.by_process
         self._ahead = ahead
         self._padded = padded
-        self._mixes = len(source.leaves()) if isinstance(source, Mixed) else 0  # loaders side by side
-        #: how the batches of several loaders lie in one; None of a bare loader
+        self._mixes = len(source.leaves()) if isinstance(source, Mixed) else 0  # loaders in parallel
+        #: structure of a batch of several loaders; None for a single bare loader
         self.nest = source.nest if isinstance(source, Mixed) else None
-        #: micro-batches of an epoch on every rank, after the limit; infinite where it is not known
+        #: micro-batches of an epoch on every rank, after the limit; infinite if unknown
         self.num_batches = num_batches
-        #: by what the run counts batches
+        #: how the run counts batches
         self.counting = counting
-        #: ``batch_size`` of each loader; 1 of what is taken as it is
+        #: ``batch_size`` of each loader; 1 for loaders that are used unchanged
         self.batches = batches
         self._length = self._stop = num_batches
         self._is_recut = False
         self._start = self._first = 0
         self._epoch = 0
         self._accumulate = 1
-        self._even: int | float = -1  # end of the windows at hand that weigh the same; -1: not known
+        self._even: int | float = -1  # end of the next windows of equal weight; -1: unknown
         self._shares: list[Reshare] = [(0, spec.shares)]  # of the epoch `_shared_epoch`
         self._latest, self._shared_epoch = spec.shares, -1
         self._batches: Iterator[Any] = iter(())
         self._lasting = LastingBatches()
         self._state: dict[str, Any] | None = None
-        self._before: dict[str, Any] | None = None  # behind the last batch of a window: that before the window
+        self._before: dict[str, Any] | None = None  # after the last batch of a window: the state before the window
 
     @classmethod
     def train(
@@ -109,33 +109,32 @@ class Feed:
         shares: Sequence[float] | None = None,
         reshared: bool = False,
     ) -> Feed:
-        """The feed of what a ``train_dataloader`` hook returned.
+        """Return the feed for the value that a ``train_dataloader`` hook returned.
 
         Args:
             source: a DataLoader or other iterable of batches, or a dict, list or `CombinedLoader` of such (a
-                dict or list ends with its longest loader, the others beginning anew).
-            replicas: which see different samples, and that of this rank.
-            seed: the order of data and the random numbers of data sets are functions of it; the same on all
-                ranks.
+                dict or list ends with its longest loader, and the others restart).
+            replicas: the replicas, which see different samples, and the index of this rank's.
+            seed: seed of the data order and of the data sets' random numbers; the same on all ranks.
             limit: ``limit_train_batches``.
-            distribute: ``use_distributed_sampler``; False: loaders are taken as they are, each rank's its own.
+            distribute: ``use_distributed_sampler``; if False, each rank uses its own loaders unchanged.
             order: "torch": shuffle by torch's own permutations; one process draws them from its global
                 generator as a plain loader does, several from a generator seeded with ``seed + epoch``.
             overfit: ``overfit_batches``: read loaders in order.
-            counting: how a run counts batches that other ranks have begun; default: by these ranks.
-            planned: the number of ranks that it counts by, where it is known before.
+            counting: how a run counts batches that was started on other ranks; default: by these ranks.
+            planned: the number of ranks that it counts by, if already known.
             padded: hand out padding batches where a rank's part of a micro-batch is empty.
             shares: a number for each replica, to which its part of each global batch is proportional; default: equal.
             reshared: the shares change while an epoch runs, by :meth:`reshare`.
 
         Raises:
-            MisconfigurationException: no batches, a limit, shares or a number of ranks that cannot be, loaders that
-                differ.
+            MisconfigurationException: there are no batches; the limit, the shares or the number of ranks is invalid; or
+                the loaders differ between ranks.
         """
         gather, size = replicas.agreed_gather(), replicas.count
         by_weight, torch_order = checked_shares(shares, size, gather), order == "torch"
         loaders, nest, mode = unpack(source, "max_size_cycle")
-        pads = padded or nest is not None  # loaders side by side count their batches alike on all ranks
+        pads = padded or nest is not None  # parallel loaders need equal batch counts on all ranks
         spec = SourceSpec(
             *(replicas.index, size, seed, "train", pads, distribute, torch_order, planned or size, gather),
             shares=by_weight,
@@ -155,12 +154,12 @@ class Feed:
         return cls(made, spec, count, count < whole, ahead and made.ahead, counted, batches, padded)
 
     def begin(self, epoch: int, start_batch: int = 0, accumulate: int = 1) -> None:
-        """Opens the loaders for an epoch, from this rank's micro-batch ``start_batch`` on.
+        """Open the loaders for an epoch, from this rank's micro-batch ``start_batch`` on.
 
         Args:
             epoch: counted from 0.
             start_batch: counted as this attempt of the run counts.
-            accumulate: that of the :meth:`windows` to come.
+            accumulate: the value for the next call of :meth:`windows`.
         """
         self.prepare(epoch, accumulate)
         self._start = start_batch
@@ -173,7 +172,7 @@ class Feed:
             self._batches = self._spec.compared(self._source.open(epoch, 0, start_batch, self._stop))
 
     def prepare(self, epoch: int, accumulate: int) -> None:
-        """Cut an epoch as other ranks have planned or begun it; does nothing where there are none."""
+        """Cut an epoch that was planned or started on other ranks; do nothing otherwise."""
         self._epoch, self._accumulate = epoch, accumulate
         counting, source, most = self.counting, self._source, self._limit
         self._first = counting.begins(epoch)[0]
@@ -185,24 +184,24 @@ class Feed:
         most = counting.batches(most, accumulate)
         if self._ahead:
             self.num_batches = self._stop = source.length if source.flexible else min(source.length, most)
-        else:  # it ends when all ranks are through
+        else:  # it ends when all ranks are done
             self.num_batches, self._stop = counting.batches(self.rows, accumulate), most
 
     # -- shares that change
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The newest shares of the ranks; empty: equal ones."""
+        """The newest shares of the ranks; empty if they are equal."""
         return self._latest
 
     @property
     def drawn(self) -> int:
-        """Micro-batches of the epoch that this rank has drawn, ahead of training, too: their shares are fixed."""
+        """Micro-batches of the epoch that this rank has drawn, including prefetched ones; their shares are fixed."""
         return self._source.drawn
 
     @property
     def sources(self) -> list[LoaderSource]:
-        """What it draws from: one source, which may be made of several."""
+        """The single source that it draws from, possibly a combination of several."""
         return [self._source]
 
     @property
@@ -211,24 +210,24 @@ class Feed:
         return self.counting.micro(self._accumulate)
 
     def shared_at_once(self) -> tuple[int, int]:
-        """(samples that are shared out at once, how often in a window), of the full windows of the epoch."""
+        """Return (samples that are shared out at once, times per window) for the full windows of the epoch."""
         batch, micro = self._source.batch, self.micro
         whole = self.counting.ranks * self._accumulate * batch
         return (batch * self._size, micro) if micro * batch * self._size == whole else (whole, 1)
 
     def reshare(self, shares: Sequence[float], number: int | None) -> int | None:
-        """Share out by other weights what begins with micro-batch ``number`` of the epoch, on all ranks alike.
+        """Use new shares from the first window that starts at or after micro-batch ``number``; the same on all ranks.
 
         Args:
             shares: a positive number for each rank.
-            number: no rank has drawn it or what follows; None: the next epoch's first.
+            number: a micro-batch that no rank has drawn, nor any later one; None: the first of the next epoch.
 
         Returns:
-            the first micro-batch that they hold for, with which a window begins; None: they hold from the next epoch.
+            the first micro-batch that they apply to, which starts a window; None: they apply from the next epoch on.
         """
         self._latest = () if len(set(shares)) == 1 else tuple(shares)
         if number is None:
-            self._shared_epoch = -1  # whichever is begun next
+            self._shared_epoch = -1  # the next epoch, whichever it is
         if number is None or not self._source.reshares:
             return None
         number += (self._first - number) % self.micro
@@ -240,19 +239,19 @@ class Feed:
         return number
 
     def shares_state(self) -> dict[str, Any] | None:
-        """The shares of the epoch and of those to come, for :meth:`load_shares`, where they change; of all ranks."""
+        """Return the current and future shares of all ranks for :meth:`load_shares`; None if shares do not change."""
         if not self._spec.reshared:
             return None
         by_number = [[number, list(shares)] for number, shares in self._shares]
         return {"size": self._size, "epoch": self._shared_epoch, "shares": by_number, "latest": list(self._latest)}
 
     def load_shares(self, state: dict[str, Any], number: int, keep: bool = True) -> None:
-        """Go on with the shares of :meth:`shares_state`, if they are those of as many ranks.
+        """Continue with the shares of a :meth:`shares_state`, if the number of ranks is the same.
 
         Args:
-            state: of the checkpoint.
+            state: the state from a checkpoint.
             number: micro-batches of its epoch that are done.
-            keep: False: only until the window under way is over; then with those that ranks begin with.
+            keep: if False, use them only until the current window ends, then the initial shares of the ranks.
         """
         if state["size"] != self._size:
             return
@@ -267,20 +266,20 @@ class Feed:
 
     @property
     def orders(self) -> list[LoaderOrder]:
-        """In which order each loader gives its samples."""
+        """The order in which each loader yields its samples."""
         return [leaf.order() for leaf in self._source.leaves()]
 
     # -- batches of the plan
 
     @property
     def rows(self) -> int | float:
-        """Batches of an epoch by the count of the plan, after the limit; infinite where it is not known."""
+        """Batches of an epoch as the plan counts them, after the limit; infinite if unknown."""
         if not self.counting.is_replanned:
             return self._length
         return min(self._source.planned(self.counting.ranks), self._limit)
 
     def rows_at(self, number: int) -> int:
-        """Batches of the plan that are done after so many micro-batches of the epoch that was begun."""
+        """Return the plan's batches that are done after ``number`` micro-batches of the current epoch."""
         if not self.counting.is_replanned:
             return number
         rows, all_rows = self.counting.rows(self._epoch, number, self._accumulate), self.rows
@@ -290,16 +289,16 @@ class Feed:
     def samples(self, number: int) -> tuple[list[int], int] | None:
         """Return (indices in the data set, position of the first) of this rank's part of a micro-batch of the epoch.
 
-        None where nobody knows: several loaders, streams, samplers of the user's.
+        Return None if they are unknown: several loaders, streams, a user's own sampler.
         """
         return self._source.samples_of(number)
 
     def begun(self, number: int, accumulate: int) -> int:
-        """Micro-batches of the window that is under way after so many of the epoch."""
+        """Return the micro-batches of the current window that are done after ``number`` of the epoch."""
         return (number - self._first) % self.counting.micro(accumulate)
 
     def reached(self, number: int) -> ResumePoint:
-        """A boundary of the epoch that was begun, for an attempt with other ranks."""
+        """Return the resume point of a boundary in the current epoch, for an attempt with other ranks."""
         before = self.counting.resumed_at
         if before is not None and (before.epoch, before.number) == (self._epoch, number):
             return before
@@ -307,36 +306,36 @@ class Feed:
         return ResumePoint(self._epoch, number, self.rows_at(number), position)
 
     def windows(self, accumulate: int) -> Iterator[Window]:
-        """The windows of the epoch, of ``accumulate`` batches of the plan each, the last one perhaps of fewer.
+        """Return the windows of the epoch, of ``accumulate`` batches of the plan each; the last may have fewer.
 
-        These are as many micro-batches where the ranks are those of the plan.
+        On as many ranks as planned, a window has as many micro-batches as batches of the plan.
         """
         micro = self.counting.micro(accumulate)
         return self._known(micro) if self._ahead else self._fetched(micro)
 
     def state_dict(self, under_way: bool = False) -> dict[str, Any]:
-        """What this rank's loaders need to go on besides epoch and micro-batch; mostly {}.
+        """Return what this rank's loaders need to resume, besides epoch and micro-batch; often empty.
 
         Args:
-            under_way: go on with the batch that was handed out last, not behind it.
+            under_way: resume with the batch that was handed out last, not with the one after it.
         """
         if under_way and self._before is not None:
             return self._before
         return self._source.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Before the :meth:`begin` that goes on from where :meth:`state_dict` was taken."""
+        """Load a :meth:`state_dict`; call it before the :meth:`begin` that resumes the epoch."""
         point = self.counting.resumed_at
         reads_again = self.counting.moved and point is not None and isinstance(point.position, list)
         if not reads_again:
             self._source.load_state_dict(state)
 
     def close(self) -> None:
-        """Drops the epoch that is under way and ends loader workers."""
+        """Drop the current epoch and end loader workers."""
         self._batches = iter(())
         self._source.close()
 
-    # -- windows whose weights are known before anything is fetched
+    # -- windows with weights that are known before anything is fetched
 
     def _known(self, accumulate: int) -> Iterator[Window]:
         source, batches, stop = self._source, self._batches, self._stop
@@ -349,7 +348,7 @@ class Feed:
         while number < stop:
             after = number + accumulate
             if after > self._even:
-                source.has(int(min(after, stop)) - 1)  # of a sampler of the user's, no more than was drawn is known
+                source.has(int(min(after, stop)) - 1)  # only what was drawn of a user's sampler is known
                 self._even = even = min(source.even_until(number), stop)
                 if after <= even:  # all windows up to there weigh the same
                     sizes = source.weights(number)
@@ -370,9 +369,9 @@ class Feed:
             number, begun = after, 0
 
     def _weighed_window(self, rows: list[list[Sequence[float]]], last: bool, begun: int) -> Window:
-        """The window of some micro-batches, given all ranks' weights of their parts."""
+        """Return the window of some micro-batches, given all ranks' weights of their parts."""
         mine = [[part[self._spec.rank] for part in row] for row in rows]
-        # what goes over all ranks does so inside of Python's own functions
+        # sums over all ranks run inside Python's built-in functions, for speed
         weights = [row[0] if len(row) == 1 else list(map(max, *row)) for row in rows]
         of_rank = list(map(sum, zip(*weights, strict=True)))
         of_parts = [list(map(sum, zip(*of_rows, strict=True))) for of_rows in zip(*rows, strict=True)]
@@ -390,14 +389,14 @@ class Feed:
         of_parts: Sequence[Sequence[float]],
         ranks: Sequence[int] | None,
     ) -> list[Part]:
-        """(weight, share) of this rank's micro-batches of a window whose gradients some ranks average.
+        """Return (weight, share) of this rank's micro-batches of a window, for a subset of averaging ranks.
 
         Args:
-            weights: of this rank's micro-batches.
+            weights: weights of this rank's micro-batches.
             mine: the same by loader.
             of_rank: the sum of each rank's weights.
-            of_parts: the same by loader, and in it by rank; one for each loader where there are several.
-            ranks: those that average, this one among them; None: all.
+            of_parts: the same by loader and rank; one entry per loader if there are several.
+            ranks: the ranks that average gradients, including this one; None: all.
         """
         size = self._size
         if ranks is not None:
@@ -407,7 +406,7 @@ class Feed:
         return parts if len(of_parts) < 2 else weigh_parts(parts, mine, list(map(sum, of_parts)), size)
 
     def _rows(self, number: int, stop: int | float) -> list[list[Sequence[float]]]:
-        """All ranks' weights of the parts of the micro-batches ``number`` to ``stop``, as far as there are any."""
+        """Return all ranks' weights of the parts of the micro-batches ``number`` to ``stop``, as far as they exist."""
         rows = []
         while number < stop and self._source.has(number):
             rows.append(self._source.row(number))
@@ -415,7 +414,7 @@ class Feed:
         return rows
 
     def _with_gaps(self, rows: list[list[float]]) -> Iterator[Any]:
-        """The next batches, None where this rank has no samples, unless padding batches are wanted."""
+        """Yield the next batches; None where this rank has no samples, unless padding batches are wanted."""
         for parts in rows:
             batch = next(self._batches, _END) if any(parts) or self._source.pads else None
             if batch is _END:
@@ -425,7 +424,7 @@ class Feed:
             else:
                 yield batch if self._padded else None
 
-    # -- windows that must be fetched before anything is known
+    # -- windows that must be fetched before their weights are known
 
     def _fetched(self, accumulate: int) -> Iterator[Window]:
         begun, stop = (self._start - self._first) % accumulate, self._stop
@@ -457,10 +456,10 @@ class Feed:
     def _fetch(
         self, batches: Iterator[tuple[Any, float]], held: list[tuple[Any, float]], room: int, goes_on: bool
     ) -> dict[str, Any]:
-        """Have the batches of a window in ``held``, and one more where the epoch may go on behind it.
+        """Fill ``held`` with the batches of a window, plus one if the epoch may continue after it.
 
         Returns:
-            the state of the source behind the window.
+            the state of the source after the window.
         """
         self._lasting.draw(batches, held, room)
         after = self._source.state_dict()
@@ -469,7 +468,7 @@ class Feed:
         return after
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
-        """The batches of a window; until the last is out, the feed's state is that before the window."""
+        """Yield the batches of a window; until the last one is out, the feed's state is the one before the window."""
         self._before = None
         for batch, _ in mine[:-1]:
             yield batch
@@ -480,11 +479,11 @@ class Feed:
     def _agree(
         self, weights: list[float], more: bool, room: int
     ) -> tuple[list[tuple[int, ...]], list[float], bool, list[list[float]]]:
-        """What the ranks tell one another of a window.
+        """Exchange the ranks' weights of a window. Collective.
 
         Returns:
-            of each micro-batch the ranks without samples, the sum of each rank's weights, whether no rank has more,
-            and by loader each rank's sum, where a micro-batch holds parts of several loaders.
+            for each micro-batch the ranks without samples; the sum of each rank's weights; True if no rank has more
+            data; and for each loader each rank's sum, if a micro-batch holds parts of several loaders.
         """
         by_row = [weight.parts for weight in weights if isinstance(weight, RowWeight)]
         sums = [sum(of_rows) for of_rows in zip(*by_row, strict=True)] or [0.0] * self._mixes
@@ -498,7 +497,7 @@ class Feed:
         return absent, ranks[:, 1].tolist(), not bool(ranks[:, 2].any()), ranks[:, 3 + room :].T.tolist()
 
     def _any_batch(self) -> Any:
-        """Some batch of this rank, for a step in which it takes part for the others' sake only."""
+        """Return some batch of this rank, for a step in which it only takes part for the other ranks' sake."""
         batch = next(self._source.open(self._epoch, 0, 0, 1), _END)
         if batch is _END:
             raise MisconfigurationException(
@@ -511,16 +510,16 @@ class Feed:
 class EvaluationFeed:
     """The loaders of a validation, test or prediction.
 
-    Iterating gives (batch, batch_idx, dataloader_idx, weight): every sample once on one of the ranks, the loaders one
-    after the other (or in a `CombinedLoader`'s mode). Ranks draw different numbers of batches where the samples do not
-    go round. :meth:`of` makes one.
+    Iterating yields (batch, batch_idx, dataloader_idx, weight). Every sample is drawn once, on one of the ranks. The
+    loaders follow one another (or a `CombinedLoader`'s mode). Ranks draw different numbers of batches if the samples do
+    not divide evenly. Made by :meth:`of`.
 
     Attributes:
-        by_loader: batches of each, after the limit, on the rank that draws most; infinite where not known.
-        num_batches: the same, but one number for all where a batch holds one of each.
-        sequential: whether loaders are taken one after the other; else a batch holds one of each.
-        sources: what it draws from, one source after the other.
-        batch_indices: samples of the batch given last, where the sources were told to note them and could.
+        by_loader: batches of each loader, after the limit, on the rank that draws most; infinite if unknown.
+        num_batches: the same, but one number for all if a batch holds one of each loader.
+        sequential: True if loaders follow one another; else a batch holds one of each.
+        sources: the sources, in the order in which they are drawn from.
+        batch_indices: sample indices of the last batch, if the sources record them.
     """
 
     def __init__(
@@ -553,18 +552,18 @@ class EvaluationFeed:
         flag: str = "limit_val_batches",
         overfit: bool = False,
     ) -> EvaluationFeed:
-        """The feed of what a ``val_dataloader``, ``test_dataloader`` or ``predict_dataloader`` hook returned.
+        """Return the feed for the value that an evaluation hook (``val_dataloader`` or the like) returned.
 
         Args:
-            source: an iterable of batches, or a dict, list or `CombinedLoader` of such (taken one after the
-                other, unless a `CombinedLoader` says otherwise).
-            replicas: as of :meth:`Feed.train`.
-            seed: as of :meth:`Feed.train`.
-            limit: of all loaders, or one for each in a list.
+            source: an iterable of batches, or a dict, list or `CombinedLoader` of such (iterated one after the
+                other, unless a `CombinedLoader` sets another mode).
+            replicas: as in :meth:`Feed.train`.
+            seed: as in :meth:`Feed.train`.
+            limit: one limit for all loaders, or a list with one for each.
             distribute: ``use_distributed_sampler``.
-            order: as of :meth:`Feed.train`.
+            order: as in :meth:`Feed.train`.
             flag: the name of the limit, "limit_{stage}_batches".
-            overfit: as of :meth:`Feed.train`.
+            overfit: as in :meth:`Feed.train`.
         """
         loaders, nest, mode = unpack(source, "sequential")
         side_by_side = nest is not None and mode != "sequential"
@@ -587,7 +586,7 @@ class EvaluationFeed:
         return cls([Mixed(parts, nest, mode, counts)], spec, [LENGTHS[mode](counts)], False, counts)
 
     def begin(self, epoch: int, limit: int | None = None) -> None:
-        """For the next pass: its epoch, which loaders that shuffle follow, and a limit below the others."""
+        """Set the epoch of the next pass (shuffling loaders follow it) and an additional limit."""
         self._epoch = epoch
         self._limit = limit
 
@@ -602,11 +601,11 @@ class EvaluationFeed:
                 yield batch, batch_idx, number, weight
 
     def note_indices(self) -> None:
-        """From the next pass on, know the samples of each batch."""
+        """Record the samples of each batch from the next pass on."""
         for source in self.sources:
             source.note_indices()
 
     def close(self) -> None:
-        """Ends loader workers."""
+        """End loader workers."""
         for source in self.sources:
             source.close()

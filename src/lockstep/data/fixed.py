@@ -1,4 +1,4 @@
-"""Loaders that are taken as they stand: foreign iterables, and loaders that are not to be shared out or shuffled."""
+"""Loaders that are used unchanged: foreign iterables, and loaders that are not to be shared out or shuffled."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
 
 class Untouched(LoaderSource):
-    """An iterable that is taken as it stands, with the process' own random numbers.
+    """An iterable that is used unchanged, with the process' own random numbers.
 
-    Its state holds the random states at the beginning of the pass, so that a resumed run draws the same
-    order, those of a sampler's own generators included, and how these are now, for the next pass. Of a loader
-    that has a state it is that one, instead of reading again; but until a batch of the pass was read, that may
-    still be the state of the pass before, and a resumed run begins the pass anew. What a sampler of the user's
-    draws is hashed: another order after a resume is refused.
+    Its state holds the random states at the start of the pass, including those of a sampler's own generators, so that a
+    resumed run draws the same order. It also holds the current states of these generators, for the next pass. For a
+    loader with a ``state_dict``, that state is used instead of reading again. Until a batch of the pass has been read,
+    that state may still be the previous pass', and a resumed run restarts the pass. The elements that a user's sampler
+    yields are hashed: another order after a resume is refused.
 
     Args:
         loader: any iterable of batches.
-        spec: rank, seed and the like.
-        measure: tells the size of a batch where the loader does not tell it ahead.
+        spec: settings that all sources of the stage share.
+        measure: measures the size of a batch if the loader does not know it in advance.
     """
 
     own = True
@@ -73,17 +73,17 @@ class Untouched(LoaderSource):
         self._states: dict[str, Any] | None = None
         self._pass: list[int] | None = None
         self._resume: dict[str, Any] = {}
-        self._newest: dict[str, Any] = {}  # the newest state with one of the loader's own, of the pass before perhaps
+        self._newest: dict[str, Any] = {}  # newest state with the loader's own, perhaps of the previous pass
         self._unread: dict[str, Any] | None = None  # the state until the first batch of the pass was read
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         length = length_of(loader)
         self.length = math.inf if length is None else length
         self._generators: list[HeldGenerator] = []
-        self._samplers: list[Stateful] = []  # those that can save where they are
-        self._own_states: list[Any] = []  # of these generators and samplers, at the beginning of the pass
+        self._samplers: list[Stateful] = []  # those with a `state_dict`
+        self._own_states: list[Any] = []  # states of these generators and samplers at the start of the pass
         self._watched: WatchedSampler | None = None
-        self._cut: Cut | None = None  # of this rank's samples, as if it were alone
-        # A plain loader over a map-style data set keeps to its length; what others say of theirs is not built on.
+        self._cut: Cut | None = None  # the cut of this rank's samples, as if it were the only rank
+        # A plain loader over a map-style data set keeps to its length; other loaders' lengths are not relied upon.
         self._indexed = False
         self._sampling: Sampling | None = None
         if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
@@ -112,23 +112,23 @@ class Untouched(LoaderSource):
         iterator = opened(self._loader)
         if start < min(stop, self.length):
             return self._reading(iterator)
-        next(iterator, None)  # the checkpoint is of the end of a pass, which is over with this
+        next(iterator, None)  # the checkpoint was taken at the end of a pass; this ends it
         return iter(())
 
     def _open_anew(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
-        """Begins a pass that no checkpoint is of; ``resume`` is of the pass before, or empty."""
+        """Start a pass without a checkpoint of it; ``resume`` is a state of the previous pass, or empty."""
         if "loader" in resume:
             self._end_pass(resume)
         self.set_generator_states(resume.get("now", []))
         if self._watched is not None:
-            self._watched.order.begin()  # it has drawn nothing, also while nobody reads
+            self._watched.order.begin()  # it has drawn nothing until the first read
         self._states = random_states(include_cuda=False)
         self._own_states = self.generator_states()
         self._unread = self._beginning()
         return skipped(opened(self._loader), start)
 
     def _open_again(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
-        """Begins the pass that a checkpoint is of as it was begun."""
+        """Restart the pass of a checkpoint with the random states that it was started with."""
         if resume.get("before"):
             self._end_pass(resume["before"])
         self._states, self._own_states = resume["random"], resume.get("own", [])
@@ -142,14 +142,14 @@ class Untouched(LoaderSource):
             return skipped(iterator, start) if start else begun(iterator)
 
     def _end_pass(self, state: dict[str, Any]) -> None:
-        """Brings a loader with a state of its own to the end of an earlier pass, whose last batches were read."""
+        """Bring a loader with its own state to the end of an earlier pass, after its last batches were read."""
         self._newest = state
         cast(Stateful, self._loader).load_state_dict(state["loader"])
         with isolate_rng(include_cuda=False):
             next(opened(self._loader), None)
 
     def _beginning(self) -> dict[str, Any]:
-        """How the pass began."""
+        """Return the states at the start of the pass."""
         found = {"random": self._states, "own": self._own_states, "pass": self._pass}
         return {**found, "before": self._newest} if self._stateful else found
 
@@ -157,7 +157,7 @@ class Untouched(LoaderSource):
         for first in itertools.islice(batches, 1):
             self._unread = None
             yield first
-            del first  # or it would stay for all of the pass
+            del first  # else it would stay in memory for the whole pass
         yield from batches
 
     def generator_states(self) -> list[Any]:
@@ -170,7 +170,7 @@ class Untouched(LoaderSource):
             sampler.load_state_dict(state)
 
     def _watch_order(self, loader: DataLoader[Any], name: str) -> None:
-        """Notes the generators that the order comes from, and hashes it where it comes from a sampler of the user's."""
+        """Record the generators that determine the order; hash the order if a user's sampler determines it."""
         replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
         found = [holder for sampler in (loader.sampler, loader.batch_sampler) for holder in holders(sampler)]
         self._generators = generators_of([*found, loader])
@@ -182,7 +182,7 @@ class Untouched(LoaderSource):
 
     def weights(self, number: int) -> Sequence[float]:
         assert self._cut is not None, "the weights of ready-made batches were asked for ahead"
-        return self._cut.sizes(number) * self._size  # the ranks' are alike, or they are fetched first
+        return self._cut.sizes(number) * self._size  # equal on all ranks, or the batches are fetched first
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
         if self._cut is None:
@@ -225,7 +225,7 @@ class Untouched(LoaderSource):
 
 
 class _Noted:
-    """The batch sampler of a loader that is taken as it stands, with its batches noted."""
+    """The batch sampler of a loader that is used unchanged; its batches are recorded."""
 
     def __init__(self, batches: Iterable[Any], noted: deque[list[Any]]) -> None:
         self._batches = batches
@@ -243,21 +243,21 @@ class _Noted:
 
 
 def _is_of(resume: dict[str, Any], now: list[int], start: int) -> bool:
-    """Whether a state is of the pass that begins; versions before did not tell."""
+    """Return True if a state belongs to the pass that starts now; earlier versions did not save the pass."""
     if "pass" not in resume:
         return "loader" in resume or start > 0
     return bool(resume["pass"] == now)
 
 
 def announce_epoch(loader: object, epoch: int) -> None:
-    """Calls ``set_epoch`` on whatever of a loader has it."""
+    """Call ``set_epoch`` on the sampler and batch sampler of a loader, if they have it."""
     for attribute in ("sampler", "batch_sampler"):
         for holder in holders(getattr(loader, attribute, None)):
             call_set_epoch(holder, epoch)
 
 
 def _cut_of(loader: DataLoader[Any]) -> Cut | None:
-    """How a rank cuts the samples of its own loader; None if its batches are not of one size."""
+    """Return the cut of a rank's own loader; None if its batches are not of one size."""
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         return None
@@ -266,14 +266,14 @@ def _cut_of(loader: DataLoader[Any]) -> Cut | None:
 
 
 def in_order(loader: Iterable[Any], name: str) -> Iterable[Any]:
-    """The loader, reading its data set from the beginning and in order.
+    """Return the loader with a sampler that reads its data set from the start and in order.
 
-    A ``DistributedSampler`` keeps its share and stops shuffling. A batch sampler of the user's own kind and loaders
-    over iterable data sets are left as they are; what the first draws depends on the epoch that it is told.
+    A ``DistributedSampler`` keeps its share and stops shuffling. Loaders with a custom batch sampler class and
+    loaders over iterable data sets are returned unchanged; the batches of the former may depend on the epoch.
 
     Args:
         loader: any iterable of batches; the user's object is not changed.
-        name: for the warning that the order of the user's is given up.
+        name: name of the loader, for the warning that it no longer shuffles.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
@@ -293,7 +293,7 @@ def in_order(loader: Iterable[Any], name: str) -> Iterable[Any]:
         ordered: Sampler[Any] = copy.copy(sampler)
         ordered.shuffle = False  # type: ignore[attr-defined]
     else:
-        ordered = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # it asks for a length only
+        ordered = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # it needs a length only
     rank_zero_warn(f"Trainer(overfit_batches=...): {name} shuffles; for these few batches it is read in order.")
     if batches is None:
         return copy_loader(loader, sampler=ordered)

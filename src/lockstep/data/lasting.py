@@ -1,4 +1,4 @@
-"""Batches that stay what they are while later ones are drawn, also where a loader writes all into the same memory."""
+"""Batches that stay valid while later ones are drawn, even if a loader reuses their memory."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ ARRAYS = (Tensor, np.ndarray)
 
 
 class LastingBatches:
-    """Draws batches that are held together, and copies those of a loader that uses their memory again.
+    """A buffer of drawn batches that copies those of a loader that reuses their memory.
 
-    Whether it does shows in the first batches, before one of them is handed out: they are copied, and compared with
-    what has become of them when the others were drawn.
+    The first batches show whether it does: they are copied before one of them is handed out, and compared with the
+    originals after the others were drawn.
 
     Attributes:
-        copies: whether the loader is known to do so.
+        copies: True if the loader is known to reuse memory.
     """
 
     def __init__(self) -> None:
         self.copies = False
-        self._lasting = 0  # so many batches, held together, have stayed what they were
+        self._lasting = 0  # this many buffered batches have stayed unchanged
 
     def draw(self, batches: Iterator[Held], held: list[Held], count: int) -> None:
-        """Have so many batches in ``held``, or all that are left.
+        """Fill ``held`` up to ``count`` batches, or with all that are left.
 
         Args:
-            batches: as the loader gives them, with their weights.
-            held: what was drawn before, and not handed out.
-            count: of batches.
+            batches: the loader's batches with their weights.
+            held: batches that were drawn before and not handed out yet.
+            count: number of batches wanted.
         """
         drawn = itertools.islice(batches, max(0, count - len(held)))
         if self.copies:

@@ -1,4 +1,4 @@
-"""What loaders are asked before a feed is made of them: how many batches they give, and whether ranks have the same."""
+"""Checks of loaders before a feed is made from them: the number of batches, and agreement between ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
 
 Limit = int | float | None
-"""As of a ``limit_*_batches`` flag: a number of batches, a part of the length (float), 1.0 or None: all."""
+"""Value of a ``limit_*_batches`` flag: a number of batches, a fraction of the length (float); 1.0 or None: all."""
 
 
 def limited(limit: Limit, length: int | float, flag: str) -> int | float:
-    """Number of micro-batches under a ``limit_*_batches`` flag.
+    """Return the number of micro-batches under a ``limit_*_batches`` flag.
 
     Raises:
-        MisconfigurationException: a part of a length that is not known, or less than one batch.
+        MisconfigurationException: a fraction of an unknown length, or less than one batch.
     """
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return length
@@ -42,14 +42,14 @@ def limited(limit: Limit, length: int | float, flag: str) -> int | float:
 
 
 def longest(count: int | float, gather: Gather) -> int | float:
-    """The number of micro-batches of the rank that has most."""
+    """Return the largest number of micro-batches over the ranks. Collective."""
     most = gather(torch.tensor(count, dtype=torch.float64)).max().item()
     return most if math.isinf(most) else int(most)
 
 
 @does("comparing the loaders of the ranks")
 def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -> bool:
-    """Whether loaders are of the same length on all ranks; those that lockstep shares out must be.
+    """Return True if loaders have the same length on all ranks; those that lockstep shares out must. Collective.
 
     Raises:
         MisconfigurationException: the ranks have different data sets or batch sizes.
@@ -73,7 +73,7 @@ def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -
 
 
 def _lengths(ranks: Tensor) -> str:
-    """The lengths of a loader on each rank, in batches; in samples, where only those differ."""
+    """Return a text with each rank's length of a loader, in batches; in samples if only those differ."""
     batches, samples = ranks[:, 0].tolist(), ranks[:, 1].tolist()
     only_samples = len(set(batches)) == 1 and len(set(samples)) > 1
     what, numbers = ("samples", samples) if only_samples else ("batches", batches)
@@ -81,7 +81,7 @@ def _lengths(ranks: Tensor) -> str:
 
 
 def check_batches(parts: list[LoaderSource], loaders: list[Any], names: list[str], ranks: int) -> None:
-    """Refuse training loaders without batches on so many ranks.
+    """Refuse training loaders without batches on ``ranks`` ranks.
 
     Raises:
         MisconfigurationException: with the reason.
@@ -92,7 +92,7 @@ def check_batches(parts: list[LoaderSource], loaders: list[Any], names: list[str
 
 
 def check_trainable(source: object, loaders: list[Any], mode: str) -> None:
-    """Refuse what a training hook returned, where it is no loader, or loaders one after the other.
+    """Refuse a training hook's return value without a loader, or with loaders in sequential mode.
 
     Raises:
         MisconfigurationException: with the reason.
@@ -107,11 +107,11 @@ def check_trainable(source: object, loaders: list[Any], mode: str) -> None:
 
 
 def no_batches(loader: object, name: str, size: int) -> str:
-    """Why a loader gives no batches."""
+    """Return the message about a loader without batches, with the reason."""
     samples = length_of(getattr(loader, "dataset", None))
     if not isinstance(loader, DataLoader) or not samples:
         return f"{name} has no batches: its data set is empty (length 0)."
-    # the share of a DistributedSampler is one rank's
+    # a DistributedSampler's length is one rank's share, not the total
     drawn = samples if isinstance(loader.sampler, DistributedSampler) else length_of(loader.sampler)
     if loader.drop_last and drawn:
         needed = f"batch_size={loader.batch_size}" + (f" x {size} ranks" if size > 1 else "")

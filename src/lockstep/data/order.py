@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Order = Callable[[Tensor], Tensor]
-"""Positions in an epoch (int64, any shape) to indices into the data set (same shape)."""
+"""Function from positions in an epoch (int64, any shape) to indices into the data set (same shape)."""
 
 SMALL = 1 << 16
 """Up to this many samples a permutation is a table (Fisher and Yates); above it, a function."""
@@ -25,13 +25,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def make_key(*parts: int | str) -> int:
-    """A 64-bit key that changes wholly when any part does, the same on every machine."""
+    """Return a 64-bit key that changes completely if any part does; the same on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def mix(key: int, position: int) -> int:
-    """64 well-mixed bits of a key and a position: one output of splitmix64 in plain integers, under 1 us."""
+    """Return 64 well-mixed bits of a key and a position: one output of splitmix64 in plain integers, under 1 us."""
     x = (key + (position + 1) * _GOLDEN) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -39,19 +39,19 @@ def mix(key: int, position: int) -> int:
 
 
 def generator(key: int) -> torch.Generator:
-    """A CPU generator of its own, seeded with a key."""
+    """Return a new CPU generator, seeded with a key."""
     made = torch.Generator()
     made.manual_seed(key)
     return made
 
 
 def sequential(positions: Tensor) -> Tensor:
-    """The order of a loader that does not shuffle."""
+    """Return the positions: the order of a loader that does not shuffle."""
     return positions
 
 
 class Shuffled:
-    """A keyed permutation of ``range(n)``; positions from ``n`` on go on into further, fresh permutations.
+    """A keyed permutation of ``range(n)``; positions from ``n`` on continue into further, fresh permutations.
 
     Args:
         n: number of samples, at least 1.
@@ -91,7 +91,7 @@ class Shuffled:
 
 
 def table(n: int, key: int) -> Order:
-    """A permutation drawn by Fisher and Yates' shuffle from a generator of its own; for moderate lengths."""
+    """Return a permutation drawn by Fisher and Yates' shuffle from its own generator; for moderate lengths."""
     indices = torch.randperm(n, generator=generator(key))
     return lambda positions: indices[positions]
 
@@ -132,7 +132,7 @@ class Feistel:
 
 
 def scramble(values: Tensor, key: int) -> Tensor:
-    """A new tensor of 61 well-mixed bits for each int64 value: the finisher of splitmix64."""
+    """Return a new tensor of 61 well-mixed bits for each int64 value: the finisher of splitmix64."""
     x = (values + key).mul_(_M1)
     x.bitwise_xor_((x >> 29).bitwise_and_((1 << 35) - 1))
     x.mul_(_M2)
@@ -141,7 +141,7 @@ def scramble(values: Tensor, key: int) -> Tensor:
 
 
 class WithReplacement:
-    """Every position draws an index from ``range(n)`` on its own, uniformly."""
+    """An order in which every position draws an index from ``range(n)`` independently and uniformly."""
 
     def __init__(self, n: int, key: int) -> None:
         self.n = n

@@ -1,4 +1,4 @@
-"""Classes of loaders that make their batches in a way of their own, which a loader's copy cannot follow."""
+"""Loader classes that make batches in their own way, which a copy of the loader cannot reproduce."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NOT_SHARED = (
 
 
 def makes_own_batches(loader: DataLoader[Any]) -> str | None:
-    """Why a copy of the loader with other indices would not give the loader's batches; None where it would.
+    """Return why a copy of the loader with other indices would not yield the loader's batches; None if it would.
 
-    A class may override ``__iter__`` to do something with each batch, and a copy of the loader does the same. It does
-    not where the loader holds an iterator that was made over its own sampler, or where its length is another than that
-    of its sampler, since it then reads more or less than one pass.
+    A class may override ``__iter__`` to transform each batch, and a copy of the loader does the same. It does
+    not if the loader holds an iterator over its own sampler, or if its length differs from that of its sampler,
+    since it then reads more or less than one pass.
     """
     kind = type(loader)
     if kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__:
@@ -50,10 +50,10 @@ def _plain_length(loader: DataLoader[Any]) -> int | None:
 
 
 def check_own_batches(loader: DataLoader[Any], spec: SourceSpec, name: str, reason: str) -> None:
-    """Tells that a loader is taken as it is, or refuses one that several ranks would see whole.
+    """Report that a loader is used unchanged, or refuse one that several ranks would each read completely.
 
     Raises:
-        MisconfigurationException: nothing gives each rank samples of its own.
+        MisconfigurationException: nothing gives each rank its own samples.
     """
     told = {"name": name, "kind": type(loader).__name__, "reason": reason}
     if spec.size > 1 and not _has_own_parts(loader):

@@ -1,4 +1,4 @@
-"""Iterable data sets that shard themselves over the ranks: known by what they are, or by their first samples."""
+"""Iterable data sets that shard themselves over the ranks: recognized by their type or by their first samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
 
 EMPTY, UNKNOWN, FAILED = 1.0, 2.0, 3.0
-"""What stands in the place of a fingerprint: there is no sample, it has none, it could not be read."""
+"""Markers in place of a fingerprint: there is no sample, it has no fingerprint, or it could not be read."""
 _SHARED_OUT, _OWN = 1.0, 2.0
 
 TAKEN = (
@@ -36,10 +36,10 @@ OTHER_RANKS = (
 
 
 def shards_itself(dataset: object) -> bool:
-    """Whether a data set is known to give each rank samples of its own.
+    """Return True if a data set is known to give each rank its own samples.
 
-    Known are those of Hugging Face's ``split_dataset_by_node``, of ``webdataset`` with ``split_by_node``, and of
-    MosaicML's ``streaming``.
+    Known data sets are those of Hugging Face's ``split_dataset_by_node``, of ``webdataset`` with ``split_by_node``, and
+    of MosaicML's ``streaming``.
     """
     if getattr(dataset, "_distributed", None) is not None:
         return True
@@ -54,32 +54,32 @@ def shards_itself(dataset: object) -> bool:
 
 
 class OwnParts:
-    """Whether the ranks' streams are parts of the data already. The ranks find out together, from their first samples.
+    """A test of whether the ranks' streams are already parts of the data, by their first samples.
 
-    Whoever reads the stream (the rank's process, or its loader's workers) asks, and waits for the answer.
+    The process that reads the stream (the rank, or one of its loader workers) asks and waits for the answer.
 
     Args:
-        gather: over the ranks.
-        workers: of the loader.
-        name: of the loader, in messages.
-        kind: of the data set, in messages.
+        gather: gathers a tensor over the ranks.
+        workers: number of loader workers.
+        name: name of the loader in messages.
+        kind: type of the data set in messages.
         has_length: the data set has a ``__len__``.
     """
 
     def __init__(self, gather: Any, workers: int, name: str, kind: str, has_length: bool) -> None:
         self._gather, self._workers = gather, workers
         self._name, self._kind, self._has_length = name, kind, has_length
-        # the answer, and what stands for each reader's first samples
+        # the answer, then a fingerprint of each reader's first samples
         self._cells = torch.zeros(max(1, workers) + 1, dtype=torch.float64)
         if workers:
             self._cells = self._cells.share_memory_()  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_gather": None}  # of the rank alone
+        return {**vars(self), "_gather": None}  # only the rank's process can gather
 
     @property
     def found(self) -> bool | None:
-        """The answer; None before it is known."""
+        """The answer; None while it is unknown."""
         answer = float(self._cells[0])
         return None if not answer else answer == _OWN
 
@@ -88,7 +88,7 @@ class OwnParts:
         self._cells[0] = 0.0 if own is None else _OWN if own else _SHARED_OUT
 
     def ask(self, worker: int | None, mark: float) -> bool:
-        """The answer, given what stands for the reader's first samples. Collective, by :meth:`settle`."""
+        """Return the answer, given a fingerprint of the reader's first samples. Waits for all ranks."""
         self._cells[1 + (worker or 0)] = mark
         if worker is None:
             self._agree()
@@ -98,7 +98,7 @@ class OwnParts:
         return bool(self.found)
 
     def settle(self, iterator: Iterator[Any]) -> None:
-        """In the rank's process: wait for the workers of a pass to ask, and answer. Collective."""
+        """Wait in the rank's process until the workers of a pass ask, then answer. Collective."""
         if self._workers and self.found is None:
             workers = getattr(iterator, "_workers", ())
             while not bool(self._cells[1:].all()) and all(worker.is_alive() for worker in workers):

@@ -1,4 +1,4 @@
-"""Loaders that can be read once, such as a generator: what a later pass lacks is said."""
+"""Warnings about loaders that can only be read once, such as a generator."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Passes:
     """The passes over one loader.
 
     Args:
-        loader: as the user made it.
-        name: what messages call it.
-        stage: "train", "val", "test" or "predict". A training that goes on in an iterator, by ``limit_train_batches``
-            batches an epoch, is meant so.
+        loader: the user's loader.
+        name: name of the loader in messages.
+        stage: "train", "val", "test" or "predict". Training may continue within an iterator, by
+            ``limit_train_batches`` batches an epoch, without a warning.
     """
 
     def __init__(self, loader: object, name: str, stage: str) -> None:
@@ -37,17 +37,17 @@ class Passes:
         self._had_batches = False
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a pass."""
+        """Yield the batches of a pass; warn if an earlier pass has consumed some or all of them."""
         if self._is_iterator and self._had_batches and not self._may_go_on:
             self._tell(GOES_ON)
         had_batches = False
         for first in itertools.islice(batches, 1):
             had_batches = self._had_batches = True
             yield first
-            del first  # or it would stay for all of the pass
+            del first  # else it would stay in memory for the whole pass
         if not had_batches and (self._had_batches or self._is_iterator):
             self._tell(NOTHING_LEFT)
-        for batch in batches:  # `yield from` would close a generator of the user's with this one
+        for batch in batches:  # `yield from` would close a user's generator together with this one
             yield batch
             del batch
 

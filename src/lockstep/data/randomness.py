@@ -1,4 +1,4 @@
-"""Random numbers in ``__getitem__`` and ``collate_fn``: seeded by position, apart from those of training."""
+"""Random numbers in ``__getitem__`` and ``collate_fn``: seeded by position, independent of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.data.order import mix
 
 
 def seed_all(bits: int) -> None:
-    """Seeds torch, numpy (where it is loaded) and ``random`` with 64 bits; about 6 us.
+    """Seed torch, numpy (if it is loaded) and ``random`` with 64 bits; about 6 us.
 
     Torch and numpy run the same Mersenne twister, so each gets a half of its own. `torch.manual_seed` would
     also walk over every accelerator, at ten times the price.
@@ -32,7 +32,7 @@ def seed_all(bits: int) -> None:
 
 
 def capture() -> tuple[Any, ...]:
-    """The random states of the process, for :func:`put_back`."""
+    """Return the random states of the process, for :func:`put_back`."""
     numpy = sys.modules.get("numpy")
     return (
         torch.default_generator.get_state(),
@@ -42,7 +42,7 @@ def capture() -> tuple[Any, ...]:
 
 
 def put_back(states: tuple[Any, ...]) -> None:
-    """Undoes whatever has been drawn since :func:`capture`."""
+    """Undo all draws since :func:`capture`."""
     torch.default_generator.set_state(states[0])
     random.setstate(states[1])
     if states[2] is not None:
@@ -53,15 +53,15 @@ def put_back(states: tuple[Any, ...]) -> None:
 
 
 class SeededIndices(list[int]):
-    """Indices of a batch that seed the random generators as a fetcher walks over them.
+    """Indices of a batch that seed the random generators as a fetcher iterates over them.
 
-    Before a sample's index is handed out the generators are seeded from the sample's position (``collate_fn`` goes
-    on from the last one's). Unpickling, which is how a batch's indices reach a loader's worker, seeds as well: that
-    is for data sets that fetch a whole batch by themselves (``__getitems__``).
+    Before a sample's index is handed out, the generators are seeded from the sample's position; ``collate_fn``
+    continues from the last sample's. Unpickling, by which a batch's indices reach a loader's worker, seeds as well:
+    that is for data sets that fetch a whole batch at once (``__getitems__``).
 
     Args:
-        indices: what the data set is asked for.
-        key: 64 bits of (seed, epoch).
+        indices: indices into the data set.
+        key: 64 bits that stand for (seed, epoch).
         first: position of the first index; the others follow.
     """
 
@@ -79,7 +79,7 @@ class SeededIndices(list[int]):
         return _arrive, (list(super().__iter__()), self.key, self.first)
 
     def seed(self) -> None:
-        """Seeds for a fetch that does not walk over the indices one by one."""
+        """Seed for a fetch that does not iterate over the indices one by one."""
         seed_all(mix(self.key, self.first))
 
 
@@ -90,14 +90,14 @@ def _arrive(indices: list[int], key: int, first: int) -> SeededIndices:
 
 
 class SeededIndex(int):
-    """An index for a loader with ``batch_size=None``; seeds where it is unpickled, in the loader's worker."""
+    """An index for a loader with ``batch_size=None``; seeds when it is unpickled in the loader's worker."""
 
     key: int
     first: int
 
     @classmethod
     def make(cls, index: int, key: int, first: int) -> SeededIndex:
-        """An index at position ``first`` of the epoch that ``key`` stands for."""
+        """Return an index at position ``first`` of the epoch that ``key`` stands for."""
         made = cls(index)
         made.key = key
         made.first = first
@@ -107,7 +107,7 @@ class SeededIndex(int):
         return _arrive_alone, (int(self), self.key, self.first)
 
     def seed(self) -> None:
-        """Seeds for the fetch of this sample."""
+        """Seed for the fetch of this sample."""
         seed_all(mix(self.key, self.first))
 
 
@@ -116,23 +116,23 @@ def _arrive_alone(index: int, key: int, first: int) -> int:
     return index
 
 
-# -- generators of the user's --------------------------------------------------------------------------------
+# -- a user's generators -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class HeldGenerator:
-    """A random generator that a sampler of the user's holds: torch's on the CPU, NumPy's or Python's."""
+    """A random generator that a user's sampler holds: torch's on the CPU, NumPy's or Python's."""
 
     state: Callable[[], Any]
-    """Its state, as a checkpoint can hold it."""
+    """Returns its state, as a checkpoint can store it."""
     set_state: Callable[[Any], object]
-    """Puts a state back."""
+    """Restores a state."""
     seed: Callable[[int], object]
     """Seeds it with 63 bits."""
     initial_seed: Callable[[], int] | None = None
 
     def initial_bits(self) -> int:
-        """63 bits that stand for how it was seeded."""
+        """Return 63 bits that stand for its seed."""
         if self.initial_seed is not None:
             return self.initial_seed()
         digest = hashlib.blake2b(repr(self.state()).encode(), digest_size=8).digest()
@@ -140,7 +140,7 @@ class HeldGenerator:
 
 
 def held_generator(value: object) -> HeldGenerator | None:
-    """A generator of any kind; None where ``value`` is none that could be seeded."""
+    """Return the wrapper of a generator of any kind; None if ``value`` is not a generator that can be seeded."""
     if isinstance(value, torch.Generator):
         known = HeldGenerator(value.get_state, value.set_state, value.manual_seed, value.initial_seed)
         return known if value.device.type == "cpu" else None
@@ -163,13 +163,13 @@ def held_generator(value: object) -> HeldGenerator | None:
 
 
 def generators_of(holders: Iterable[object]) -> list[HeldGenerator]:
-    """The generators that samplers hold as attributes, each once."""
+    """Return the generators that samplers hold as attributes, each once."""
     values = {id(value): value for holder in holders for value in getattr(holder, "__dict__", {}).values()}
     return [known for value in values.values() if (known := held_generator(value)) is not None]
 
 
 def _without_arrays(state: object) -> Any:
-    """NumPy's arrays as lists, which it takes back too."""
+    """Return NumPy's arrays as lists, which NumPy accepts as a state, too."""
     if isinstance(state, dict):
         return {key: _without_arrays(value) for key, value in state.items()}
     if isinstance(state, tuple):
@@ -178,14 +178,14 @@ def _without_arrays(state: object) -> Any:
 
 
 class SeparateStates:
-    """Random states of something that draws now and then, apart from those of everybody else.
+    """Random states that are kept separate from those of the rest of the process.
 
-    Inside the context the process' generators (and the ``generators`` given) go on from where they were left at the
-    end of the last one; outside they are as if nothing had been drawn.
+    Inside the context, the process' generators (and the given ``generators``) continue from the state at the end of the
+    previous context. Outside, they behave as if nothing had been drawn inside.
 
     Args:
-        bits: the seed of the first time.
-        generators: further generators that are drawn from, and the bits that each of them is seeded with.
+        bits: the seed for the first context.
+        generators: further generators that are drawn from, each with the bits that seed it.
     """
 
     def __init__(self, bits: int, generators: Sequence[tuple[HeldGenerator, int]] = ()) -> None:
@@ -218,7 +218,7 @@ class SeparateStates:
 
 
 def draws_nothing(dataset: object, collate: object) -> bool:
-    """Whether fetching is known to draw no random numbers: tensors and lists, subsets and sums of such."""
+    """Return True if fetching is known to draw no random numbers: tensors, lists, and subsets and sums of such."""
     if collate is not default_collate:
         return False
     if type(dataset) is Subset:

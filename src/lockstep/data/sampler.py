@@ -1,4 +1,4 @@
-"""Samplers: torch's plain ones become orders that are functions; a user's own is drawn on every rank alike."""
+"""Samplers: torch's plain ones become orders that are functions; a user's own is drawn identically on every rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lockstep.data.source import (
 )
 from lockstep.ground.errors import MisconfigurationException
 
-_DRAW = 512  # positions asked of a user's sampler at once
+_DRAW = 512  # positions drawn from a user's sampler at once
 _WAY_OUT = (
     "Make its order a function of the epoch: draw it from torch's, NumPy's or Python's global generator (they are "
     "seeded alike on all ranks and in every run), or seed its own by `set_epoch(epoch)`; or give it `state_dict` and "
@@ -41,16 +41,16 @@ _WAY_OUT = (
 
 
 def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Callable[[int, int], Order] | None:
-    """The order, given (epoch, turn), that stands for one of torch's plain samplers; None for any other.
+    """Return a function of (epoch, turn) that gives the order of one of torch's plain samplers; None for any other.
 
-    The indices are those of the sampler's own data source, which may be another than the loader's data set. One that
-    was given a ``set_epoch`` of its own, as an attribute, is told its epochs, and is another; so is one that draws from
-    an empty data source or from one without a length: torch's own error tells of that.
+    The indices are those of the sampler's own data source, which may differ from the loader's data set. None is also
+    returned for a sampler with a ``set_epoch`` attribute, which depends on the epoch, and for one with an empty data
+    source or one without a length, for which torch raises its own error.
 
     Args:
-        sampler: a loader's.
-        seed: of the run.
-        key: stands for (seed, loader).
+        sampler: a loader's sampler.
+        seed: seed of the run.
+        key: key that stands for (seed, loader).
         torch_order: shuffle by `torch.randperm` with a generator seeded by ``seed + epoch``.
     """
     if hasattr(sampler, "set_epoch") or type(sampler) not in (SequentialSampler, RandomSampler):
@@ -68,25 +68,25 @@ def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Call
 
 
 def own_generator(sampler: object) -> torch.Generator | None:
-    """The CPU generator that a sampler was given by the user."""
+    """Return the CPU generator that the user gave a sampler; None if there is none."""
     found = getattr(sampler, "generator", None)
     return found if isinstance(found, torch.Generator) and found.device.type == "cpu" else None
 
 
-# -- a sampler of the user's ---------------------------------------------------------------------------------
+# -- a user's sampler ----------------------------------------------------------------------------------------
 
 
 class Drawn(Indexed):
-    """Draws by a sampler or batch sampler of the user's, which every rank draws alike.
+    """A source that draws from a user's sampler or batch sampler, identically on every rank.
 
-    It is drawn under generators seeded by (seed, epoch), apart from those of training; its positions are cut
-    like ours. Of a batch sampler every rank takes each ``size``-th batch. The user's ``set_epoch`` is called.
-    A checkpoint holds a hash of what was drawn: a sampler that draws another order after a resume, or on another
-    rank, is refused.
+    It is drawn under generators seeded by (seed, epoch), separate from those of training. Its positions are cut like
+    those of a plain sampler. With a batch sampler, every rank takes each ``size``-th batch. The user's ``set_epoch``
+    is called. A checkpoint holds a hash of what was drawn: a sampler that draws another order after a resume, or on
+    another rank, is refused.
 
     Args:
-        sampling: of a loader.
-        among: (rank, size) to cut its positions for; default: as the spec says.
+        sampling: the loader and its sampling settings.
+        among: (rank, size) to cut its positions for; default: those of the spec.
     """
 
     def __init__(self, sampling: Sampling, among: tuple[int, int] | None = None) -> None:
@@ -103,7 +103,7 @@ class Drawn(Indexed):
         held = generators_of(holders(sampler))
         self._generators = [(each, spec.agreed(each.initial_bits())) for each in held]
         self._stateful = stateful(holders(sampler))
-        self._before: list[Any] = []  # their states at the beginning of the pass
+        self._before: list[Any] = []  # their states at the start of the pass
         self._order = DrawnOrder(sampler, sampling.name)
         self._pass = (0, 0)
         self._has_ended = False
@@ -111,7 +111,7 @@ class Drawn(Indexed):
         self._states = SeparateStates(0)
         self._iterator: Iterator[Any] = iter(())
         self._mine: deque[tuple[list[int], int]] = deque()  # (indices, position of the first), not yet handed out
-        self._chunks: deque[_Chunk] = deque()  # what was pulled, as far as its weights may still be asked for
+        self._chunks: deque[_Chunk] = deque()  # what was pulled, as long as its weights may still be needed
         self._stretches: deque[_Stretch] = deque()
         self._reached = 0  # micro-batches pulled from the sampler so far
         self._start = 0
@@ -144,8 +144,8 @@ class Drawn(Indexed):
         self._draw_up_to(start, number)
 
     def _draw_up_to(self, start: int, number: int) -> None:
-        """Draw the micro-batches before the ``start``, of which the pass of the sampler begins with ``number``."""
-        # as far as it was drawn before the resume, to compare all of it now
+        """Draw the micro-batches before ``start``; the sampler's pass starts with micro-batch ``number``."""
+        # draw as far as before the resume, to compare all of it now
         while self._order.expected and self._pull():
             pass
         self._order.ended()
@@ -173,7 +173,7 @@ class Drawn(Indexed):
         return number if found is None or found.first > number else found.end
 
     def _forget(self, number: int) -> None:
-        """Nobody asks for what was before this micro-batch any more."""
+        """Drop the weights before this micro-batch, which are not needed any more."""
         while self._chunks and self._chunks[0].cut.length <= number:
             self._chunks.popleft()
         while self._stretches and self._stretches[0].end <= number:
@@ -205,7 +205,7 @@ class Drawn(Indexed):
 
     @property
     def drawn(self) -> int:  # type: ignore[override]
-        """Micro-batches that have been shared out."""
+        """Number of micro-batches that have been shared out."""
         return self._reached
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:
@@ -225,7 +225,7 @@ class Drawn(Indexed):
         return number * self._unit if plan is None else plan.reached(number, self.batch, self._size)
 
     def _pull(self) -> bool:
-        """Draws the next few global batches, or windows of a plan; whether there were any."""
+        """Draw the next few global batches, or windows of a plan; return True if there were any."""
         # where shares may change, what is shared out is not far ahead of training
         wanted: int | float = self._unit * (1 if self.reshares else max(1, _DRAW // self._unit))
         if self._plan is not None:
@@ -238,7 +238,7 @@ class Drawn(Indexed):
         return self._reached > before
 
     def _next(self, count: int) -> list[Any]:
-        """What the sampler yields next, which is hashed."""
+        """Return the sampler's next ``count`` elements and add them to the hash."""
         drawn = list(itertools.islice(self._iterator, count))
         self._has_ended = len(drawn) < count
         if self._sampling.batch_size is None:
@@ -247,7 +247,7 @@ class Drawn(Indexed):
         return drawn
 
     def _resumed(self, epoch: int, turn: int) -> dict[str, Any]:
-        """What a checkpoint says of this pass; a later one only goes on with the samplers' states."""
+        """Return a checkpoint's state of this pass; for a later pass, only restore the samplers' states."""
         resume = self._resume
         if not resume:
             return {}
@@ -278,7 +278,7 @@ class Drawn(Indexed):
         self._resume = state.get("order", {})
 
     def _share_out(self, drawn: list[Any]) -> None:
-        """Takes this rank's part of neighbouring positions, which begin with a global batch, or a window of a plan."""
+        """Take this rank's part of the drawn positions, which start with a global batch, or a window of a plan."""
         in_batches = self._sampling.batch_size is None
         cut = self._cut_of(len(drawn))
         chunk = _Chunk(cut, list(map(len, drawn)) if in_batches else [])
@@ -300,7 +300,7 @@ class Drawn(Indexed):
         self._reached = cut.length
 
     def _cut_of(self, count: int) -> Cut:
-        """The cut of the next positions, counted from 0, into micro-batches from the next one on."""
+        """Return the cut of the next ``count`` positions into micro-batches, numbered from the next one on."""
         drop_last, weights = self._sampling.drop_last, self._weights_at(self._reached)
         if self._plan is None:
             return Cut(count, self.batch, self._size, drop_last, weights=weights, number=self._reached)
@@ -308,7 +308,7 @@ class Drawn(Indexed):
         return here.cut(count, self.batch, self._size, drop_last, weights)
 
     def _note_stretch(self, chunk: _Chunk) -> None:
-        """Whether this chunk goes on as the one before, so that its micro-batches need not be looked at one by one."""
+        """Record the chunk's full micro-batches of equal weights, in the last stretch if that has the same weights."""
         first, end = chunk.cut.number, chunk.cut.full
         kind = chunk.kind()
         if end <= first or kind is None:
@@ -319,14 +319,14 @@ class Drawn(Indexed):
 
 
 class _Chunk(NamedTuple):
-    """Neighbouring positions that were drawn together."""
+    """Consecutive positions that were drawn together."""
 
     cut: Cut
     lengths: list[int]
-    """Of each position, where one is a whole batch; else empty."""
+    """Length of each position's batch, for a batch sampler; else empty."""
 
     def sizes(self, number: int) -> list[int]:
-        """Number of samples that each rank takes of a micro-batch."""
+        """Return the number of samples of each rank in a micro-batch."""
         sizes = self.cut.sizes(number)
         if not self.lengths:
             return sizes
@@ -334,7 +334,7 @@ class _Chunk(NamedTuple):
         return self.lengths[first : first + count] + [0] * (len(sizes) - count)
 
     def kind(self) -> tuple[float, ...] | None:
-        """What its full micro-batches have in common, if they are all alike."""
+        """Return what identifies the weights of its full micro-batches; None if they differ from each other."""
         if not self.lengths:
             return self.cut.weights
         size = self.lengths[0]
@@ -342,7 +342,7 @@ class _Chunk(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Micro-batches in each of which a rank takes as many samples as in the first one, and at least one."""
+    """Micro-batches in which every rank takes as many samples as in the first one, and at least one."""
 
     first: int
     end: int
@@ -350,7 +350,7 @@ class _Stretch(NamedTuple):
 
 
 class OwnShare(Drawn):
-    """Draws by a `DistributedSampler` of the user's, which has cut the data for this rank itself."""
+    """A source that draws from a user's `DistributedSampler`, which has cut the data for this rank itself."""
 
     flexible = False  # this rank knows its own share only
 
@@ -370,7 +370,7 @@ class OwnShare(Drawn):
         return batches if math.isinf(batches) else -(-batches // ranks)
 
     def recut(self, plan: WindowPlan) -> None:
-        """Nothing is cut anew: the sampler's share is, by the user."""
+        """Do nothing: the user's sampler defines the share of this rank."""
 
     def position(self, number: int) -> int:
         return super().position(number) * self._ranks
@@ -382,19 +382,19 @@ class OwnShare(Drawn):
         self._resume = state.get("order of rank", {})
 
 
-# -- what was drawn ------------------------------------------------------------------------------------------
+# -- hash of the order ---------------------------------------------------------------------------------------
 
 
 class DrawnOrder:
-    """A running hash of what a sampler has yielded in a pass, compared with the one that a checkpoint holds.
+    """A running hash of a sampler's elements in a pass, compared with the one in a checkpoint.
 
     Args:
-        sampler: for messages.
-        name: of its loader, for messages.
+        sampler: the sampler, for messages.
+        name: name of its loader, for messages.
 
     Attributes:
-        count: what was hashed so far, in elements.
-        expected: how many elements the checkpoint's pass had drawn when it was saved; 0 where nothing is left to
+        count: number of elements that were hashed so far.
+        expected: number of elements that the checkpoint's pass had drawn when it was saved; 0 if nothing is left to
             compare.
     """
 
@@ -407,20 +407,20 @@ class DrawnOrder:
         self._hash: hashlib.blake2b | None = hashlib.blake2b(digest_size=8)
 
     def begin(self, saved: Sequence[Any] = ()) -> None:
-        """Another pass begins: with ``saved``, the one that a checkpoint was taken in."""
+        """Start another pass; with ``saved``, the pass that a checkpoint was taken in."""
         self.count = 0
         self._hash = hashlib.blake2b(digest_size=8)
         self.expected, self._wanted = saved or (0, "")
 
     def saved(self) -> list[Any]:
-        """For :meth:`begin`, as plain data; empty where the elements have no content that could be compared."""
+        """Return the state for :meth:`begin`, as plain data; empty if the elements have no content to compare."""
         return [] if self._hash is None else [self.count, self._hash.hexdigest()]
 
     def add(self, drawn: Sequence[Any]) -> None:
-        """Takes in what came next out of the sampler.
+        """Add the next elements of the sampler.
 
         Raises:
-            MisconfigurationException: it is not what it was before the resume.
+            MisconfigurationException: they differ from those before the resume.
         """
         left = self.expected - self.count
         if 0 < left < len(drawn):
@@ -439,7 +439,7 @@ class DrawnOrder:
                 self._refuse()
 
     def ended(self) -> None:
-        """The sampler has ended; as :meth:`add`, that is too early if it had drawn more before the resume."""
+        """Record the sampler's end; raise as :meth:`add` does if it had drawn more before the resume."""
         if self.expected:
             self._refuse()
 
@@ -451,7 +451,7 @@ class DrawnOrder:
         )
 
     def compare(self, gather: Gather) -> None:
-        """Compares what was drawn so far over the ranks. Collective.
+        """Compare what was drawn so far over the ranks. Collective.
 
         Raises:
             MisconfigurationException: ranks drew different orders.
@@ -467,7 +467,7 @@ class DrawnOrder:
 
 
 def content(drawn: Sequence[Any]) -> bytes | None:
-    """Bytes that are the same for equal elements of a sampler; None where that cannot be told."""
+    """Return bytes that are the same for equal elements of a sampler; None if equality cannot be determined."""
     try:
         return array("q", drawn).tobytes()
     except (TypeError, ValueError, OverflowError):
@@ -482,14 +482,14 @@ def content(drawn: Sequence[Any]) -> bytes | None:
             found.append(array("q", element).tobytes())
         except (TypeError, ValueError, OverflowError):
             text = repr(element)
-            if " at 0x" in text:  # names an address
+            if " at 0x" in text:  # contains an address
                 return None
             found.append(text.encode(errors="replace"))
     return b"|".join(found)
 
 
 class WatchedSampler:
-    """A (batch) sampler of a loader that is taken as it stands: what it yields is hashed on the way."""
+    """A (batch) sampler of a loader that is used unchanged; its elements are hashed as they are yielded."""
 
     def __init__(self, sampler: Iterable[Any], order: DrawnOrder) -> None:
         self._sampler = sampler

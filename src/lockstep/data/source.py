@@ -1,4 +1,4 @@
-"""Sources: one loader as one rank draws from it, pass after pass. Here is what all of them share, and the source of
+"""Sources: one loader as one rank draws from it, pass after pass. Contains the common base class and the source of
 loaders over map-style data sets whose order is a function.
 
 In `data/` a *rank* is one of the ranks that see different samples: see `Replicas`.
@@ -34,12 +34,12 @@ from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.tree import tree_leaves
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
-"""Every rank's tensor (same shape and dtype), stacked along a new first dimension."""
+"""Function that returns every rank's tensor (same shape and dtype), stacked along a new first dimension."""
 
 Reshare: TypeAlias = tuple[int, tuple[float, ...]]
-"""A micro-batch with which a window begins, and the ranks' shares from there on; () is equal ones."""
+"""The first micro-batch of a window, and the ranks' shares from there on; () means equal shares."""
 
-SEED_BITS = (1 << 63) - 1  # of a seed that travels in an int64 tensor
+SEED_BITS = (1 << 63) - 1  # bits of a seed that fit into an int64 tensor
 OTHER_BATCH = (
     "{name}: ranks {rank} and {other} hold one model together and have to see the same samples, and this loader gave "
     "them different ones. Give a DataLoader that lockstep can share out, without "
@@ -60,28 +60,28 @@ NOT_DRAWN_AGAIN = (
 _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 
 
-# -- what sources are made with ------------------------------------------------------------------------------
+# -- inputs of all sources -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of a model, which see different samples, and the one that this rank belongs to.
+    """The replicas of a model, which see different samples, and the index of this rank's replica.
 
-    Ranks that share a tensor or a pipeline are one replica: they draw the same batches. Where no strategy splits the
-    model, each rank is a replica.
+    Ranks that share a model by tensor or pipeline parallelism are one replica: they draw the same batches. If no
+    strategy splits the model, each rank is a replica.
     """
 
     index: int = 0
-    """Of this rank's replica."""
+    """Index of this rank's replica."""
     count: int = 1
     gather: Gather | None = None
-    """Stacks the tensors of all replicas by index, each from one of its ranks; a collective. None: the default process
-    group's, in which each rank is a replica."""
+    """Function that stacks the tensors of all replicas by index, each from one of the replica's ranks; a collective.
+    None: gather over the default process group, in which each rank is a replica."""
     gather_members: Gather | None = None
-    """Stacks the tensors of the ranks of this replica, a collective among them. None: it has one rank."""
+    """Function that stacks the tensors of the ranks of this replica, a collective among them. None: it has one rank."""
 
     def agreed_gather(self) -> Gather | None:
-        """The gather over the replicas; None where there is but one, and none was given."""
+        """Return the gather over the replicas; None if there is only one replica and no gather was given."""
         if self.gather is not None or self.count == 1:
             return self.gather
         if world_size() != self.count:
@@ -92,20 +92,20 @@ class Replicas:
 
 
 def _compared(batches: Iterator[Any], gather: Gather, name: str) -> Iterator[Any]:
-    """See `SourceSpec.compared`; the error names ranks of the run, not replicas."""
+    """Yield the batches of `SourceSpec.compared`; the error names ranks of the run, not replicas."""
     for first in batches:
         found = gather(torch.tensor([rank(), _digest(first)])).tolist()
         for other, digest in found:
             if digest != found[0][1]:
                 raise MisconfigurationException(OTHER_BATCH.format(name=name, other=other, rank=found[0][0]))
         yield first
-        del first  # or it would stay for all of the pass
+        del first  # else it would stay in memory for the whole pass
         break
     yield from batches
 
 
 def _digest(batch: object) -> int:
-    """32 bits that equal batches have in common: of their tensors, arrays, strings and whole numbers."""
+    """Return 32 bits that are the same for equal batches: of their tensors, arrays, strings and integers."""
     found = 0
     for leaf in tree_leaves(batch, (Tensor, np.ndarray, np.generic, str, bytes, int)):
         if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
@@ -121,7 +121,7 @@ def _digest(batch: object) -> int:
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """What every source of a stage is made with."""
+    """Settings that all sources of a stage share."""
 
     rank: int
     """Index of this rank's replica."""
@@ -130,185 +130,185 @@ class SourceSpec:
     seed: int
     stage: str
     pads: bool = False
-    """Give a rank whose part of a micro-batch is empty a sample of another's part, a padding batch. Else no sample is
-    drawn twice."""
+    """Give a rank with an empty part of a micro-batch a sample of another part (a padding batch). If False, no sample
+    is drawn twice."""
     distribute: bool = True
-    """Share the loaders out over the ranks; else each rank iterates what it was given."""
+    """Share the loaders out over the ranks; if False, each rank iterates its own loader unchanged."""
     torch_order: bool = False
     """Shuffle by torch's own permutation; see ``by_process``."""
     planned: int = 1
     """The number of ranks that the order of data was first drawn for."""
     gather: Gather | None = None
-    """Every rank's tensor, stacked; None where there is but one rank."""
+    """Stacks every rank's tensor; None if there is only one rank."""
     shares: tuple[float, ...] = ()
-    """A rank's part of a global batch is proportional to its number here; empty: all parts are equal."""
+    """A rank's part of a global batch is proportional to its number here; empty: equal parts."""
     reshared: bool = False
     """The shares change while an epoch runs."""
     gather_members: Gather | None = None
-    """The tensors of the ranks of this replica, stacked; None where it has but one."""
+    """Stacks the tensors of the ranks of this replica; None if it has only one."""
     gaps: bool = False
-    """In evaluation, too, give an item without weight where a rank's part of a micro-batch is empty: then loaders side
-    by side end and begin anew on all ranks alike. Training does so in any case."""
+    """Also in evaluation, yield an item without weight where a rank's part of a micro-batch is empty, so that parallel
+    loaders end and restart at the same batch on all ranks. Training always does."""
 
     @property
     def by_process(self) -> bool:
-        """Whether orders are drawn by the generators of this process, which is alone, as a plain loader draws them."""
+        """True if this process is alone and its generators draw the order, as for a plain loader."""
         return self.torch_order and self.size == self.planned == 1 and self.gather is None
 
     def compared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a pass, of which the first is compared over the ranks of a replica when it is drawn.
+        """Return the batches of a pass; the first one is compared over the ranks of a replica when it is drawn.
 
         Raises:
-            MisconfigurationException: it differs.
+            MisconfigurationException: the ranks' first batches differ.
         """
         gather = self.gather_members
         return batches if gather is None else _compared(batches, gather, f"{self.stage}_dataloader")
 
     def agreed(self, seed: int) -> int:
-        """Rank 0's seed."""
+        """Return rank 0's seed. Collective."""
         return seed if self.gather is None else int(self.gather(torch.tensor(seed & SEED_BITS))[0])
 
 
 class LoaderSource(ABC):
     """One loader as one rank draws from it.
 
-    Where ``ahead`` is true, the length and the weights of micro-batches are known before they are fetched, by
-    ``has`` and ``weights``; else only :meth:`weighed` tells, batch by batch.
+    If ``ahead`` is true, ``has`` and ``weights`` know the length and the weights of micro-batches before they are
+    fetched; otherwise only :meth:`weighed` yields them, batch by batch.
     """
 
     ahead: bool
     fixed: bool = False
-    """``weights`` may be asked at any time and in any order, not only once and ascending."""
+    """``weights`` may be called at any time and in any order, not only once and in ascending order."""
     length: int | float
-    """Micro-batches of a pass on the rank that has most; infinite where it is not known."""
+    """Micro-batches of a pass on the rank that has most; infinite if unknown."""
     even: int = 0
-    """In this many leading micro-batches each rank draws as many samples as in the first one, and at least one."""
+    """Number of leading micro-batches in which each rank draws as many samples as in the first, and at least one."""
     samples: int = -1
-    """Positions of a pass on all ranks: what a sampler yields, or the samples of a stream; -1: not known."""
+    """Positions of a pass on all ranks: elements of a sampler, or samples of a stream; -1 if unknown."""
     rest: int = 0
-    """Samples of a last batch that is not full, of loaders that are taken as they are."""
+    """Samples of a partial last batch, for loaders that are used unchanged."""
     batch: int = 1
-    """Samples that a rank draws for a full micro-batch; by weight, the mean over the ranks."""
+    """Samples that a rank draws for a full micro-batch; with shares by weight, the mean over the ranks."""
     own: bool = False
-    """Each rank has data of its own, of any length; else the ranks share one data set."""
+    """Each rank has its own data, of any length; else the ranks share one data set."""
     flexible: bool = False
-    """Can be cut into windows of any size; else in whole batches only."""
+    """Can be cut into windows of any size; else only into whole batches."""
     pads: bool = False
     """Draws a padding batch where a rank's part of a micro-batch is empty, so that all ranks draw equally often."""
     divisible: bool = False
-    """A global batch can be cut into parts of any size; else in whole batches only."""
+    """A global batch can be cut into parts of any size; else only into whole batches."""
     uneven: bool = False
     """Ranks draw unequal parts of a full global batch."""
     reshares: bool = False
-    """Shares may change within a pass, by :meth:`reshare`; else with the next one."""
+    """Shares may change within a pass, by :meth:`reshare`; else only with the next one."""
     drawn: int = 0
-    """Micro-batches of the pass that were drawn, by loader workers ahead of training, too; where it ``reshares``."""
+    """Micro-batches of the pass that were drawn, including those prefetched by loader workers; only if ``reshares``."""
     rank: int
     noted: deque[list[Any]] | None = None
-    """What the data set was asked for, batch by batch, as far as it was not taken out again; see `note_indices`."""
+    """The indices of each drawn batch that were not taken out again; see `note_indices`."""
 
     def note_indices(self) -> None:  # noqa: B027
-        """From the next pass on keep in ``noted`` which samples are drawn; does nothing where nobody knows."""
+        """Record in ``noted`` from the next pass on which samples are drawn; do nothing if they are unknown."""
 
     @abstractmethod
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
-        """Begins a pass: this rank's micro-batches from ``start`` on; from ``stop`` on none is wanted.
+        """Start a pass: return this rank's micro-batches from ``start`` on; those from ``stop`` on are not needed.
 
         ``turn`` counts the passes within an epoch.
         """
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        """As :meth:`open`, with the number of samples drawn for each micro-batch."""
+        """Start a pass as :meth:`open` does; return pairs of a micro-batch and its number of samples."""
         batches = enumerate(self.open(epoch, turn, start, stop), start)
         return ((batch, float(self.weights(number)[self.rank])) for number, batch in batches)
 
     def has(self, number: int) -> bool:
-        """Whether any rank has this micro-batch."""
+        """Return True if any rank has this micro-batch."""
         return number < self.length
 
     def weights(self, number: int) -> Sequence[float]:
-        """Number of samples that each rank draws for a micro-batch; 0 where it draws a padding batch."""
+        """Return the number of samples that each rank draws for a micro-batch; 0 for a padding batch."""
         raise NotImplementedError(f"{type(self).__name__} knows no weights ahead")
 
     def even_until(self, number: int) -> int:
-        """End of the micro-batches from ``number`` on in which each rank draws as many samples as in that one."""
+        """Return the end of the micro-batches in which each rank draws as many samples as in micro-batch ``number``."""
         return self.even
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:  # noqa: B027
-        """Share the passes to come out by weight: from each of these micro-batches on by other weights."""
+        """Set shares for the next passes: pairs of a micro-batch and the shares from there on."""
 
     def reshare(self, shares: Reshare) -> None:
-        """Share the pass under way out by other weights, from a micro-batch on that no rank has drawn."""
+        """Set new shares for the current pass, from a micro-batch on that no rank has drawn."""
         raise NotImplementedError(f"{type(self).__name__} shares a whole pass out alike")
 
     def row(self, number: int) -> list[Sequence[float]]:
-        """:meth:`weights` of each loader of which a micro-batch holds a part; asked in place of those."""
+        """Return the :meth:`weights` of each loader that has a part in a micro-batch; called instead of that method."""
         return [self.weights(number)]
 
     def without(self, batch: object, parts: Sequence[float]) -> Any:
-        """A micro-batch with None for the parts that weigh nothing on this rank."""
+        """Return a micro-batch with None for the parts that have no weight on this rank."""
         return batch
 
     def planned(self, ranks: int) -> int | float:
-        """Micro-batches that a pass would have on another number of ranks."""
+        """Return the number of micro-batches of a pass on ``ranks`` ranks."""
         return self.length
 
     def recut(self, plan: WindowPlan) -> None:  # noqa: B027
-        """Cut the passes to come as another number of ranks has planned or begun them; before they are opened."""
+        """Cut the next passes by the plan of another number of ranks; call it before they are opened."""
 
     def samples_of(self, number: int) -> tuple[list[int], int] | None:
-        """Return (indices, first position) of this rank's part of a micro-batch of the pass; None where not known."""
+        """Return (indices, first position) of this rank's part of a micro-batch of the pass; None if unknown."""
         return None
 
     def position(self, number: int) -> Position:
-        """What all ranks have drawn before a micro-batch with which a window begins, for :meth:`recut`."""
+        """Return what all ranks have drawn before the first micro-batch of a window, for :meth:`recut`."""
         return None
 
     def generator_states(self) -> list[Any]:
-        """The states of the user's generators and samplers that the order comes from, where nobody else keeps them."""
+        """Return the states of the user's generators and samplers that determine the order, if only kept here."""
         return []
 
     def set_generator_states(self, states: list[Any]) -> None:  # noqa: B027
-        """Puts back what :meth:`generator_states` gave."""
+        """Restore the states of :meth:`generator_states`."""
 
     @property
     def workers(self) -> int | None:
-        """Loader workers that read a stream which is shared out here; None: there is none."""
+        """Loader workers that read a stream which is shared out here; None if there is no such stream."""
         return None
 
     def order(self) -> LoaderOrder:
-        """In which order it gives its samples, for a checkpoint in the middle of an epoch."""
+        """Return the order in which it yields its samples, for a checkpoint within an epoch."""
         return LoaderOrder("in an order of its own", self.samples)
 
     def leaves(self) -> list[LoaderSource]:
-        """The sources of single loaders that this one is made of."""
+        """Return the sources of single loaders that this one consists of."""
         return [self]
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes, besides the position, to go on from here; empty if nothing."""
+        """Return what is needed, besides the position, to resume from here; empty if nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """For the next pass that is opened."""
+        """Load a state for the next pass that is opened."""
 
     def close(self) -> None:  # noqa: B027
-        """Ends loader workers."""
+        """End loader workers."""
 
 
 # -- loaders over map-style data sets ------------------------------------------------------------------------
 
 
 class Sampling(NamedTuple):
-    """A loader over a map-style data set, and how it asks for samples."""
+    """A loader over a map-style data set, and the way in which it draws samples."""
 
     loader: DataLoader[Any]
     spec: SourceSpec
     key: int
     """64 bits that stand for (seed, loader)."""
     name: str
-    """Of the loader, for messages."""
+    """Name of the loader in messages."""
     sampler: Iterable[Any]
-    """Yields indices; where ``batch_size`` is None, whole batches (a batch sampler)."""
+    """Yields indices; if ``batch_size`` is None, whole batches (a batch sampler)."""
     batch_size: int | None
     drop_last: bool
     single: bool
@@ -316,10 +316,10 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, loader: DataLoader[Any], spec: SourceSpec, key: int, name: str) -> Sampling:
-        """As the loader was made."""
+        """Return the sampling settings of a loader."""
         batches: Iterable[Any] | None = loader.batch_sampler
         if batches is None and isinstance(loader.sampler, BatchSampler):
-            batches = loader.sampler  # batch_size=None: the data set is asked for a list of indices at once
+            batches = loader.sampler  # batch_size=None: the data set receives a list of indices
         if batches is None:
             return cls(loader, spec, key, name, loader.sampler, 1, False, True)
         if type(batches) is BatchSampler:
@@ -327,7 +327,7 @@ class Sampling(NamedTuple):
         return cls(loader, spec, key, name, batches, None, False, False)
 
     def order(self, samples: int) -> LoaderOrder:
-        """The order of so many positions."""
+        """Return the order of ``samples`` positions."""
         kind = type(self.sampler)
         if kind is SequentialSampler:
             return LoaderOrder(IN_ORDER, samples)
@@ -339,13 +339,13 @@ class Sampling(NamedTuple):
 
 
 class Indexed(LoaderSource):
-    """A loader over a map-style data set, whose indices are dealt out here.
+    """A loader over a map-style data set with indices that are dealt out here.
 
-    The user's loader stays as it is: a shallow copy of it (its class, attributes, data set, workers' settings) gets
-    another batch sampler and a generator of its own.
+    The user's loader is not changed: a shallow copy of it (its class, attributes, data set, workers' settings) gets
+    another batch sampler and its own generator.
 
-    Subclasses say which indices: :meth:`begin` is called once for each pass, then :meth:`draw` is iterated (perhaps
-    ahead of training, to keep loader workers busy); the feed asks ``has`` and ``weights`` in ascending order.
+    Subclasses choose the indices: :meth:`begin` is called once for each pass, then :meth:`draw` is iterated (possibly
+    ahead of training, to keep loader workers busy); the feed calls ``has`` and ``weights`` in ascending order.
     """
 
     flexible = True
@@ -356,7 +356,7 @@ class Indexed(LoaderSource):
         self.pads = spec.pads
         self.batch = sampling.batch_size or 1
         self._gaps = spec.gaps or spec.stage == "train"
-        # of what the data set gives as a batch by itself
+        # measures what the data set returns as a batch by itself
         self._measure = Measure(sampling.name, spec.stage) if sampling.single else None
         self.ahead = self._measure is None
         self.divisible = sampling.batch_size is not None and not sampling.single
@@ -365,22 +365,22 @@ class Indexed(LoaderSource):
         self._sampling = sampling
         self._key = sampling.key
         self._epoch_key = 0
-        self._quiet = draws_nothing(loader.dataset, loader.collate_fn)  # then indices need not seed anything
+        self._quiet = draws_nothing(loader.dataset, loader.collate_fn)  # if True, indices need not seed anything
         self._own_process = loader.num_workers == 0
         self._plan: WindowPlan | None = None
         self._stop: int | float = math.inf
         replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._copy = copy_loader(loader, **{replaced: _Lists(self)})
-        # whether the class' own `__iter__` draws from it is known from the first batch on
+        # the first batch shows whether the class' own `__iter__` draws from it
         self._asked = type(loader).__iter__ is DataLoader.__iter__
 
     @abstractmethod
     def begin(self, epoch: int, turn: int, start: int) -> None:
-        """Gets ready to draw from micro-batch ``start`` on."""
+        """Prepare to draw from micro-batch ``start`` on."""
 
     @abstractmethod
     def draw(self, stop: int | float) -> Iterator[list[int] | int]:
-        """This rank's indices of each micro-batch from ``start`` up to ``stop``."""
+        """Return this rank's indices of each micro-batch from ``start`` up to ``stop``."""
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
         self._check_options()
@@ -400,12 +400,12 @@ class Indexed(LoaderSource):
             check_option(planned.name, option, getattr(planned, option), getattr(now, option))
 
     def _checked(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
-        """The batches of a pass of a class with an ``__iter__`` of its own, which has to draw from the copy's sampler.
+        """Yield the batches of a pass of a class with its own ``__iter__``, which must draw from the copy's sampler.
 
-        One process that begins a pass may take it as it comes.
+        With one replica, a pass that starts at its first micro-batch is not checked.
 
         Raises:
-            MisconfigurationException: the first one came without.
+            MisconfigurationException: the first batch was yielded without a call of the sampler.
         """
         for batch in itertools.islice(batches, 1):
             size = self._sampling.spec.size
@@ -423,7 +423,7 @@ class Indexed(LoaderSource):
         return self._with_gaps(self.open(epoch, turn, start, stop), start, stop)
 
     def _with_gaps(self, batches: Iterator[Any], number: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        """One item for each micro-batch that any rank has: one that weighs 0.0 where this rank's part is empty."""
+        """Yield an item for each micro-batch that any rank has; its weight is 0.0 where this rank's part is empty."""
         while number < stop and self.has(number):
             weight = float(self.weights(number)[self.rank])
             batch = next(batches) if weight or self.pads else None
@@ -434,7 +434,7 @@ class Indexed(LoaderSource):
         self.noted = deque()
 
     def lists(self) -> Iterator[Any]:
-        """What the copy's batch sampler yields in the pass that was opened last."""
+        """Return what the copy's batch sampler yields in the last opened pass."""
         self._asked = True
         drawn = self.draw(self._stop)
         if self.noted is not None:
@@ -447,19 +447,19 @@ class Indexed(LoaderSource):
         end_workers(self._copy)
 
     def _seeds(self, indices: list[int], first: int) -> list[int] | int:
-        """The indices of a micro-batch whose first position is ``first``, as its loader is given them."""
+        """Return the indices of a micro-batch in the form that its loader needs; its first position is ``first``."""
         if not self._sampling.single:
             return indices if self._quiet else SeededIndices(indices, self._epoch_key, first)
-        index = indices[0]  # whatever a sampler yields goes to the data set; only integers can seed
+        index = indices[0]  # any element of a sampler goes to the data set; only integers can seed
         return index if self._quiet or not isinstance(index, int) else SeededIndex.make(index, self._epoch_key, first)
 
 
 class Ordered(Indexed):
-    """Draws by an order that is a function: nothing is stored or sent, and any start costs the same.
+    """A source with an order that is a function: nothing is stored or sent, and any start costs the same.
 
     Args:
-        sampling: of a loader.
-        order: ``order(epoch, turn)`` is the order of a pass.
+        sampling: the loader and its sampling settings.
+        order: ``order(epoch, turn)`` returns the order of a pass.
     """
 
     def __init__(self, sampling: Sampling, order: Callable[[int, int], Order]) -> None:
@@ -482,7 +482,7 @@ class Ordered(Indexed):
 
     def _use(self, cut: Cut) -> None:
         self._cut, self.length, self.even = cut, cut.length, cut.full
-        self._cuts = [cut]  # each holds up to the next one's first micro-batch
+        self._cuts = [cut]  # each applies up to the next one's first micro-batch
 
     def recut(self, plan: WindowPlan) -> None:
         whole = self._whole
@@ -534,12 +534,12 @@ class Ordered(Indexed):
         if self.reshares:
             return self._one_by_one(int(min(stop, self.length)))
         blocks = self._blocks(int(min(stop, self.length)))
-        if self._quiet and not self._sampling.single:  # no frame of ours for a batch
+        if self._quiet and not self._sampling.single:  # no Python frame per batch
             return itertools.chain.from_iterable(block for block, _ in blocks)
         return (self._seeds(*each) for block in blocks for each in zip(*block, strict=True))
 
     def _blocks(self, stop: int) -> Iterator[tuple[list[list[int]], list[int]]]:
-        """Many micro-batches at once: (indices of each, position of its first) of this rank's part."""
+        """Yield many micro-batches at once: (indices of each, position of its first) of this rank's part."""
         cut, full = self._cut, min(self._cut.full, stop)
         at_once = max(1, _BLOCK // cut.batch)
         for begin in range(self._start, full, at_once):
@@ -555,11 +555,11 @@ class Ordered(Indexed):
         return self._indices(spans), [first for first, _ in spans]
 
     def _spans(self, cut: Cut, numbers: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-        """(micro-batch, first position, end) of this rank's parts, where there are any."""
+        """Yield (micro-batch, first position, end) of this rank's non-empty parts."""
         for number in numbers:
             first, end = cut.span(number, self.rank)
             if first == end and self.pads:
-                first = cut.span(number, 0)[0]  # of whoever has it
+                first = cut.span(number, 0)[0]  # a sample of another rank
                 end = first + 1
             if first < end:
                 yield number, first, end
@@ -571,7 +571,7 @@ class Ordered(Indexed):
         return [list(itertools.islice(drawn, end - first)) for first, end in spans]
 
     def _one_by_one(self, stop: int) -> Iterator[list[int] | int]:
-        """Where shares may change behind any micro-batch: what was computed ahead for one that is cut anew is void."""
+        """Yield indices while shares may change after any micro-batch; drop those computed ahead for a re-cut one."""
         number = self.drawn = self._start
         while number < stop:
             cut, known = self._cut_at(number), len(self._cuts)
@@ -584,18 +584,18 @@ class Ordered(Indexed):
                     break
                 self.drawn = at + 1
                 yield self._seeds(indices, first)
-            # a cut may have come behind this rank's last part, before micro-batches in which it had none
+            # a new cut may apply after this rank's last part, before micro-batches in which it had none
             number = min(end, self._cuts[known].number) if len(self._cuts) > known else end
             self.drawn = max(self.drawn, number)  # none of this rank's are left before it
 
 
 def _drawn_from(sampler: object) -> int | None:
-    """How many samples one of torch's plain samplers draws among."""
+    """Return the number of samples that one of torch's plain samplers draws from; None if it has no length."""
     return length_of(getattr(sampler, "data_source", None))
 
 
 class _Lists:
-    """The batch sampler of a source's loader: one for all passes, as persistent workers keep the first."""
+    """The batch sampler of a source's loader: one for all passes, since persistent workers keep the first."""
 
     def __init__(self, source: Indexed) -> None:
         self._source = source
@@ -608,9 +608,9 @@ class _Lists:
 
 
 def noting(drawn: Iterable[Any], noted: deque[list[Any]]) -> Iterator[Any]:
-    """Notes what is drawn, before a loader (and its workers, ahead of time) gets it."""
+    """Record what is drawn before a loader (and its workers, ahead of time) receives it."""
     for indices in drawn:
-        # a plain slice: walking over seeded indices would seed
+        # a plain slice: iterating over seeded indices would seed
         noted.append(indices[:] if isinstance(indices, list) else [_plain(indices)])
         yield indices
 
@@ -620,7 +620,7 @@ def _plain(index: object) -> object:
 
 
 def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
-    """Seeds before each fetch in this process, for data sets that fetch a whole batch by themselves."""
+    """Seed before each fetch in this process, for data sets that fetch a whole batch at once."""
     for indices in drawn:
         if isinstance(indices, SeededIndices | SeededIndex):
             indices.seed()
@@ -631,12 +631,12 @@ def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
 
 
 class Measure:
-    """Tells how many samples are in the ready-made batches of a loader, and says once how it finds that.
+    """The number of samples in the ready-made batches of a loader; reports once how it is determined.
 
-    Nobody here drew their samples, so that the first tensor tells.
+    The length of the first tensor is used, since the samples of such batches were not drawn here.
 
     Args:
-        name: what messages call the loader.
+        name: name of the loader in messages.
         stage: "train", "val", "test" or "predict"; nothing is weighed in a prediction.
     """
 
@@ -646,9 +646,9 @@ class Measure:
         self._training = stage == "train"
 
     def __call__(self, batch: object) -> float:
-        """The number of samples; 1 where it cannot be told."""
+        """Return the number of samples; 1 if it cannot be determined."""
         tensor = first_tensor(batch)
-        # one without rows is no reason for a rank to be left out
+        # a first tensor without rows is no reason to leave a rank out
         size = float(len(tensor) or 1) if tensor is not None and tensor.ndim else 1.0
         if not self._told and (tensor is None or (len(tensor) if tensor.ndim else tensor is not batch)):
             self._told = True
@@ -656,7 +656,7 @@ class Measure:
         return size
 
     def each(self, batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
-        """Batches with their sizes."""
+        """Yield batches with their sizes."""
         return ((batch, self(batch)) for batch in batches)
 
     def _tell(self, tensor: Tensor | None, size: float) -> None:
@@ -671,7 +671,7 @@ class Measure:
 
 
 def first_tensor(batch: object) -> Any:
-    """The first tensor or array of a nest, in its order; None where there is none."""
+    """Return the first tensor or array of a nest, in its order; None if there is none."""
     if isinstance(batch, Tensor) or (hasattr(batch, "__array__") and hasattr(batch, "shape")):
         return batch
     if isinstance(batch, Mapping):
@@ -689,9 +689,9 @@ def first_tensor(batch: object) -> Any:
 
 
 def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
-    """A shallow copy of a loader, of its own class and with all its attributes, some of them changed.
+    """Return a shallow copy of a loader, of its own class and with all its attributes, some of them changed.
 
-    Making a new one would need the arguments of a subclass' ``__init__``. The attributes are written past
+    Constructing a new one would need the arguments of a subclass' ``__init__``. The attributes bypass
     `DataLoader.__setattr__`, which keeps users from changing a loader that is in use.
     """
     made: DataLoader[Any] = object.__new__(type(loader))
@@ -701,7 +701,7 @@ def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
 
 
 def unmixed(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Fetches with the random states of training put back after each fetch."""
+    """Yield the iterator's items; restore the random states of training after each fetch."""
     while True:
         states = capture()
         try:
@@ -714,19 +714,19 @@ def unmixed(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def skipped(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    """The iterator after ``count`` batches have been read and thrown away."""
+    """Return the iterator after ``count`` batches have been read and thrown away."""
     for _ in itertools.islice(iterator, count):
         pass
     return iterator
 
 
 def begun(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The iterator with its first batch read: what it draws at its beginning is drawn now."""
+    """Return the iterator with its first batch read, so that it draws its initial random numbers now."""
     return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
 
 def length_of(sized: object) -> int | None:
-    """``len()`` of something, or None where it has none."""
+    """Return ``len(sized)``, or None if it has no length."""
     try:
         return len(sized)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -734,20 +734,20 @@ def length_of(sized: object) -> int | None:
 
 
 def holders(sampler: object) -> list[object]:
-    """A (batch) sampler and the sampler inside it, where there is one."""
+    """Return a (batch) sampler and, if there is one, the sampler inside it."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, inner]
 
 
 def call_set_epoch(target: object, epoch: int) -> None:
-    """Tells a sampler or data set of the user's which epoch begins, if it wants to know."""
+    """Call ``set_epoch`` of a user's sampler or data set, if it has one."""
     set_epoch = getattr(target, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
 
 
 class Stateful(Protocol):
-    """A sampler, data set or loader that can save where it is and go back there."""
+    """A sampler, data set or loader that can save and restore its progress."""
 
     def state_dict(self) -> Any: ...
 
@@ -755,7 +755,7 @@ class Stateful(Protocol):
 
 
 def stateful(candidates: Iterable[Any]) -> list[Stateful]:
-    """Those that can save where they are and go back there."""
+    """Return the candidates that can save and restore their progress."""
     return [
         each
         for each in candidates
@@ -764,12 +764,12 @@ def stateful(candidates: Iterable[Any]) -> list[Stateful]:
 
 
 def states_of(samplers: Iterable[Stateful]) -> list[Any]:
-    """What samplers that can save where they are give of it."""
+    """Return copies of the samplers' states."""
     return [deepcopy(sampler.state_dict()) for sampler in samplers]
 
 
 def of_all_ranks(state: object) -> dict[str, Any]:
-    """What of a loader's state on one rank holds on every rank and for any number of them: the order of positions."""
+    """Return the part of a loader's state that is valid on every rank and for any number of ranks: the order."""
     if not isinstance(state, dict):
         return {}
     common: dict[str, Any] = {key: state[key] for key in ("order",) if key in state}

@@ -49,17 +49,17 @@ OTHER_WORKERS = (
 
 
 class Stream(LoaderSource):
-    """A loader over an iterable data set, shared out over ranks and workers; how: `Shard`.
+    """A loader over an iterable data set, shared out over ranks and workers as `Shard` describes.
 
     Attributes:
-        moved: the pass to come was begun on other ranks.
+        moved: True if the next pass was started on other ranks.
     """
 
     ahead = False
 
     def __init__(self, loader: DataLoader[Any], spec: SourceSpec, key: int, measure: Measure) -> None:
         self.rank = spec.rank
-        self._measure = measure  # of what the data set gives as a batch by itself
+        self._measure = measure  # for data sets that return batches by themselves
         self._passes = Passes(loader, measure.name, spec.stage)
         self._key = key
         samples, batches = length_of(loader.dataset), loader.batch_sampler
@@ -90,14 +90,14 @@ class Stream(LoaderSource):
         self._copy = copy_loader(loader, **changes)
         self._coming: tuple[int, int] | None = None  # pass that persistent workers expect
         self._pass = [0, 0]
-        self._ended: dict[str, Any] = {}  # the state of a pass that had come to its end before it was resumed
-        self._over = False  # the pass has come to its end: a loader with a state would begin anew there
+        self._ended: dict[str, Any] = {}  # the state of a pass that had ended before it was resumed
+        self._over = False  # the pass has ended: a loader with a state would restart there
         self._resume: dict[str, Any] = {}
-        self._newest: dict[str, Any] = {}  # the newest state, of the pass before perhaps
+        self._newest: dict[str, Any] = {}  # the newest state, perhaps of the previous pass
         self._unread: dict[str, Any] | None = None  # the state until the first batch of the pass was read
         self._name = measure.name
-        self._first_sample: list[Any] = []  # pass, ranks, workers, and what stands for its first sample
-        self._was_first: list[Any] = []  # the same of the checkpoint
+        self._first_sample: list[Any] = []  # pass, ranks, workers, and a fingerprint of its first sample
+        self._was_first: list[Any] = []  # the same from the checkpoint
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
         return (batch for batch, _ in self.weighed(epoch, turn, start, stop))
@@ -131,15 +131,16 @@ class Stream(LoaderSource):
 
     def _begin(self, epoch: int, turn: int) -> None:
         if self._coming != (epoch, turn):
-            end_workers(self._copy)  # they count epochs by themselves, and would be wrong
+            end_workers(self._copy)  # they count epochs themselves, and would be wrong
         self._coming, self._pass = (epoch + 1, turn), [epoch, turn]
         self._shard.set_epoch(epoch, turn)
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
 
     def _go_back(self, epoch: int, turn: int) -> bool:
-        """Puts the data set where a checkpoint left it; whether the pass goes on there.
+        """Restore the data set's state from a checkpoint; return True if the pass continues from there.
 
-        One of an epoch's end is of a pass that is over: it is opened once more, and what comes next begins anew.
+        A checkpoint of an epoch's end belongs to a pass that has ended: that pass is opened once more, and the next
+        starts from the beginning.
         """
         state, self._resume = self._resume, {}
         if not state:
@@ -148,7 +149,7 @@ class Stream(LoaderSource):
             cast(Stateful, self._copy).load_state_dict(state["loader"])
         elif isinstance(self._shard, StatefulShard):
             self._shard.load_state_dict(state["stream"])
-        old = state.get("pass", [epoch, turn])  # versions before did not tell
+        old = state.get("pass", [epoch, turn])  # earlier versions did not save it
         if old == [epoch, turn]:
             return True
         random = capture()
@@ -159,7 +160,7 @@ class Stream(LoaderSource):
         return False
 
     def _compared(self, iterator: Iterator[Any], reading: list[int]) -> Iterator[Any]:
-        """Notes the first sample, and says so where a resumed pass is read again and begins with another one."""
+        """Record the first sample, and warn if a resumed pass is read again and starts with another one."""
         self._first_sample = []
         for batch in itertools.islice(iterator, 1):
             self._first_sample = [*reading, batch[1]]
@@ -176,7 +177,7 @@ class Stream(LoaderSource):
         yield from iterator
 
     def _told(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Looks at what the first batch has told of the stream."""
+        """Check the ranks with what the first batch has shown about the stream."""
         batch = next(iterator, _END)
         self._check_ranks()
         if batch is not _END:
@@ -185,7 +186,7 @@ class Stream(LoaderSource):
             yield from iterator
 
     def _reading(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Until a batch was read the data set may tell where the pass before has ended: its state is not asked for."""
+        """Mark the first read: before it, the data set may still report the end of the previous pass as its state."""
         for first in itertools.islice(iterator, 1):
             self._unread = None
             yield first
@@ -204,7 +205,7 @@ class Stream(LoaderSource):
 
     @property
     def workers(self) -> int | None:
-        """That read a stream which is shared out here; None of one that shards itself over the ranks."""
+        """Loader workers that read a stream which is shared out here; None if it shards itself over the ranks."""
         return None if self.own else self._workers
 
     def order(self) -> LoaderOrder:
@@ -213,12 +214,12 @@ class Stream(LoaderSource):
     def planned(self, ranks: int) -> int | float:
         if self._samples is None:
             return math.inf
-        ranks = 1 if self.own else ranks  # its length is that of a rank's own part
+        ranks = 1 if self.own else ranks  # its length is the length of a rank's own part
         return stream_length(self._samples, self._batch_size, self._drop_last, ranks, self._workers)
 
     def recut(self, plan: WindowPlan) -> None:
         self.moved = plan.number > 0
-        if self.moved and plan.position is None:  # it was a stream of parts
+        if self.moved and plan.position is None:  # the stream had sharded itself over ranks
             raise MisconfigurationException(OTHER_RANKS.format(name=self._name, kind=self._kind))
         self._check_ranks()
         attempts = [DrawHistory(*attempt) for attempt in plan.position] if isinstance(plan.position, list) else []
@@ -256,7 +257,7 @@ class Stream(LoaderSource):
         self._was_first = state.get("first", [])
         self._resume = state if "loader" in state or "stream" in state else {}
         if self._resume and self._own_parts is not None:
-            self._own_parts.found = bool(state.get("own"))  # it goes on behind the samples that would tell
+            self._own_parts.found = bool(state.get("own"))  # it resumes after the samples that would show it
 
     def close(self) -> None:
         end_workers(self._copy)
@@ -267,20 +268,20 @@ class Stream(LoaderSource):
 
 @dataclass(frozen=True)
 class DrawHistory:
-    """What one attempt of a run has drawn of a stream, or of what those before it had left of it."""
+    """The samples that one attempt of a run has drawn from a stream, or from what earlier attempts had left of it."""
 
     ranks: int
     workers: int
-    """Of each rank; 1 where samples are read in the rank itself."""
+    """Number of workers of each rank; 1 if samples are read in the rank itself."""
     taken: list[list[int]]
-    """Of each rank, by worker: how many samples, the first ones that go to this worker."""
+    """For each rank and worker, how many samples it has drawn: the first ones that belong to this worker."""
 
     def has(self, number: int, worker: int | None) -> bool:
-        """Whether it drew a sample.
+        """Return True if this attempt drew a sample.
 
         Args:
-            number: of the sample in the stream; of what earlier attempts have left, where there are such.
-            worker: whose stream it is, of data sets that shard themselves over workers; else None.
+            number: number of the sample in the stream, or among those that earlier attempts have left.
+            worker: the worker that reads the stream, for data sets that shard themselves over workers; else None.
         """
         if worker is None:
             number, taker = divmod(number, self.workers * self.ranks)
@@ -291,10 +292,10 @@ class DrawHistory:
 
 
 class Sizes:
-    """Stands in for the batch sampler of an iterable data set's loader: how many samples a rank takes at once.
+    """A substitute for the batch sampler of an iterable data set's loader; sets how many samples a rank takes at once.
 
-    A window is ``window`` neighbouring samples of the stream, of which a rank takes those that are its own, in
-    ``micro`` parts that are as even as possible.
+    A window is ``window`` consecutive samples of the stream. A rank takes its own samples of it, in ``micro`` parts
+    that are as even as possible.
 
     Args:
         rank: this rank.
@@ -310,7 +311,7 @@ class Sizes:
         self.window = batch * size
 
     def recut(self, plan: WindowPlan) -> bool:
-        """Cut the passes to come anew; tells whether that changes anything.
+        """Cut the next passes by a plan; return True if that changes anything.
 
         Raises:
             MisconfigurationException: a window has fewer samples than there are ranks.
@@ -327,13 +328,13 @@ class Sizes:
         return (self.micro, self.window) != before
 
     def of(self, rank: int) -> Iterator[int]:
-        """Samples of each micro-batch of a rank."""
+        """Yield the number of samples in each micro-batch of a rank."""
         for number in itertools.count():
             mine = self._before(number + 1, rank) - self._before(number, rank)
             yield from (mine // self.micro + (part < mine % self.micro) for part in range(self.micro))
 
     def taken(self, batches: int, workers: int) -> list[list[int]]:
-        """What each rank's workers have drawn after so many micro-batches, with which a window ends."""
+        """Return what each rank's workers have drawn after ``batches`` micro-batches; a window must end there."""
         if self.micro == 1 and self.window == self.batch * self.size:
             mine = [(batches // workers + (worker < batches % workers)) * self.batch for worker in range(workers)]
             return [mine] * self.size
@@ -346,41 +347,40 @@ class Sizes:
         return found
 
     def _before(self, windows: int, rank: int) -> int:
-        """Samples of a rank in so many windows."""
+        """Return the number of a rank's samples in so many windows."""
         return -((rank - windows * self.window) // self.size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return ([0] * count for count in self.of(self.rank))  # a stream is asked by how many indices there are
+        return ([0] * count for count in self.of(self.rank))  # for a stream, only the number of indices counts
 
 
 class Shard(IterableDataset[Any]):
     """The part of an iterable data set that one loader worker of one rank takes.
 
-    Every rank and worker reads the same stream (random numbers are seeded alike everywhere) and takes its
+    Every rank and worker reads the same stream (random numbers are seeded identically everywhere) and takes its
     part:
 
-    - Of a data set that shards itself over workers, rank ``r`` takes items ``r``, ``r + ranks``, ... of each
-      worker's stream. It is known by its looking at the ``id`` or ``num_workers`` of
-      `torch.utils.data.get_worker_info()` before its first sample (or by a ``worker_init_fn`` that does, or
-      that reaches for the data set through it).
-    - Of any other, sample ``i`` goes to worker ``w`` of rank ``r`` if ``i % (workers x ranks) == w x ranks +
-      r``.
-    - One that shards itself over ranks is taken whole: it is known (`shards_itself`), or begins with another
-      sample on each rank (`OwnParts`).
+    - If the data set shards itself over workers, rank ``r`` takes items ``r``, ``r + ranks``, ... of each
+      worker's stream. Such a data set reads ``id`` or ``num_workers`` of
+      `torch.utils.data.get_worker_info()` before its first sample (or has a ``worker_init_fn`` that does, or
+      that accesses the data set through it).
+    - If it shards itself over ranks, it is taken completely. Such a data set is a known one (`shards_itself`), or
+      starts with a different sample on each rank (`OwnParts`).
+    - Otherwise sample ``i`` goes to worker ``w`` of rank ``r`` if ``i % (workers x ranks) == w x ranks + r``.
 
     Before each sample the generators are seeded from (seed, epoch, position in the stream).
 
     Args:
-        dataset: the user's.
+        dataset: the user's data set.
         rank: this rank.
         size: number of ranks.
         key: 64 bits that stand for (seed, loader).
-        own_parts: tells whether the ranks' streams are parts already; None: they are, or nobody needs to know.
+        own_parts: detects whether the ranks' streams are parts already; None: they are, or it does not matter.
 
     Attributes:
-        mark: a number that stands for the first sample of the stream, read by this copy; 0.0 where there is none.
-        attempts: what has been drawn in this pass while there were other ranks; the others of its samples are shared
-            out as if they were the whole stream.
+        mark: fingerprint of the first sample of the stream, as read by this copy; 0.0 if there is none.
+        attempts: what has been drawn in this pass on other numbers of ranks; the remaining samples are shared out as
+            if they were the whole stream.
     """
 
     def __init__(
@@ -394,15 +394,15 @@ class Shard(IterableDataset[Any]):
         self.mark = 0.0
         self.epoch = 0
         self.turn = 0
-        self._passes = 0  # begun by this copy: those in persistent workers live from epoch to epoch
+        self._passes = 0  # started by this copy; copies in persistent workers live on over epochs
         self._read = 0  # samples of the stream in this pass
         self._looked = self._ended = False
         self._resume: dict[str, Any] | None = None
         self.attempts: list[DrawHistory] = []
-        self._drawn: list[int] = []  # samples that each of the attempts has drawn, as far as they were read
+        self._drawn: list[int] = []  # samples of each attempt, as far as the stream was read
 
     def set_epoch(self, epoch: int, turn: int) -> None:
-        """For the next pass; the copies in persistent workers count epochs on from there."""
+        """Set the epoch and turn of the next pass; copies in persistent workers count epochs from there."""
         self.epoch, self.turn, self._passes = epoch, turn, 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -412,7 +412,7 @@ class Shard(IterableDataset[Any]):
         self._drawn = [0] * len(self.attempts)
         call_set_epoch(self.dataset, epoch)
         state, self._resume = self._resume, None
-        if state is not None and state.get("ended"):  # its own state may be that of a beginning
+        if state is not None and state.get("ended"):  # its own state may be that of a start
             self._ended = True
             return iter(())
         if state is not None:
@@ -439,20 +439,20 @@ class Shard(IterableDataset[Any]):
                 yield item
 
     def _check_workers(self, workers: int) -> None:
-        """Refuse attempts by other workers, of a data set that shards itself over them."""
+        """Refuse attempts with other workers, for a data set that shards itself over them."""
         for attempt in self.attempts:
             if attempt.workers != workers:
                 kind = type(self.dataset).__name__
                 raise MisconfigurationException(OTHER_WORKERS.format(kind=kind, now=workers, then=attempt.workers))
 
     def _samples(self, key: int, info: WatchedInfo | None) -> Iterator[tuple[int, Any]]:
-        """The stream, numbered."""
+        """Yield the numbered samples of the stream."""
         worker = 0 if info is None else info.worker
         seed_all(mix(key, self._read))
         iterator = iter(self.dataset)
         for number in itertools.count(self._read):
-            # Readers that shard by themselves are at different samples, so each gets random numbers of its own;
-            # but not before the first: what is shuffled there must come out the same in all.
+            # Readers that shard themselves are at different samples, so each gets its own random numbers;
+            # but not before the first sample: what is shuffled there must be the same in all.
             here = key
             if number > 0 and self._own:
                 here = make_key(here, "rank", self.rank)
@@ -473,10 +473,10 @@ class Shard(IterableDataset[Any]):
     def _asked(
         self, samples: Iterator[tuple[int, Any]], worker: int | None, own_parts: OwnParts
     ) -> Iterator[tuple[int, Any]]:
-        """The stream, once the ranks know from its first samples whether it is the same on all."""
+        """Yield the stream, after the ranks have compared its first samples to see whether it is the same on all."""
         head: list[tuple[int, Any]] = []
         if own_parts.found is None:
-            ahead = 1 if isinstance(self, StatefulShard) else 2  # one that tells its state is not read ahead of it
+            ahead = 1 if isinstance(self, StatefulShard) else 2  # one with a state must not be read ahead
             try:
                 head = list(itertools.islice(samples, ahead))
             except BaseException:
@@ -485,12 +485,12 @@ class Shard(IterableDataset[Any]):
             own_parts.ask(worker, fingerprint([item for _, item in head]) or UNKNOWN if head else EMPTY)
         self._own = bool(own_parts.found)
         if self._own:
-            self.mark = 0.0  # it is to be another on each rank
+            self.mark = 0.0  # it should differ between the ranks
         yield from head
         yield from samples
 
     def _left(self, number: int, info: WatchedInfo | None) -> int | None:
-        """The number of a sample among those that were left by all attempts; None if one of them has drawn it."""
+        """Return the number of a sample among those that all attempts left; None if one of them has drawn it."""
         worker = None
         if info is not None and self._looked:
             self._check_workers(info.workers)
@@ -504,21 +504,21 @@ class Shard(IterableDataset[Any]):
 
 
 class StatefulShard(Shard):
-    """The part of a data set that can save where it is and go back there."""
+    """The part of a data set that can save and restore its progress."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Samples read so far, and the data set's own state; of a stream that has ended, that it has."""
+        """Return the samples read so far, the data set's own state, and whether the stream has ended."""
         drawn = {"drawn": list(self._drawn)} if self.attempts else {}
         state = cast(Stateful, self.dataset).state_dict()
         return {"read": self._read, "looked": self._looked, "ended": self._ended, **drawn, "dataset": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next pass goes on from there."""
+        """Resume the next pass from a state."""
         self._resume = state
 
 
 class WatchedInfo:
-    """Stands in for a loader worker's `WorkerInfo`: notes who looks, and shows the user's own data set."""
+    """A substitute for a loader worker's `WorkerInfo` that records accesses, and exposes the user's own data set."""
 
     def __init__(self, info: WorkerInfo) -> None:
         self._info = info
@@ -537,7 +537,7 @@ class WatchedInfo:
 
 
 def watch_worker_info() -> WatchedInfo | None:
-    """In a loader's worker: puts a watch on `get_worker_info()`, if there is none yet; elsewhere None."""
+    """Return the recorder of `get_worker_info()` in a loader's worker, after installing it; None elsewhere."""
     info: object = get_worker_info()
     if info is None or isinstance(info, WatchedInfo):
         return info
@@ -547,7 +547,7 @@ def watch_worker_info() -> WatchedInfo | None:
 
 
 class WatchedInit:
-    """A loader's ``worker_init_fn`` under the watch: if it reaches for the data set, it shards it."""
+    """A recorded ``worker_init_fn``: if it accesses the data set, the data set counts as sharded."""
 
     def __init__(self, init: Callable[[int], None]) -> None:
         self.init = init
@@ -560,7 +560,7 @@ class WatchedInit:
 
 
 class Counting:
-    """A ``collate_fn`` that tells how many samples it was given, of which stream: returns (count, mark, batch)."""
+    """A ``collate_fn`` that returns (number of samples, fingerprint of their stream's first sample, batch)."""
 
     def __init__(self, collate: Callable[[Any], Any], shard: Shard) -> None:
         self.collate = collate
@@ -571,7 +571,7 @@ class Counting:
 
 
 def fingerprint(item: object) -> float:
-    """A whole number below 2**52, the same for equal samples; 0.0 where it cannot be told."""
+    """Return a whole number below 2**52, the same for equal samples; 0.0 if equality cannot be determined."""
     parts, shape = tree_flatten(item)
     try:
         content = [repr(shape).encode(), *map(_bytes, parts)]
@@ -581,16 +581,16 @@ def fingerprint(item: object) -> float:
 
 
 def _bytes(part: object) -> bytes:
-    if isinstance(part, torch.Tensor):  # whose pickle also tells where it lies
+    if isinstance(part, torch.Tensor):  # its pickle also contains its device
         numbers = as_bytes(part.cpu())
         return f"{part.dtype}{tuple(part.shape)}".encode() + numbers.numpy().tobytes()
     return pickle.dumps(part)
 
 
 def stream_length(samples: int, batch: int | None, drop_last: bool, ranks: int, workers: int) -> int:
-    """Batches of the rank that gets most, of a stream of known length shared over ranks and workers.
+    """Return the batches of the rank that gets most of a stream of known length, shared over ranks and workers.
 
-    Every worker forms batches of its own, so that each may end with a partial one.
+    Every worker forms its own batches, so that each may end with a partial one.
     """
     shards = ranks * max(1, workers)
     lengths = []

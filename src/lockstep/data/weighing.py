@@ -1,4 +1,4 @@
-"""How the micro-batches of a window are weighed: by their samples, and the loss of each by its share of the window."""
+"""Weights of the micro-batches of a window (their numbers of samples) and shares of their losses."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Part = tuple[float, float]
 
 
 def weigh(mine: Sequence[float], total: float, size: int) -> list[Part]:
-    """(weight, share) of a rank's micro-batches, given the sum of all weights of the window."""
+    """Return (weight, share) of a rank's micro-batches, given the sum of all weights of the window."""
     return [(float(weight), weight * size / total if weight else 0.0) for weight in mine]
 
 
 class Share(float):
-    """The share of a micro-batch of several loaders that are cut unevenly: that of its heaviest part.
+    """The share of a micro-batch of several loaders that are cut unevenly: the share of its heaviest part.
 
     Attributes:
-        parts: the share of each part, 0.0 where this rank has no samples of it: what the mean over the part's samples
-            is multiplied with.
+        parts: the share of each part, by which the mean over the part's samples is multiplied; 0.0 if this rank has no
+            samples of it.
     """
 
     parts: tuple[float, ...]
 
 
 def share_of(share: float, part: float) -> float:
-    """Of a micro-batch's share that of a part of its samples, which is the same part of each loader's."""
+    """Return the share of a fraction ``part`` of a micro-batch's samples; the fraction is the same for each loader."""
     if type(share) is not Share:
         return share * part
     made = Share(share * part)
@@ -43,12 +43,12 @@ def share_of(share: float, part: float) -> float:
 def weigh_parts(
     weighed: Sequence[Part], parts: Sequence[Sequence[float]], totals: Sequence[float], size: int
 ) -> list[Part]:
-    """(weight, share) of micro-batches of several loaders.
+    """Return (weight, share) of micro-batches of several loaders.
 
     Args:
-        weighed: as :func:`weigh` gives them.
-        parts: of each micro-batch the weights of its parts on this rank.
-        totals: of each part the sum of all weights of the window.
+        weighed: the result of :func:`weigh`.
+        parts: for each micro-batch, the weights of its parts on this rank.
+        totals: for each part, the sum of all weights of the window.
         size: number of ranks.
     """
     found = []
@@ -63,15 +63,15 @@ def weigh_parts(
 
 
 def weighed_by_part(output: dict[str, Any], nest: TreeSpec, share: float) -> Tensor:
-    """The losses of several loaders, each weighed by its own loader's samples, added up.
+    """Return the sum of several loaders' losses, each weighted by its own loader's samples.
 
     Args:
-        output: what ``training_step`` returned.
-        nest: of the batch.
-        share: of the micro-batch.
+        output: the value that ``training_step`` returned.
+        nest: the structure of the batch.
+        share: the share of the micro-batch.
 
     Raises:
-        MisconfigurationException: the losses are in another nest, or a weight stands beside them.
+        MisconfigurationException: the losses have another structure, or the output contains a weight.
     """
     losses = output["loss"]
     try:

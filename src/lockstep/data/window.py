@@ -1,4 +1,4 @@
-"""A window: the micro-batches of one optimizer step, as a rank draws them."""
+"""A window: the micro-batches of one optimizer step on one rank."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _END = object()
 
 
 class Window:
-    """The micro-batches of one optimizer step, as this rank draws them; to be iterated once.
+    """The micro-batches of one optimizer step on this rank; can be iterated once.
 
-    Iterating gives (batch, weight, share): ``weight`` is the number of samples drawn for the micro-batch (0.0
-    where this rank's part is empty; the batch is None then, or a padding batch), ``share`` what its loss is
-    multiplied with, so that the average over the ranks of the sum over the window is the mean over all samples of
-    the window: weight x ranks / (sum of the weights of all ranks and micro-batches).
+    Iterating yields (batch, weight, share). ``weight`` is the number of samples drawn for the micro-batch. It is 0.0
+    if this rank's part is empty; the batch is then None or a padding batch. ``share`` is the factor of its loss that
+    makes the average over the ranks of the sum over the window the mean over all samples of the window:
+    weight x ranks / (sum of the weights of all ranks and micro-batches).
 
     Attributes:
         size: number of micro-batches that are left, the same on all ranks.
         begun: micro-batches of this window that an earlier attempt of the run has done.
-        last: whether this is the epoch's last window.
-        absent: of each micro-batch, the ranks whose part is empty; None where there are none in the window.
+        last: True for the last window of the epoch.
+        absent: for each micro-batch, the ranks with an empty part; None if no part of the window is empty.
         of_rank: each rank's samples in the window.
-        gap: a rank, and a loader of which it has no samples in a micro-batch of which it has others; else None.
+        gap: (rank, loader) for a rank that has samples of a micro-batch but none of that loader; None if there is none.
     """
 
     __slots__ = ("_among", "_batches", "_parts", "absent", "begun", "gap", "last", "of_rank", "size")
@@ -49,10 +49,10 @@ class Window:
         self.size = len(parts) - begun
         self.begun = begun
         self.last = last
-        self._among = among  # the parts where some ranks average; None: their weights are equal
+        self._among = among  # returns the parts for a subset of averaging ranks; None: all weights are equal
 
     def share_among(self, ranks: Sequence[int]) -> None:
-        """Let gradients be averaged over these ranks alone, this one among them: to the mean over their samples."""
+        """Average gradients over these ranks only (including this one): to the mean over their samples."""
         if self._among is not None:
             self._parts = self._among(ranks)[self.begun :]
 
@@ -66,11 +66,11 @@ class Window:
 
 
 def empty_ranks(weights: Sequence[float]) -> tuple[int, ...]:
-    """The ranks whose part weighs nothing. What goes over all ranks does so inside of Python's own functions."""
+    """Return the ranks whose part has no weight. Loops over all ranks run inside Python's built-in functions."""
     return tuple(itertools.compress(itertools.count(), map(not_, weights))) if 0 in weights else ()
 
 
 def first_gap(of_parts: Sequence[Sequence[float]], of_rank: Sequence[float]) -> tuple[int, int] | None:
-    """The first rank, and its loader, that has samples of a micro-batch and none of this loader's."""
+    """Return the first (rank, loader) for which the rank has samples of the micro-batch but none of this loader."""
     gaps = ((rank, loader) for loader, part in enumerate(of_parts) for rank in empty_ranks(part) if of_rank[rank])
     return next(gaps, None)

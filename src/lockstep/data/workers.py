@@ -1,4 +1,4 @@
-"""Loader workers: how many there are, which signals they get, and how a pass ends when one is killed."""
+"""Loader workers: their number, the signals that they receive, and the end of a pass after one was killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """A bound for ``num_workers``: the cores that this process may use, shared by the ranks, less one for the rank.
+    """Return a bound for ``num_workers``: the available cores divided by the ranks, minus one for the rank itself.
 
     Args:
         local_world_size: ranks on this machine.
@@ -42,30 +42,31 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 
 
 SECONDS_FOR_LOCK = 1.0
-"""A worker that lives holds the lock for microseconds."""
+"""Timeout for the lock; a living worker holds it for microseconds."""
 
 SECONDS_FOR_END = 5.0
-"""A worker whose connection broke ends within milliseconds, or with a file of its memory."""
+"""Timeout for a worker whose connection broke; it ends within milliseconds, or while it writes a core dump."""
 
 SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What a terminal or a cluster sends to all processes of a job."""
+"""Signals that a terminal or a cluster sends to all processes of a job."""
 
 
 def opened(loader: Iterable[Any]) -> Iterator[Any]:
-    """``iter(loader)``; a pass of torch's loader workers ends even if one of them was killed.
+    """Return ``iter(loader)``; a pass with torch's loader workers ends even if one of them was killed.
 
-    Torch tells its workers to end by a `multiprocessing.Event`, and each takes the event's lock once a batch.
-    Killed in that moment (by the kernel, for want of memory), it never gives the lock back, and the process that
-    trains would wait for it without end instead of raising torch's error. That process is given another event here.
+    torch ends its workers by a `multiprocessing.Event`, and each worker takes the event's lock once a batch. A worker
+    that is killed at that moment (by the kernel, out of memory) never releases the lock. The training process would
+    then wait for it forever instead of raising torch's error. Here that process gets a different event.
 
-    A cluster signals all processes of a job, and the run could not come to its boundary without its workers: what is
-    heeded here while they are made, they do not see, however they are started.
+    A cluster signals all processes of a job, and the run could not reach its boundary without its workers. Workers
+    therefore block the signals that this process handles, whatever their start method.
 
-    A worker that dies while a batch is fetched from it may have closed its connections, and not have ended yet: torch
-    would raise the connection's error, where it names a worker that is gone. Here its end is waited for.
+    A worker that dies while a batch is fetched from it may have closed its connections but not have ended yet. torch
+    would raise the connection's error, while for an ended worker it raises an error that names it. This function waits
+    for the worker's end.
 
-    Nothing else is changed on the way of a batch. Iterators that are not made as torch 2 makes them stay as they are,
-    but for a loader that is its own iterator: its ``__iter__`` may rewind it, and any `for` would call it again.
+    The path of a batch is otherwise unchanged. Iterators that differ from those of torch 2 are returned unchanged,
+    except for a loader that is its own iterator: its ``__iter__`` may rewind it, and any `for` would call it again.
     """
     with _deaf(loader):
         iterator = iter(loader)
@@ -73,7 +74,7 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
         return _rest(iterator)
     event = getattr(iterator, "_workers_done_event", None)
     if isinstance(event, _DoneEvent):
-        return iterator  # persistent workers: it is that of the pass before
+        return iterator  # persistent workers: set in the previous pass
     workers = getattr(iterator, "_workers", None)
     condition, flag = getattr(event, "_cond", None), getattr(event, "_flag", None)
     if workers and condition is not None and flag is not None:
@@ -82,20 +83,20 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
         _watched.add(iterator)
     fetch = getattr(iterator, "_try_get_data", None)
     if workers and fetch is not None:
-        # by a weak reference: an iterator has to go, and with it its workers, as soon as nobody has it
+        # a weak reference: an iterator and its workers must end as soon as it is no longer used
         known = functools.partial(_fetched, weakref.WeakMethod(fetch), workers)
         iterator._try_get_data = known  # type: ignore[attr-defined]
     return iterator
 
 
 def rewinds(iterator: Iterator[Any]) -> bool:
-    """Return True if ``__iter__`` of an iterator does more than return the iterator: it starts a pass then."""
+    """Return True if an iterator's ``__iter__`` does more than return the iterator: it starts a pass."""
     code = getattr(type(iterator).__iter__, "__code__", None)
     return code is not None and bool(code.co_names)
 
 
 def _rest(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield what an iterator gives from here on, without a call of its ``__iter__``."""
+    """Yield the remaining items of an iterator without a call of its ``__iter__``."""
     with contextlib.suppress(StopIteration):
         while True:
             batch = next(iterator)
@@ -104,31 +105,31 @@ def _rest(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def _fetched(method: weakref.WeakMethod[Callable[..., Any]], workers: Sequence[BaseProcess], *timeout: float) -> Any:
-    """What torch's iterator fetches; where a connection breaks, the worker that has died is named."""
+    """Return torch's next fetched batch; if a connection breaks, raise an error that names the dead worker."""
     fetch = method()
-    assert fetch is not None  # the iterator is in this call
+    assert fetch is not None  # the iterator is executing this call
     try:
         return fetch(*timeout)
     except RuntimeError as error:
         name_death(error)
         raise
-    except (ConnectionError, EOFError, FileNotFoundError) as error:  # of the sockets that memory is handed over by
+    except (ConnectionError, EOFError, FileNotFoundError) as error:  # from the sockets that pass shared memory
         until = time.monotonic() + SECONDS_FOR_END
         while all(worker.is_alive() for worker in workers):
             if time.monotonic() > until:
                 raise
-            time.sleep(0.01)  # here torch's handler may raise that a worker was killed, and by which signal
+            time.sleep(0.01)  # torch's handler may raise here and name the signal that killed a worker
         gone = ", ".join(str(worker.pid) for worker in workers if not worker.is_alive())
         told = RuntimeError(f"DataLoader worker (pid(s) {gone}) exited unexpectedly")
         name_death(told)
         raise told from error
 
 
-# -- of what a worker died ------------------------------------------------------------------------------------
+# -- the cause of a worker's death ----------------------------------------------------------------------------
 
 
 KEPT = 16
-"""Batches that are remembered for each worker; torch hands out `prefetch_factor` of them, mostly 2."""
+"""Batches that are recorded for each worker; torch hands out `prefetch_factor` of them, usually 2."""
 
 _DEATH = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: [^.]+\.)"
@@ -138,14 +139,14 @@ _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Remembered:
-    """A sampler's iterator that knows the indices of the batches that it gave last, by their number.
+    """A sampler's iterator that records the indices of the last batches by their number.
 
     Args:
         inner: the iterator.
-        workers: how many fetch the batches.
+        workers: number of workers that fetch the batches.
 
     Attributes:
-        given: how many batches it gave.
+        given: number of batches that it has yielded.
     """
 
     def __init__(self, inner: Iterator[Any], workers: int) -> None:
@@ -163,15 +164,15 @@ class Remembered:
         return found
 
     def of(self, number: int) -> Any:
-        """The indices of a batch; None where they are not kept, or a stream has none."""
+        """Return the indices of a batch; None if they are no longer kept, or for a stream."""
         place = number - self.given + len(self._last)
         return self._last[place] if 0 <= place < len(self._last) else None
 
 
 def name_death(error: BaseException) -> None:
-    """Add to torch's error for a worker that has died by which signal it was, and which samples it had to fetch.
+    """Add to torch's error for a dead worker the signal that killed it and the samples that it had to fetch.
 
-    torch raises it anywhere, by a handler of SIGCHLD.
+    torch raises the error at any point of the program, from a handler of SIGCHLD.
     """
     found = _DEATH.match(words_of(error)) if isinstance(error, RuntimeError) and len(error.args) == 1 else None
     if found is None or found.end() < len(str(error).rstrip()):
@@ -200,7 +201,7 @@ def _how(worker: BaseProcess) -> str:
 
 
 def _while(iterator: Any, worker: int) -> str:
-    """The samples of the batches that the worker was to fetch, and has not handed over; the first may lie in a pipe."""
+    """Return a text with the samples that a worker had not handed over yet; the first batch may still be in a pipe."""
     tasks, given = getattr(iterator, "_task_info", {}), getattr(iterator, "_sampler_iter", None)
     if not isinstance(given, Remembered):
         return ""
@@ -213,12 +214,12 @@ def _while(iterator: Any, worker: int) -> str:
 
 
 SHOWN = 8
-"""Samples of a batch that are named."""
+"""Maximum number of a batch's samples that are named."""
 
 
 @contextmanager
 def _deaf(loader: Iterable[Any]) -> Iterator[None]:
-    """A process that ``loader`` starts inside has those blocked for which this one has a handler written in Python."""
+    """Block, in processes that ``loader`` starts inside, the signals that this process handles in Python code."""
     ours = {number for number in SENT_TO_ALL if callable(signal.getsignal(number))}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         ours.discard(signal.SIGINT)
@@ -238,10 +239,10 @@ def _deaf(loader: Iterable[Any]) -> Iterator[None]:
 
 @functools.cache
 def _kill_at_exit() -> None:
-    """Once: Python ends what is left of them by a SIGTERM, of which they would hear nothing, and then waits."""
+    """Kill remaining workers at exit, once; Python would send SIGTERM, which they block, and wait forever."""
 
     def kill() -> None:
-        with contextlib.suppress(AttributeError, ValueError):  # torch's handler would raise, in what is done at the end
+        with contextlib.suppress(AttributeError, ValueError):  # torch's handler would raise during exit
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
             if worker.daemon:
@@ -251,7 +252,7 @@ def _kill_at_exit() -> None:
 
 
 def end_workers(loader: object) -> None:
-    """Ends the persistent workers of a loader, if it has any."""
+    """End the persistent workers of a loader, if it has any."""
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
@@ -259,7 +260,7 @@ def end_workers(loader: object) -> None:
 
 
 class _DoneEvent:
-    """The parent's side of a `multiprocessing.Event` that workers have too and that only the parent sets."""
+    """The parent's side of a `multiprocessing.Event` that workers share and that only the parent sets."""
 
     def __init__(self, condition: Condition, flag: Semaphore, workers: Sequence[BaseProcess]) -> None:
         self._condition = condition
@@ -271,7 +272,7 @@ class _DoneEvent:
         return self._set
 
     def set(self) -> None:
-        """Tells the workers to end; those that could not hear it, since the lock is lost, are ended at once."""
+        """Signal the workers to end; kill them if the lock is lost and they cannot receive it."""
         self._set = True
         if self._condition.acquire(timeout=SECONDS_FOR_LOCK):
             try:
@@ -281,4 +282,4 @@ class _DoneEvent:
             return
         for worker in self._workers:
             if worker.is_alive():
-                worker.kill()  # of another signal it may hear nothing
+                worker.kill()  # it may block any other signal

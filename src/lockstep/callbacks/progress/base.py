@@ -1,4 +1,4 @@
-"""The base classes of progress bars: what to show, how far a loop has come, when to draw; and the plain bar."""
+"""The base classes of progress bars (totals, metrics, progress of a loop, times to draw), and the plain bar."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Counts the batches of one loop and the seconds spent on them.
+    """A counter of the batches of one loop and the seconds spent on them.
 
     Args:
-        every: draw at every n-th batch only (and at the last).
-        interval: least number of seconds between two drawings.
+        every: draw only at every n-th batch (and at the last).
+        interval: minimum number of seconds between two drawings.
     """
 
     def __init__(self, every: int = 1, interval: float = 0.1) -> None:
@@ -34,7 +34,7 @@ class Meter:
         self.begin(math.inf)
 
     def begin(self, total: int | float) -> None:
-        """A new loop of ``total`` batches (inf if that is not known) starts now."""
+        """Start a new loop of ``total`` batches (inf if unknown)."""
         self.total = total
         self.done = 0
         self._first: int | None = None
@@ -43,9 +43,9 @@ class Meter:
         self._next = self._started
 
     def due(self, done: int) -> bool:
-        """Whether to draw now that ``done`` batches are behind us; called in each step, so it is brief."""
+        """Return True if the bar is to be drawn after ``done`` batches; called in each step, so it must be fast."""
         if self._first is None:
-            # a resumed epoch begins in its middle: what it skipped was not done in this time
+            # a resumed epoch starts in its middle: the skipped batches were not done in this time
             self._first = done - 1
         if done != self.total and (done % self.every or monotonic() < self._next):
             return False
@@ -54,7 +54,7 @@ class Meter:
         return True
 
     def pause(self) -> None:
-        """Time that passes from now on is not this loop's (validation in the middle of an epoch)."""
+        """Stop counting time, for a validation in the middle of an epoch."""
         self._paused_at = monotonic()
 
     def resume(self) -> None:
@@ -65,7 +65,7 @@ class Meter:
 
     @property
     def first(self) -> int:
-        """Batches that were behind us when this loop began: not 0 in a resumed epoch."""
+        """Batches that were done before this loop started: not 0 in a resumed epoch."""
         return self._first or 0
 
     @property
@@ -80,12 +80,12 @@ class Meter:
 
     @property
     def remaining(self) -> float:
-        """Seconds to the end at this rate; inf if there is no telling."""
+        """Seconds to the end at this rate; inf if unknown."""
         return (self.total - self.done) / self.rate if self.rate else math.inf
 
 
 def clock(seconds: float) -> str:
-    """Seconds as people write them.
+    """Return seconds in a readable form.
 
     >>> clock(7.9), clock(754), clock(3_700_000), clock(float("inf"))
     ('0:07', '12:34', '1027:46:40', '-:--')
@@ -98,7 +98,7 @@ def clock(seconds: float) -> str:
 
 
 def number(value: object, spec: str = "#.4g") -> str:
-    """A metric; a float keeps its digits, zeros too, so that what stands beside it does not move.
+    """Return a metric as text; floats keep trailing zeros, so that the text after them does not move.
 
     >>> number(0.5), number(1250.0), number(3), number("v1")
     ('0.5000', '1250', '3', 'v1')
@@ -107,7 +107,7 @@ def number(value: object, spec: str = "#.4g") -> str:
 
 
 def speed(rate: float) -> str:
-    """Batches per second as people write them.
+    """Return batches per second in a readable form.
 
     >>> speed(0.02), speed(3.14159), speed(1234.5)
     ('50.0s/it', '3.14it/s', '1234it/s')
@@ -121,10 +121,10 @@ def speed(rate: float) -> str:
 
 
 class ProgressBar(Callback):
-    """Knows the totals, descriptions and metrics of a run; a subclass draws them.
+    """Base class of progress bars: provides totals, descriptions and metrics of a run, which a subclass draws.
 
-    Rank 0 alone draws: the others are disabled in :meth:`setup`, so a subclass that overrides it calls
-        ``super()``.
+    Only rank 0 draws: the other ranks are disabled in :meth:`setup`, so a subclass that overrides it must call
+    ``super()``.
 
     Example::
 
@@ -134,24 +134,24 @@ class ProgressBar(Callback):
                     print(f"{100 * (batch_idx + 1) / self.total_train_batches:.0f} %", end="\\r")
     """
 
-    # on the class, for subclasses that do not call `super().__init__()`
+    # class attributes, for subclasses that do not call `super().__init__()`
     _trainer: Trainer | None = None
     _enabled = True
     _current_eval_dataloader_idx: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remember the trainer; be quiet on all ranks but 0."""
+        """Store the trainer; disable the bar on all ranks but 0."""
         self._trainer = trainer
         if not trainer.is_global_zero:
             self.disable()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process: settings; a bar that is being drawn stays here."""
+        """Return the state that is sent to another process: settings, without the bar that is being drawn."""
         return {**super().__getstate__(), "_trainer": None}
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that this bar belongs to; there is none before :meth:`setup`."""
+        """The trainer that this bar belongs to; raises before :meth:`setup`."""
         if self._trainer is None:
             raise TypeError(f"{type(self).__name__}.trainer: this bar was not given to a Trainer that runs.")
         return self._trainer
@@ -160,35 +160,35 @@ class ProgressBar(Callback):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is drawn."""
+        """True if the bar is drawn."""
         return self._enabled
 
     @property
     def is_disabled(self) -> bool:
-        """Whether nothing is drawn."""
+        """True if the bar is not drawn."""
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Draw from now on."""
+        """Enable drawing."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Draw nothing from now on."""
+        """Disable drawing."""
         self._enabled = False
 
     def print(self, *args: object, **kwargs: Any) -> None:
-        """Print without spoiling the bar; what ``trainer.print`` calls. Arguments as of ``print``."""
+        """Print without disturbing the bar; called by ``trainer.print``. Arguments as in ``print``."""
         print(*args, **kwargs)
 
-    # -- what to show --------------------------------------------------------------------------------------
+    # -- content of the bar --------------------------------------------------------------------------------
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """What stands beside the bar: the logger's version and all that was logged with ``prog_bar=True``.
+        """Return the metrics shown next to the bar: the logger's version and values logged with ``prog_bar=True``.
 
-        Called only when the bar is drawn, for it is here that values leave the device. Override it to show
-        something else::
+        Called only when the bar is drawn, because it copies values from the device. Override it to show
+        other values::
 
             def get_metrics(self, trainer, pl_module):
                 items = super().get_metrics(trainer, pl_module)
@@ -197,43 +197,43 @@ class ProgressBar(Callback):
         """
         metrics = trainer.progress_bar_metrics
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        # last, since a narrow terminal cuts the end off
+        # last, because a narrow terminal cuts off the end
         return {**values, **{name: v for name, v in get_standard_metrics(trainer).items() if name not in values}}
 
     @property
     def sanity_check_description(self) -> str:
-        """What the sanity check is called."""
+        """Description of the sanity check."""
         return "Sanity Checking"
 
     @property
     def train_description(self) -> str:
-        """What training is called before its first epoch."""
+        """Description of training before its first epoch."""
         return "Training"
 
     @property
     def validation_description(self) -> str:
-        """What validation is called."""
+        """Description of validation."""
         return "Validation"
 
     @property
     def test_description(self) -> str:
-        """What testing is called."""
+        """Description of testing."""
         return "Testing"
 
     @property
     def predict_description(self) -> str:
-        """What prediction is called."""
+        """Description of prediction."""
         return "Predicting"
 
     @property
     def epoch_description(self) -> str:
-        """The epoch that runs, and the last one if that is known: ``Epoch 3/9``."""
+        """Description of the current epoch, with the last one if known: ``Epoch 3/9``."""
         last = self.trainer.max_epochs
         return f"Epoch {self.trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
 
     @property
     def total_train_batches(self) -> int | float:
-        """Batches of this epoch of training; inf if that is not known."""
+        """Batches of this training epoch; inf if unknown."""
         trainer = self.trainer
         if trainer.max_epochs == -1 and trainer.max_steps > 0:
             left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
@@ -242,7 +242,7 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Batches of all validation loaders; 0 in an epoch that does not validate."""
+        """Batches of all validation loaders; 0 in an epoch without validation."""
         trainer = self.trainer
         every = trainer.check_val_every_n_epoch
         if not trainer.enable_validation or (every and (trainer.current_epoch + 1) % every):
@@ -251,7 +251,7 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Batches of the loader that is being read."""
+        """Batches of the current loader."""
         assert self._current_eval_dataloader_idx is not None, "asked for a loader's total outside its batches"
         return _passes(self.trainer)[self._current_eval_dataloader_idx]
 
@@ -259,27 +259,27 @@ class ProgressBar(Callback):
     total_predict_batches_current_dataloader = total_val_batches_current_dataloader
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Whether this is another loader than at the last call."""
+        """Return True if the loader differs from the one at the last call."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """No loader is being read any more."""
+        """Reset the current loader, at the end of an evaluation."""
         self._current_eval_dataloader_idx = None
 
 
 class PlainProgressBar(ProgressBar):
-    """Writes a line to stderr at the end of an epoch, but not more often than once in a while.
+    """Progress bar that writes a line to stderr at the end of an epoch, with a minimum interval between lines.
 
-    It is what a Trainer takes where stdout is no terminal. The last epoch always gets its line, so a short
-    run writes just that one::
+    It is the default of a Trainer if stdout is not a terminal. The last epoch always gets its line, so a short
+    run writes exactly one::
 
         Epoch 9/9: step 1800, 0:03, train_loss=0.04127, val_acc=0.9778
 
     It does nothing between the ends of epochs, and costs nothing there.
 
     Args:
-        interval: least number of seconds between two lines; 0 writes one for each epoch.
+        interval: minimum number of seconds between two lines; 0 writes one for each epoch.
     """
 
     def __init__(self, interval: float = 30.0) -> None:
@@ -290,23 +290,23 @@ class PlainProgressBar(ProgressBar):
         self._epoch_began = self._next = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The first line is due one interval from now."""
-        self._written, self._epoch = None, self.epoch_description  # a fit may go on within an epoch
+        """Make the first line due one interval from now."""
+        self._written, self._epoch = None, self.epoch_description  # a fit may resume within an epoch
         self._epoch_began = monotonic()
         self._next = self._epoch_began + self.interval
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock of the epoch."""
+        """Record the start time of the epoch."""
         self._epoch = self.epoch_description
         self._epoch_began = monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the line if it is time to."""
+        """Write a line if one is due."""
         if monotonic() >= self._next:
             self._write(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the line of the last epoch if it has none yet."""
+        """Write the last epoch's line, if it has not been written."""
         if self._written != self._epoch:
             self._write(trainer, pl_module)
 
@@ -317,27 +317,27 @@ class PlainProgressBar(ProgressBar):
         self._next = monotonic() + self.interval
         shown = [f"step {trainer.global_step}", clock(monotonic() - self._epoch_began)]
         shown += [f"{name}={number(value)}" for name, value in self.get_metrics(trainer, pl_module).items()]
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or its disk is full
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the disk is full
             print(f"{self._epoch}: {', '.join(shown)}", file=sys.stderr, flush=True)
 
 
 class DrawnProgressBar(ProgressBar):
-    """Draws a bar of training, and one of the evaluation that runs now; a subclass paints them.
+    """Base class of a bar of training and one of the current evaluation; a subclass paints them.
 
-    The time and speed of training leave validation out. Nothing is drawn between batches, so there is no thread.
+    The time and speed of training exclude validation. Nothing is drawn between batches, so no thread is needed.
 
     Args:
-        refresh_rate: 0 draws nothing.
+        refresh_rate: 0 disables drawing.
         leave: keep the finished bar of each epoch on the screen.
-        every: draw at every n-th batch only.
-        interval: least number of seconds between two drawings.
+        every: draw only at every n-th batch.
+        interval: minimum number of seconds between two drawings.
     """
 
     def __init__(self, refresh_rate: float, leave: bool, every: int = 1, interval: float = 0.1) -> None:
         super().__init__()
         self._refresh_rate = refresh_rate
         self._leave = leave
-        self._draws = False  # whether the bars that are there are drawn; decided where a loop starts
+        self._draws = False  # True if the current bars are drawn; decided at the start of a loop
         self._train_meter = Meter(every, interval)
         self._eval_meter = Meter(every, interval)
 
@@ -346,29 +346,29 @@ class DrawnProgressBar(ProgressBar):
         return self._enabled and self._refresh_rate > 0
 
     def disable(self) -> None:
-        """Draw nothing from now on; what was drawn stays."""
+        """Disable drawing; what was drawn stays."""
         super().disable()
         self._draws = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process: settings; a bar that is being drawn stays here."""
+        """Return the state that is sent to another process: settings, without the bar that is being drawn."""
         return {**super().__getstate__(), **dict.fromkeys(self._drawn)}
 
     @property
     def refresh_rate(self) -> float:
-        """As it was given."""
+        """The value passed to the constructor."""
         return self._refresh_rate
 
-    # -- what a subclass paints: each bar is that of a meter, of training or of the evaluation that runs now
+    # -- methods of subclasses; each bar belongs to a meter, of training or of the current evaluation
 
     _drawn: tuple[str, ...] = ()
-    """Attributes that are None where no bar is on the screen."""
+    """Names of the attributes that are None while no bar is on the screen."""
 
     def _begin_drawing(self) -> None:
         self._draws = self.is_enabled
 
     def _open(self, what: str) -> None:
-        """``train``, ``sanity_check``, ``validation``, ``test`` or ``predict`` begins, drawn or not."""
+        """Called at the start of ``train``, ``sanity_check``, ``validation``, ``test`` or ``predict``, drawn or not."""
 
     def _begin_bar(self, trainer: Trainer, meter: Meter, name: str) -> None:
         raise NotImplementedError
@@ -380,7 +380,7 @@ class DrawnProgressBar(ProgressBar):
         self.reset_dataloader_idx_tracker()
 
     def _close(self) -> None:
-        """Leave the bars as they are, and give the terminal back."""
+        """Leave the bars on the screen, and release the terminal."""
         raise NotImplementedError
 
     # -- training ------------------------------------------------------------------------------------------
@@ -389,11 +389,11 @@ class DrawnProgressBar(ProgressBar):
         self._train_meter.begin(math.inf)
         self._open("train")
         self._begin_drawing()
-        if trainer.fit_loop.progress.batch:  # it goes on within an epoch, whose start calls no hook
+        if trainer.fit_loop.progress.batch:  # it resumes within an epoch, whose start calls no hook
             self._begin_epoch(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the bar anew."""
+        """Restart the bar for the epoch."""
         if self._draws and self._leave and self._train_meter.done:
             self._close()
             self._open("train")
@@ -415,7 +415,7 @@ class DrawnProgressBar(ProgressBar):
             self._paint(self._train_meter, self.get_metrics(trainer, pl_module))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._draws:  # what was logged at the end of the epoch
+        if self._draws:  # show values logged at the end of the epoch
             self._paint(self._train_meter, self.get_metrics(trainer, pl_module))
 
     # -- evaluation ----------------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ class DrawnProgressBar(ProgressBar):
     on_test_end = on_predict_end = on_sanity_check_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In a fit, take the bar of validation away, and show its metrics beside that of training."""
+        """In a fit, remove the bar of validation, and show its metrics next to that of training."""
         if trainer.sanity_checking:
             return
         self._end_evaluation()
@@ -486,16 +486,16 @@ class DrawnProgressBar(ProgressBar):
 
 
 def _evaluation(trainer: Trainer) -> str:
-    """Which one runs."""
+    """Return the name of the current evaluation."""
     if trainer.sanity_checking:
         return "sanity_check"
     return {"test": "test", "predict": "predict"}.get(str(trainer.state.fn), "validation")
 
 
 def _passes(trainer: Trainer) -> list[int | float]:
-    """Batches of each loader that the evaluation at hand, or the fit's validation, reads after another.
+    """Return the batches of each loader that the current evaluation, or the fit's validation, reads in turn.
 
-    Where a batch holds one of each loader there is one number for all.
+    If a batch holds one of each loader, there is one number for all.
     """
     by_call = {"validate": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
     loop = by_call.get(str(trainer.state.fn), trainer.fit_loop.validation)
@@ -505,17 +505,17 @@ def _passes(trainer: Trainer) -> list[int | float]:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a stream is a terminal; stdout is None under pythonw, and closed in some daemons."""
+    """Return True if a stream is a terminal; stdout is None under pythonw, and closed in some daemons."""
     return stream is not None and not stream.closed and bool(stream.isatty())
 
 
 def in_notebook() -> bool:
-    """Whether this process draws into a Jupyter notebook: no terminal, yet it shows bars."""
+    """Return True if this process draws into a Jupyter notebook, which is not a terminal but shows bars."""
     return "ipykernel" in sys.modules
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """``v_num``: the versions of the loggers, of one that is a string its last four characters."""
+    """Return ``v_num``: the versions of the loggers; of a single version that is a string, its last four characters."""
     versions = list(dict.fromkeys(logger.version for logger in trainer.loggers if logger.version not in (None, "")))
     if not versions:
         return {}

@@ -1,4 +1,4 @@
-"""RichProgressBar: progress in colours, with the metrics on a line of their own."""
+"""RichProgressBar: coloured progress bars, with the metrics on a separate line."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of the parts of the bar, in the words of https://rich.readthedocs.io/en/stable/style.html."""
+    """Styles of the parts of the bar; see https://rich.readthedocs.io/en/stable/style.html for the syntax."""
 
     description: str = ""  #: "Epoch 3/9", "Testing"
-    progress_bar: str = "cyan"  #: what is done
-    progress_bar_finished: str = "green"  #: all of it is done
-    progress_bar_pulse: str = "cyan"  #: nobody knows how much there is to do
+    progress_bar: str = "cyan"  #: the completed part
+    progress_bar_finished: str = "green"  #: the bar when it is complete
+    progress_bar_pulse: str = "cyan"  #: the bar if the total is unknown
     batch_progress: str = ""  #: "40/100"
     time: str = "dim"  #: time spent, time left
     processing_speed: str = "dim"  #: "81.3it/s"
     metrics: str = "italic"  #: the line of metrics
-    metrics_text_delimiter: str = "  "  #: between two of them
-    metrics_format: str = "#.4g"  #: of a number among them
+    metrics_text_delimiter: str = "  "  #: between two metrics
+    metrics_format: str = "#.4g"  #: format of numbers
 
 
 class RichProgressBar(DrawnProgressBar):
-    """Draws bars with rich (extra ``rich``): training, and validation below it while that runs.
+    """Progress bar drawn with rich (extra ``rich``): training, and validation below it while it runs.
 
-    The time and speed of training leave validation out. Nothing is drawn between batches, so there is no thread.
+    The time and speed of training exclude validation. Nothing is drawn between batches, so no thread is needed.
 
     Args:
-        refresh_rate: most drawings per second; 0 draws nothing.
+        refresh_rate: maximum number of drawings per second; 0 disables drawing.
         leave: keep the finished bar of each epoch on the screen.
-        theme: styles.
+        theme: styles of the parts of the bar.
         console_kwargs: arguments for ``rich.console.Console``.
 
     Raises:
@@ -67,9 +67,9 @@ class RichProgressBar(DrawnProgressBar):
         self._console_kwargs = console_kwargs or {}
         self.progress: Any = None
         self.train_progress_bar_id: Any = None
-        """rich's id of the bar of training; None while there is none."""
+        """rich's id of the bar of training; None if there is none."""
         self.val_progress_bar_id: Any = None
-        """rich's id of the bar of the evaluation that runs now; None outside of one."""
+        """rich's id of the bar of the current evaluation; None outside of one."""
 
     _drawn = ("progress", "train_progress_bar_id", "val_progress_bar_id")
     val_sanity_progress_bar_id = test_progress_bar_id = predict_progress_bar_id = property(
@@ -78,12 +78,12 @@ class RichProgressBar(DrawnProgressBar):
 
     @property
     def train_progress_bar(self) -> Any:
-        """rich's task of training: its description, total, what is completed."""
+        """rich's task of training: its description, total and completed batches."""
         return self._task(self.train_progress_bar_id)
 
     @property
     def val_progress_bar(self) -> Any:
-        """rich's task of the evaluation that runs now."""
+        """rich's task of the current evaluation."""
         return self._task(self.val_progress_bar_id)
 
     val_sanity_check_bar = test_progress_bar = predict_progress_bar = val_progress_bar
@@ -98,12 +98,12 @@ class RichProgressBar(DrawnProgressBar):
         self._close()
 
     def refresh(self, hard: bool = False) -> None:
-        """Draw now; ``hard`` is accepted for the signature."""
+        """Draw now; ``hard`` is accepted for compatibility."""
         if self.progress is not None:
             self.progress.refresh()
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """The columns of a bar, as for ``rich.progress.Progress``; override it to show others."""
+        """Return the columns of a bar, as for ``rich.progress.Progress``; override it to show others."""
         from rich.progress import BarColumn, TextColumn
         from rich.table import Column
 
@@ -117,7 +117,7 @@ class RichProgressBar(DrawnProgressBar):
                 complete_style=theme.progress_bar,
                 finished_style=theme.progress_bar_finished,
                 pulse_style=theme.progress_bar_pulse,
-                # as wide as there is room for, within reason
+                # as wide as possible, within reasonable limits
                 table_column=Column(min_width=6, max_width=40),
             ),
             Batches(theme.batch_progress),
@@ -126,11 +126,11 @@ class RichProgressBar(DrawnProgressBar):
         ]
 
     def _metrics_text(self, metrics: dict[str, Any]) -> tuple[str, str]:
-        """The line of metrics, and its style."""
+        """Return the line of metrics, and its style."""
         shown = (f"{name}={number(value, self.theme.metrics_format)}" for name, value in metrics.items())
         return self.theme.metrics_text_delimiter.join(shown), self.theme.metrics
 
-    # -- what is painted -----------------------------------------------------------------------------------
+    # -- drawing -------------------------------------------------------------------------------------------
 
     def _begin_bar(self, trainer: Trainer, meter: Meter, name: str) -> None:
         if self.progress is None:
@@ -140,10 +140,10 @@ class RichProgressBar(DrawnProgressBar):
             self.progress.start()
         is_training = meter is self._train_meter
         before = self.train_progress_bar_id if is_training else self.val_progress_bar_id
-        if before is not None and trainer.state.fn == "fit":  # of several loaders to test, all bars stay
+        if before is not None and trainer.state.fn == "fit":  # if several loaders are tested, all bars stay
             self.progress.remove_task(before)
         total = meter.total if math.isfinite(meter.total) else None
-        if is_training:  # as wide as "Validation", which comes and goes below
+        if is_training:  # as wide as "Validation", which appears below it
             name = name.ljust(len(self.validation_description))
             self.train_progress_bar_id = self.progress.add_task(name, total=total, meter=meter)
         else:
@@ -151,7 +151,7 @@ class RichProgressBar(DrawnProgressBar):
 
     def _paint(self, meter: Meter, metrics: dict[str, Any] | None = None) -> None:
         task = self.train_progress_bar_id if meter is self._train_meter else self.val_progress_bar_id
-        if task is not None:  # a bar that is enabled in an epoch begins with the next one
+        if task is not None:  # a bar that is enabled within an epoch starts with the next one
             if metrics is not None:
                 self.progress.metrics = metrics
             self.progress.update(task, completed=meter.done, refresh=True)
@@ -173,7 +173,7 @@ class RichProgressBar(DrawnProgressBar):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, RankFailed) and self.progress is not None:
-            self.progress.leave()  # the traceback of that rank stands where the bars would be drawn a last time
+            self.progress.leave()  # that rank's traceback is where the bars would be drawn for the last time
         super().on_exception(trainer, pl_module, exception)
 
     def print(self, *args: object, sep: str = " ", end: str = "\n", **kwargs: Any) -> None:
@@ -181,6 +181,6 @@ class RichProgressBar(DrawnProgressBar):
         if self.progress is None or kwargs.get("file") is not None:
             print(*args, sep=sep, end=end, **kwargs)
         else:
-            # text is printed as it is: no markup, no colours for numbers, no wrapping
+            # text is printed verbatim: no markup, no colours for numbers, no wrapping
             text = sep.join(map(str, args))
             self.progress.console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)

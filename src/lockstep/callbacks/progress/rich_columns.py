@@ -1,4 +1,4 @@
-"""What RichProgressBar draws: columns beside the bar, metrics below it. Imports rich, so import it late."""
+"""The parts of RichProgressBar that need rich: columns and the line of metrics. Import it late."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class _Column(ProgressColumn):
         self.style = style
 
     def render(self, task: Task) -> Text:
-        """The cell of a bar."""
+        """Return the cell of a bar."""
         return Text(self.text(task, task.fields["meter"]), style=self.style)
 
     def text(self, task: Task, meter: Meter) -> str:
-        """What stands in it."""
+        """Return the text of the cell."""
         raise NotImplementedError
 
 
 class Batches(_Column):
-    """Batches done and in all: ``40/100``, with dashes for what is not known."""
+    """Completed and total batches: ``40/100``, with dashes if the total is unknown."""
 
     def text(self, task: Task, meter: Meter) -> str:
         total = "--" if task.total is None else str(int(task.total))
@@ -63,19 +63,19 @@ class Speed(_Column):
 
 
 class FromTop(LiveRender):
-    """Lines that are drawn anew from where the cursor stands, which is left at their beginning.
+    """Lines that are redrawn from the cursor's position; afterwards the cursor is left at their start.
 
-    rich leaves it at their end, where another rank's traceback would go on with the line, and goes up to draw them
-    again, over the last lines of that traceback.
+    rich leaves the cursor at their end, where another rank's traceback would continue the line, and moves up to
+    redraw them, over the last lines of that traceback.
 
     Attributes:
-        stays: the cursor is left at the end, for what follows the bars.
+        stays: True to leave the cursor at the end, for output after the bars.
     """
 
     stays = False
 
     def position_cursor(self) -> Control:
-        """To the left, with all below taken away."""
+        """Return a control that moves the cursor to the left and clears everything below."""
         control = Control()
         control.segment = Segment("\r\x1b[J", None, [(ControlType.CARRIAGE_RETURN,)])
         return control
@@ -88,10 +88,10 @@ class FromTop(LiveRender):
 
 
 class Bars(Progress):
-    """Bars, and one line of metrics below them, which may be longer than fits beside a bar.
+    """Bars, and a line of metrics below them, which may be longer than the space next to a bar.
 
     Attributes:
-        metrics: what that line shows.
+        metrics: the metrics in that line.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Bars(Progress):
         metrics_text: Callable[[dict[str, Any]], tuple[str, str]],
         console_kwargs: dict[str, Any],
     ) -> None:
-        # rich asks for its renderables while it is being made
+        # set before `super().__init__()`, in which rich calls `get_renderables`
         self.metrics: dict[str, Any] = {}
         self._metrics_text = metrics_text
         super().__init__(*columns, console=Console(**console_kwargs), auto_refresh=False)
@@ -108,17 +108,17 @@ class Bars(Progress):
         self.live._live_render = self._lines
 
     def stop(self) -> None:
-        """Draw a last time, and leave the cursor below."""
+        """Draw for the last time, and leave the cursor below."""
         self._lines.stays = True
         super().stop()
 
     def leave(self) -> None:
-        """Stop without a last drawing: what another process has printed stands there."""
+        """Stop without a last drawing, which would overwrite the output of another process."""
         self._lines._shape = None
         self.live.refresh = lambda: None
 
     def get_renderables(self) -> Iterator[Any]:
-        """The table of bars, then the metrics."""
+        """Yield the table of bars, then the metrics."""
         yield self.make_tasks_table(self.tasks)
         if self.metrics:
             text, style = self._metrics_text(self.metrics)

@@ -1,4 +1,4 @@
-"""TQDMProgressBar: progress as a line of text that is written over itself."""
+"""TQDMProgressBar: progress as a line of text that is overwritten."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class TQDMProgressBar(DrawnProgressBar):
-    """Draws bars with tqdm on stdout: one for training, one below it for the validation in between.
+    """Progress bar drawn with tqdm on stdout: one for training, and one below it for validation in a fit.
 
-    The time and speed of training leave validation out. What is printed meanwhile goes above the bars. To change
-    how a bar looks, override the method that makes it (:meth:`init_train_tqdm` and its like), or
-    :meth:`get_metrics` for what stands beside it. On ranks that draw nothing the bars are there too, disabled.
+    The time and speed of training exclude validation. Other output is printed above the bars. To change
+    how a bar looks, override the method that makes it (:meth:`init_train_tqdm` and so on), or
+    :meth:`get_metrics` for the metrics next to it. On ranks that do not draw, the bars exist but are disabled.
 
     Args:
-        refresh_rate: draw at every n-th batch, yet at most ten times a second; 0 draws nothing.
-        process_position: leave so many pairs of lines above the bars free, for bars of other processes.
+        refresh_rate: draw at every n-th batch, but at most ten times a second; 0 disables drawing.
+        process_position: number of pairs of lines to leave free above the bars, for bars of other processes.
         leave: keep the finished bar of each epoch on the screen.
 
     Example::
@@ -46,9 +46,9 @@ class TQDMProgressBar(DrawnProgressBar):
         super().__init__(refresh_rate, leave, every=refresh_rate)
         self._process_position = process_position
         self.train_progress_bar: Any = None
-        """tqdm's bar of training, closed once the fit is over; None before one. It may be replaced by another one."""
+        """tqdm's bar of training, closed after the fit; None before one. It may be replaced."""
         self.val_progress_bar: Any = None
-        """tqdm's bar of the last evaluation, closed once that is over. It may be replaced by another one."""
+        """tqdm's bar of the last evaluation, closed after it. It may be replaced."""
         self._stand_ins: list[_Above] | None = None
 
     _drawn = ("train_progress_bar", "val_progress_bar", "_stand_ins")
@@ -58,7 +58,7 @@ class TQDMProgressBar(DrawnProgressBar):
 
     @property
     def process_position(self) -> int:
-        """Pairs of lines left free above."""
+        """Number of pairs of lines left free above."""
         return self._process_position
 
     def disable(self) -> None:
@@ -66,7 +66,7 @@ class TQDMProgressBar(DrawnProgressBar):
         self._give_back()
         self._close_bars()
 
-    # -- how bars are made ---------------------------------------------------------------------------------
+    # -- construction of bars ------------------------------------------------------------------------------
 
     def init_sanity_tqdm(self) -> Any:
         """Make the bar of the sanity check."""
@@ -101,7 +101,7 @@ class TQDMProgressBar(DrawnProgressBar):
             bar_format=self.BAR_FORMAT,
         )
 
-    # -- what is painted -----------------------------------------------------------------------------------
+    # -- drawing -------------------------------------------------------------------------------------------
 
     def _open(self, what: str) -> None:
         bar = getattr(self, f"init_{what.removesuffix('_check')}_tqdm")()
@@ -121,9 +121,9 @@ class TQDMProgressBar(DrawnProgressBar):
         bar = self._bar(meter)
         if bar is not None:
             bar.initial, bar.n = meter.first, meter.done
-            if not bar.disable:  # training leaves validation out
+            if not bar.disable:  # the time of training excludes validation
                 bar.start_t = bar._time() - meter.seconds
-                bar.last_print_t = bar._time()  # not before the start, or tqdm takes the bar for one never drawn
+                bar.last_print_t = bar._time()  # if it were before the start, tqdm would treat the bar as never drawn
             if metrics is None:
                 bar.refresh()
             else:
@@ -133,7 +133,7 @@ class TQDMProgressBar(DrawnProgressBar):
         super()._end_evaluation()
         if self.val_progress_bar is not None:
             self.val_progress_bar.close()
-        if self.train_progress_bar is None or self.train_progress_bar.disable:  # which a closed bar is
+        if self.train_progress_bar is None or self.train_progress_bar.disable:  # a closed bar is disabled
             self._give_back()
 
     def _close_bars(self) -> None:
@@ -146,7 +146,7 @@ class TQDMProgressBar(DrawnProgressBar):
         self._end_evaluation()
         self._draws = False
 
-    # -- what is printed beside ----------------------------------------------------------------------------
+    # -- output of others ----------------------------------------------------------------------------------
 
     def print(self, *args: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, **kwargs: Any) -> None:
         """Print above the bars."""
@@ -156,7 +156,7 @@ class TQDMProgressBar(DrawnProgressBar):
             print(*args, sep=sep, end=end, file=file, **kwargs)
 
     def _shown(self) -> list[Any]:
-        """The bars on the screen."""
+        """Return the bars on the screen."""
         return [bar for bar in (self.train_progress_bar, self.val_progress_bar) if bar is not None and not bar.disable]
 
     def _begin_drawing(self) -> None:
@@ -175,14 +175,14 @@ class TQDMProgressBar(DrawnProgressBar):
 
 
 class _Above:
-    """Stands in for a terminal's stream, such as ``sys.stdout``, while bars are on the screen.
+    """A replacement of a terminal's stream, such as ``sys.stdout``, while bars are on the screen.
 
-    It takes whole lines, clears the bars, writes the lines, and draws the bars again below: ``print``, warnings and
-    lockstep's own messages.
+    It collects whole lines (of ``print``, warnings and lockstep's own messages), clears the bars, writes the lines, and
+    draws the bars again below.
 
     Args:
-        name: of the stream.
-        shown: gives the bars that are on the screen now; None from `end` on.
+        name: name of the stream.
+        shown: returns the bars that are on the screen now; not used after `end`.
     """
 
     def __init__(self, name: str, shown: Callable[[], list[Any]]) -> None:
@@ -192,10 +192,10 @@ class _Above:
         setattr(sys, name, self)
 
     def write(self, text: str) -> int:
-        """Take text; what makes whole lines is shown."""
-        if self._is_over or os.getpid() != self._process:  # a loader's worker has no bars
+        """Buffer text; write whole lines above the bars."""
+        if self._is_over or os.getpid() != self._process:  # a forked loader worker has no bars
             return int(self.stream.write(text))
-        # What moves the cursor draws a bar of its own. So may a newline alone, which takes it a line down.
+        # Text that moves the cursor draws its own bar. A single newline may belong to it: it moves the cursor down.
         if "\r" in text or "\x1b[A" in text or (text == "\n" and not self._line):
             self.stream.write(text)
             return len(text)
@@ -205,11 +205,11 @@ class _Above:
         return len(text)
 
     def end(self) -> None:
-        """Give the stream back; who has kept this has text passed on as it comes."""
+        """Restore the stream; code that still holds this object writes to the stream directly."""
         self._is_over = True
         self.stream.write(self._line)
         self._line = ""
-        if getattr(sys, self._name) is self:  # else somebody has put another one over it, and it passes text on
+        if getattr(sys, self._name) is self:  # else another object has replaced it, and this one passes text on
             setattr(sys, self._name, self.stream)
 
     def __getattr__(self, name: str) -> Any:
@@ -217,12 +217,12 @@ class _Above:
 
 
 def _behind(stream: TextIO) -> Any:
-    """The stream that a stand-in stands for; any other stream as it is."""
+    """Return the stream that was replaced; any other stream is returned unchanged."""
     return stream.stream if isinstance(stream, _Above) else stream
 
 
 def _write_above(shown: Sequence[Any], text: str, stream: TextIO) -> None:
-    """Write whole lines above the bars; those stay as they are where the lines go to a file."""
+    """Write whole lines above the bars; the bars are not redrawn if the lines go to a file."""
     stream = _behind(stream)
     bars = shown if is_terminal(stream) or stream is _behind(sys.stdout) else ()
     for bar in bars:
@@ -235,12 +235,12 @@ def _write_above(shown: Sequence[Any], text: str, stream: TextIO) -> None:
 
 
 def convert_inf(x: int | float | None) -> int | float | None:
-    """A total as tqdm has it: None where it is not known."""
+    """Return a total in tqdm's form: None if it is unknown."""
     return x if x is not None and math.isfinite(x) else None
 
 
 def _tqdm() -> Any:
-    """tqdm's class, imported when a bar is first drawn, without its thread and its lock between processes."""
+    """Import and return tqdm's class when a bar is first drawn, without its thread and its interprocess lock."""
     global _class
     if _class is None:
         if in_notebook() and find_spec("ipywidgets"):
@@ -254,7 +254,7 @@ def _tqdm() -> Any:
             _lock = threading.RLock()
 
             def display(self, msg: str | None = None, pos: int | None = None) -> Any:
-                """Leave the cursor at the left: what another rank prints does not go on with the bar's line."""
+                """Move the cursor to the left after drawing, so that output of another rank starts a line."""
                 shown = super().display(msg, pos)
                 if is_terminal(self.fp):
                     self.fp.write("\r")
@@ -273,7 +273,7 @@ _class: Any = None
 
 
 def __getattr__(name: str) -> Any:
-    """``Tqdm``, the class of the bars, for overrides of :meth:`TQDMProgressBar.init_train_tqdm` and its like."""
+    """Return ``Tqdm``, the class of the bars, for overrides of :meth:`TQDMProgressBar.init_train_tqdm` and so on."""
     if name == "Tqdm":
         return _tqdm()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
