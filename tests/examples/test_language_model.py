@@ -11,9 +11,11 @@ import torch
 
 from tests.accelerator.left_out import strategies
 from tests.scripts.in_rank import run_script
+from tests.tools.extensions import is_there
 from tests.tools.pool import RankPool
 
-pytest.importorskip("lockstep.extensions.balancing.stage_timeline", reason="needs the extension balancing")
+if not is_there("balancing"):
+    pytest.skip("needs the extension balancing", allow_module_level=True)
 
 from examples.language_model import ByteCorpus, build_gpt
 
