@@ -69,6 +69,13 @@ def test_a_step_of_several_micro_batches_is_written_once() -> None:
     assert [step for step, _ in written] == [0, 1]
 
 
+def test_a_fit_that_logs_no_steps_writes_epochs_alone() -> None:
+    """log_every_n_steps=0 was a ZeroDivisionError in the first batch."""
+    optimizer = SGD([parameter()], 0.1)
+    written = play(LearningRateMonitor(), [optimizer], [config(optimizer)], log_every_n_steps=0)
+    assert written == [(0, {"lr-SGD": 0.1})]
+
+
 def test_values_follow_the_scheduler() -> None:
     optimizer = SGD([parameter()], lr=1.0)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.5)

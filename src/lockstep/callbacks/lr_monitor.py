@@ -78,7 +78,8 @@ class LearningRateMonitor(Callback):
         if self.logging_interval == "epoch" or step == self._last_step:
             return
         # a fit that is about to stop logs all further steps that `min_steps` or `min_epochs` require
-        if (step + 1) % trainer.log_every_n_steps and not trainer.should_stop:
+        every = trainer.log_every_n_steps
+        if (not every or (step + 1) % every) and not trainer.should_stop:
             return
         self._last_step = step
         self._write(trainer, "step")
