@@ -46,7 +46,6 @@ class RichProgressBar(DrawnProgressBar):
 
     Raises:
         ModuleNotFoundError: rich is not installed.
-        MisconfigurationException: ``refresh_rate`` is negative.
 
     Example::
 
