@@ -1,7 +1,7 @@
-"""What lockstep needs of torch, and where this release was tried: releases of torch, and kinds of devices.
+"""Support of torch: the private parts that lockstep uses, and the releases and devices that this release was tested on.
 
-The private parts of torch that lockstep uses are listed with where, for what, since when, and what is refused without
-them. A release may rename one. What needs it is then refused by name where it is asked for; all else goes on.
+Each private part has the files that use it, its purpose, the first release that has it, and the feature that needs it.
+A release of torch may rename one. Then its feature is refused by name when it is requested; all else works.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMPILE = "compiled modules"
 TRACE = "the trace of collectives"
 
 ASKED_FOR = (DDP, FSDP, PIPELINES, ONE_PROCESS, PLAN, SCALER, INIT)
-"""What is refused without its parts. All else is used with care: without its part it does less."""
+"""Features that are refused without their parts. Others do less if a part is missing."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Part:
     """A private part of torch.
 
     Attributes:
-        name: with its module, and its class where it has one; names of the same thing in several releases by ``|``.
-        files: that use it, below ``src/lockstep/``, by spaces.
-        why: what it is used for.
-        feature: what does not work without it.
-        since: the oldest of the supported releases that has it.
+        name: full name with module and class; names in several releases are separated by ``|``.
+        files: files below ``src/lockstep/`` that use it, separated by spaces.
+        why: its purpose.
+        feature: the feature that does not work without it.
+        since: the oldest supported release that has it.
     """
 
     name: str
@@ -388,21 +388,21 @@ PARTS: tuple[Part, ...] = (
 
 @cache
 def missing(feature: str, more: tuple[Part, ...] = ()) -> tuple[Part, ...]:
-    """The parts of a feature that this torch does not have; ``more``: those of an extension."""
+    """Return the parts of a feature that this torch lacks, also among ``more``, those of an extension."""
     return tuple(part for part in (*PARTS, *more) if part.feature == feature and not is_there(part.name))
 
 
 def refuse_without(feature: str, what: str, instead: str, more: tuple[Part, ...] = ()) -> None:
-    """Refuse a feature whose parts this torch lacks.
+    """Refuse a feature if this torch lacks a part of it.
 
     Args:
         feature: one of `ASKED_FOR`.
-        what: as the user wrote it.
-        instead: the way out that is no other torch.
+        what: the feature as the user wrote it.
+        instead: a way out other than another torch.
         more: the parts that an extension lists.
 
     Raises:
-        MisconfigurationException: it lacks one, which is named.
+        MisconfigurationException: a part is missing; the message names it.
     """
     lacking = missing(feature, more)
     if lacking:
@@ -414,7 +414,7 @@ def refuse_without(feature: str, what: str, instead: str, more: tuple[Part, ...]
 
 
 def is_there(name: str) -> bool:
-    """Whether this torch has a part: a module, what a module or a class has, or what objects of a class get."""
+    """Return True if this torch has a part: a module, an attribute of a module or class, or of a class's objects."""
     return any(map(_is_there, name.split("|")))
 
 
@@ -431,7 +431,7 @@ def _is_there(name: str) -> bool:
 
 
 def _longest_module(names: list[str]) -> tuple[object, list[str]]:
-    """The module that a name begins with, and what is left of the name."""
+    """Return the longest importable prefix of a name, imported, and the rest of the name."""
     for length in range(len(names), 0, -1):
         try:
             return importlib.import_module(".".join(names[:length])), names[length:]
@@ -441,7 +441,7 @@ def _longest_module(names: list[str]) -> tuple[object, list[str]]:
 
 
 def _gives(kind: type, attribute: str) -> bool:
-    """Whether the objects of a class have an attribute: by an annotation, or since a method names it."""
+    """Return True if the objects of a class have an attribute: it is annotated, or a method uses its name."""
     for base in kind.__mro__:
         if attribute in vars(base).get("__annotations__", {}):
             return True
@@ -452,18 +452,18 @@ def _gives(kind: type, attribute: str) -> bool:
 
 
 TRIED = (2, 15)
-"""The newest torch that this release was tested with; a test holds it to constraints.txt and pyproject.toml."""
+"""The newest torch that this release was tested with; a test compares it with constraints.txt and pyproject.toml."""
 RAN = ("cpu", "cuda")
-"""Kinds of devices on which this release has run: the README's table says when, and a test holds the two together."""
+"""Kinds of devices on which this release has run. A test compares it with the table in the README."""
 RAN_ON_SEVERAL = ("cpu",)
-"""The same of ranks with a device each."""
+"""Kinds of devices on which this release has run with several ranks and a device each."""
 
 
 def warn_of_untried_torch(version: str = torch.__version__) -> None:
-    """Warn, once and on rank 0, of a torch that is newer than all that were tried.
+    """Warn, once and on rank 0, if torch is newer than all tested releases.
 
     Args:
-        version: as torch writes its own, ``"2.13.0+cpu"``.
+        version: version as torch writes it: ``"2.13.0+cpu"``.
     """
     major, minor = version.split(".")[:2]
     if (int(major), int(minor)) > TRIED and multiprocessing.parent_process() is None:  # not in loader workers
@@ -475,11 +475,11 @@ def warn_of_untried_torch(version: str = torch.__version__) -> None:
 
 
 def untried(kind: str, several: bool = False) -> str | None:
-    """What to say at the start of a run on devices on which this release never ran; None where it did.
+    """Return the warning for a run on devices on which this release never ran; None if it did.
 
     Args:
-        kind: of the devices.
-        several: whether ranks have one each.
+        kind: kind of the devices.
+        several: True if there are several ranks with a device each.
     """
     if kind in (RAN_ON_SEVERAL if several else RAN):
         return None
