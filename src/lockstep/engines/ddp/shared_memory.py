@@ -113,7 +113,7 @@ class Semaphores:
 
     @waits()
     def wait(self, semaphore: ctypes.c_void_p, seconds: float = TICK) -> bool:
-        """Wait until the value is positive, for about so many seconds, and decrement. Return False on a timeout."""
+        """Wait until the value is positive, about ``seconds`` at most, and decrement it. Return False on a timeout."""
         end = time.clock_gettime_ns(self._clock) + int(seconds * 1e9)
         self._until.seconds, self._until.nanoseconds = divmod(end, 10**9)
         return self._sleep(semaphore, self._until)

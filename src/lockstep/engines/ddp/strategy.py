@@ -96,7 +96,7 @@ class AttachableHook(Protocol):
         """Let the hook carry the buckets of ``reducer``; return this fit's local steps, if it has any. Collective."""
 
     def detach(self) -> None:
-        """End the use in this fit."""
+        """End the use of the hook in this fit."""
 
     def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
         """Return the state of each rank, by rank, on rank 0. Collective, unless ``alone``."""

@@ -312,7 +312,7 @@ class FSDPStrategy(ShardedStrategy):
         self._reducer = Reducer(whole, self.peers, shared_memory=False) if whole and self.replicas.count > 1 else None
 
     def _gather_updates(self) -> None:
-        """Gather whole parameters, on one rank each, for optimizers that need them."""
+        """Set up updates of whole parameters, on one rank each, for optimizers that need them."""
         whole = [optimizer for optimizer in with_parameters(self.optimizers) if needs_whole(optimizer)]
         self._whole = None
         if whole:
