@@ -139,7 +139,7 @@ class ConsensusFlags:
         self._channel.void(bit)
 
     def now(self, bit: int) -> bool:
-        """Raise ``bit`` at once if any rank wants it; return whether it is up. Blocking collective, for the ends of epochs."""
+        """Raise ``bit`` if any rank wants it, and return True then. Blocking collective, for the ends of epochs."""
         if not self._alone:
             mine = torch.tensor([bit in self._wanted or bit in self.up], dtype=torch.int32)
             anyone = bool(comm.all_reduce(mine, "max", self._group).item())
