@@ -98,7 +98,7 @@ def missing_extra(package: str, extra: str, needed_for: str) -> MissingExtra:
     )
 
 
-# -- stand-ins for what is not there -------------------------------------------------------------------------
+# -- stand-ins for missing parts ------------------------------------------------------------------------------
 
 
 _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<frozen importlib")

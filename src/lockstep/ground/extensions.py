@@ -235,7 +235,7 @@ def _absent(what: str, extension: str) -> str:
     )
 
 
-# -- imported when asked for ---------------------------------------------------------------------------------
+# -- imported on demand --------------------------------------------------------------------------------------
 
 
 def strategies() -> dict[str, Mapping[str, Any]]:

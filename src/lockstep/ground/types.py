@@ -186,7 +186,7 @@ class Verified(Protocol):
 
     @property
     def verdict(self) -> str:
-        """ "alike", "different" or "could not tell"."""
+        """The verdict: "alike", "different" or "could not tell"."""
 
     @property
     def first(self) -> str:

@@ -198,7 +198,7 @@ class Hooks:
         self._of_any_rank = {name: of_callbacks(name) for name in ("_on_any_batch_start", "_on_any_batch_end")}
 
     def call_without_samples(self, name: str, batch_idx: int) -> None:
-        """Let lockstep's own callbacks count a micro-batch of which this rank has no samples."""
+        """Let lockstep's own callbacks count a micro-batch for which this rank has no samples."""
         for method in self._of_any_rank[name]:
             method(batch_idx)
 

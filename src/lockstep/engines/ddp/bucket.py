@@ -21,7 +21,7 @@ Plan = list[list[str]]
 
 
 ALIGNMENT = 16
-"""Bytes to whose multiples gradients are aligned in a buffer, for vectorized kernels."""
+"""Alignment of gradients in a buffer, in bytes, for vectorized kernels."""
 
 
 class ParameterInfo(NamedTuple):
@@ -168,7 +168,7 @@ def offsets(numels: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) ->
     Args:
         numels: number of elements of each gradient.
         itemsize: bytes of an element.
-        alignment: bytes to whose multiples gradients are aligned.
+        alignment: alignment of gradients, in bytes.
     """
     step = max(1, alignment // itemsize)
     starts = []
@@ -209,7 +209,7 @@ class Bucket:
         index: place in the round.
         names, parameters: in the order of the buffer, all of one dtype and device.
         holds_used: True if the used flags are at the end of the buffer.
-        alignment: bytes to whose multiples gradients are aligned.
+        alignment: alignment of gradients, in bytes.
 
     Attributes:
         flat: this rank's data to send, 1-D and real.

@@ -18,7 +18,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import MODULE_HOOKS
 from lockstep.ground.parameters import beside, listed, plain_name
 
-# -- what comes ----------------------------------------------------------------------------------------------
+# -- additions ------------------------------------------------------------------------------------------------
 
 
 class LateParameters:
@@ -147,7 +147,7 @@ def _tell_module(module: nn.Module, name: str, part: nn.Module | None) -> None:
         late._module_comes(module, name, part)
 
 
-# -- refused ---------------------------------------------------------------------------------------------------
+# -- refusal ---------------------------------------------------------------------------------------------------
 
 
 def refuse(rank: int, kind: str, name: str) -> NoReturn:

@@ -121,7 +121,6 @@ class Reducer:
 
     Raises:
         ValueError: a parameter belongs to a lazy module that has not seen a batch, or the plan is another model's.
-        ValueError: for parameters of a lazy module that has not seen a batch, or a plan of another model.
     """
 
     def __init__(
@@ -369,7 +368,7 @@ class Reducer:
         self.zero_weight = False
 
     def _wait(self) -> tuple[list[Sequence[Any] | None], bool]:
-        """Wait for all buckets. Return who got a gradient on any rank, and whether all ranks can start a record."""
+        """Wait for all buckets. Return the used flags of all ranks, and True if all ranks can start a record."""
         message = None
         group = self.round_group if self._recorded is None and not self._inline else False
         if group is not False:

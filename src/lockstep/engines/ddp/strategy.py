@@ -156,7 +156,6 @@ class DDPStrategy(RankedStrategy):
 
     Raises:
         MisconfigurationException: an argument is unsupported or unknown.
-        MisconfigurationException: for an argument that has no place here, or that nobody knows.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class Transport(Protocol):
 
     Attributes:
         inline_used: True if the used flags may be at the end of a buffer and are summed with it.
-        alignment: bytes to whose multiples gradients are aligned in a buffer.
+        alignment: alignment of gradients in a buffer, in bytes.
         divides: True if gradients are divided before they are summed.
     """
 
@@ -180,7 +180,7 @@ class UsedParameters:
         self.nbytes, self.work = self._flags.nbytes, self._flags.work
 
     def wait(self) -> tuple[list[Sequence[Any] | None], bool]:
-        """Return for each bucket who got a gradient on any rank, and whether all ranks were willing."""
+        """Return the used flags of all ranks for each bucket, and True if all ranks were willing."""
         if not self._looks:
             if self._waits and self.work is not None:
                 self.work.wait()

@@ -562,7 +562,6 @@ def whole_gradients(
 
     Raises:
         ValueError: the shards do not add up to a parameter.
-        ValueError: shards that do not make up a parameter.
     """
     found = dict(parts[members[0]].get("gradients", {}))
     everyone, own = ([parts[rank].get("sharded", {}) for rank in ranks] for ranks in (range(len(parts)), members))

@@ -31,7 +31,7 @@ from lockstep.ground.tree import tree_map
 ROUND = 2**25
 """Bytes of an owner's parameters from which it adds no further one to a round."""
 ALIGNED = 16
-"""Bytes to whose multiples each part is aligned, so that it can be viewed as its dtype."""
+"""Alignment of each part in bytes, so that it can be viewed as its dtype."""
 
 Box = tuple[slice, ...]
 """The range of each dimension that a rank's shard covers."""
