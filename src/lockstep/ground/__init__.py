@@ -1,1 +1,1 @@
-"""The ground floor: what every other part stands on."""
+"""Basic modules that all other parts of lockstep build on."""

@@ -1,7 +1,4 @@
-"""Accelerators: the kinds of devices that a run can use, and the one that ``Trainer(accelerator=...)`` names.
-
-Also the values of ``Trainer(devices=...)``: how many devices one names, and which.
-"""
+"""Accelerators that a run can use, and the values of ``Trainer(accelerator=..., devices=...)``."""
 
 from __future__ import annotations
 
@@ -17,42 +14,42 @@ from lockstep.ground.numbers import whole_number
 
 
 class Accelerator:
-    """A kind of device: whether it is here, and which of them ``Trainer(devices=...)`` stands for.
+    """Base class of the kinds of devices: availability, and parsing of ``Trainer(devices=...)``.
 
-    One that is to come derives from this class and gets a row in ``ACCELERATORS``.
+    A new kind derives from this class and gets an entry in ``ACCELERATORS``.
     """
 
     name: str = ""
-    """As in ``Trainer(accelerator=...)``."""
+    """The name in ``Trainer(accelerator=...)``."""
     device_type: str = ""
-    """As in ``torch.device(type)``."""
+    """The type in ``torch.device(type)``."""
     process_group_backend: str = ""
-    """What carries the tensors of several ranks, as torch writes it; "": torch's own for the kind of device."""
+    """Backend of process groups for this kind, as torch writes it; "" for torch's default."""
 
     @staticmethod
     def is_available() -> bool:
-        """Whether this machine has such a device."""
+        """Return True if this machine has such a device."""
         raise NotImplementedError
 
     @staticmethod
     def auto_device_count() -> int:
-        """How many devices ``devices="auto"`` takes."""
+        """Return the number of devices that ``devices="auto"`` selects."""
         raise NotImplementedError
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """This node's devices, one for each rank.
+        """Return this node's devices, one for each rank.
 
         Args:
-            devices: as in ``Trainer(devices=...)``.
+            devices: the value of ``Trainer(devices=...)``.
 
         Raises:
-            MisconfigurationException: devices that are not there, or a value that names none.
+            MisconfigurationException: a device does not exist, or the value is malformed.
         """
         raise NotImplementedError
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> int | list[int]:
-        """Return the numbers of the devices, or how many processes on the CPU; as Lightning's classes do."""
+        """Return the indices of the devices, or the number of processes on the CPU, as Lightning's classes do."""
         found = cls().get_parallel_devices(devices)
         return len(found) if cls.device_type == "cpu" else [device.index for device in found]
 
@@ -61,22 +58,22 @@ class Accelerator:
 
 
 class CPUAccelerator(Accelerator):
-    """The processor; ``devices`` is the number of processes."""
+    """The CPU; ``devices`` is the number of processes."""
 
     name = device_type = "cpu"
 
     @staticmethod
     def is_available() -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     @staticmethod
     def auto_device_count() -> int:
-        """One process."""
+        """Return 1: one process."""
         return 1
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """The processor, once for each process."""
+        """Return the CPU once for each process."""
         count = 1 if devices == "auto" else count_of(devices)
         if count is None or count < 1:
             raise (WrongType if count is None else MisconfigurationException)(
@@ -86,46 +83,46 @@ class CPUAccelerator(Accelerator):
 
 
 class TorchAccelerator(Accelerator):
-    """A kind of accelerator by the interface that torch has for all: ``torch.xpu``, or the module that a package of its
-    maker's brings (``torch_tpu``, say: a backend out of torch's tree).
+    """An accelerator that is reached by torch's common interface.
 
+    That is a module of torch's, such as ``torch.xpu``, or one that another package registers, such as ``torch_tpu``.
     Args:
-        kind: as in ``torch.device(kind)``.
+        kind: the type in ``torch.device(kind)``.
     """
 
     def __init__(self, kind: str) -> None:
         self.name = self.device_type = kind
 
     def is_available(self) -> bool:  # type: ignore[override]  # a static method of classes that are for one kind
-        """Whether torch finds one."""
+        """Return True if torch finds such a device."""
         return bool(device_module(self.device_type).is_available())
 
     def auto_device_count(self) -> int:  # type: ignore[override]
-        """All that torch sees, where a backend of process groups carries their tensors; else one."""
+        """Return the number of visible devices if a process group can carry their tensors; 1 otherwise."""
         present = int(device_module(self.device_type).device_count())
         return present if carries(None, self.device_type) else min(present, 1)
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """The devices of these numbers, in the order given."""
+        """Return the devices with these indices, in the order given."""
         kind = self.device_type
         present = self.auto_device_count() if devices == "auto" else int(device_module(kind).device_count())
         return [torch.device(kind, index) for index in indices_of(devices, present, kind)]
 
 
 class CUDAAccelerator(TorchAccelerator):
-    """NVIDIA's GPUs, and AMD's under a ROCm build of torch, which has the same name there."""
+    """GPUs of NVIDIA, and of AMD with a ROCm build of torch, which uses the same name."""
 
     def __init__(self) -> None:
         super().__init__("cuda")
 
     @staticmethod
     def is_available() -> bool:
-        """Whether torch finds one."""
+        """Return True if torch finds a GPU."""
         return torch.cuda.is_available()
 
     @staticmethod
     def auto_device_count() -> int:
-        """All that torch sees, which ``CUDA_VISIBLE_DEVICES`` may limit."""
+        """Return the number of visible GPUs, which ``CUDA_VISIBLE_DEVICES`` may limit."""
         return torch.cuda.device_count()
 
 
@@ -137,12 +134,12 @@ class MPSAccelerator(TorchAccelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Whether torch finds one."""
+        """Return True if torch finds the GPU."""
         return torch.backends.mps.is_available()
 
     @staticmethod
     def auto_device_count() -> int:
-        """It is one."""
+        """Return 1: there is only one."""
         return 1
 
 
@@ -152,21 +149,23 @@ ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
     "mps": MPSAccelerator,
     "cuda": CUDAAccelerator,
 }
-"""Name to what makes one. ``"auto"`` is the backend that is not in torch itself, else the last of these that is
-available, ``"gpu"`` the last of ``GPUS`` that is."""
+"""Factory of each accelerator, by name.
+
+``"auto"`` prefers a backend outside of torch, then the last available one of these. ``"gpu"`` is the last available one
+of ``GPUS``.
+"""
 GPUS = ("xpu", "mps", "cuda")
 
 
 def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
-    """The accelerator for a name or an object.
+    """Return the accelerator for a name or an object.
 
     Args:
-        asked: ``"auto"`` (an accelerator if there is one), ``"gpu"`` (NVIDIA's or AMD's, Apple's or Intel's),
-            ``"cpu"``, ``"cuda"``, ``"mps"``, ``"xpu"``, ``"tpu"``, the name of any device that torch has, or an
-            Accelerator.
+        asked: ``"auto"`` (an accelerator if there is one), ``"gpu"`` (of NVIDIA, AMD, Apple or Intel), ``"cpu"``,
+            ``"cuda"``, ``"mps"``, ``"xpu"``, ``"tpu"``, the name of any device that torch has, or an Accelerator.
 
     Raises:
-        MisconfigurationException: one that torch does not have, or that is not here.
+        MisconfigurationException: torch does not know the accelerator, or the machine does not have it.
     """
     if isinstance(asked, Accelerator):
         found = asked
@@ -188,18 +187,18 @@ def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
 def resolve_accelerator(
     accelerator: str | Accelerator = "auto", devices: Devices = "auto"
 ) -> tuple[str, list[torch.device]]:
-    """The device type and this node's devices, one for each rank.
+    """Return the device type and this node's devices, one for each rank.
 
     Args:
         accelerator: as in `find_accelerator`.
-        devices: how many (``2``, ``"2"``), which (``[0, 2]``, ``"0,2"``), all (``-1``, ``"-1"``), or
-            ``"auto"``, which is all of an accelerator. On the CPU the number of processes; ``"auto"`` is one.
+        devices: how many (``2``, ``"2"``), which (``[0, 2]``, ``"0,2"``), all (``-1``, ``"-1"``), or ``"auto"``: all
+            of an accelerator. On the CPU it is the number of processes; ``"auto"`` is one.
 
     Returns:
         ``("cuda", [cuda:0, cuda:2])``, ``("cpu", [cpu, cpu])``.
 
     Raises:
-        MisconfigurationException: an unknown accelerator, devices that are not there.
+        MisconfigurationException: the accelerator is unknown, or a device does not exist.
 
     Example:
         >>> resolve_accelerator("cpu", 2)
@@ -210,11 +209,11 @@ def resolve_accelerator(
 
 
 def carries(backend: str | None, kind: str) -> bool:
-    """Whether a backend of process groups carries tensors of a kind of device.
+    """Return True if a backend of process groups carries tensors of a kind of device.
 
     Args:
-        backend: as torch writes it, "gloo" or "cpu:gloo,cuda:nccl"; None: the kind's own.
-        kind: "cpu", "mps".
+        backend: as torch writes it: "gloo" or "cpu:gloo,cuda:nccl". None: the default backend of the kind.
+        kind: type of the device: "cpu", "mps".
     """
     if not dist.is_available():
         return False
@@ -226,7 +225,7 @@ def carries(backend: str | None, kind: str) -> bool:
 
 
 def _all_made() -> Iterator[Accelerator]:
-    """One of each kind, in the order in which ``"auto"`` asks them."""
+    """Yield one accelerator of each kind, in the order in which ``"auto"`` tries them."""
     outside = torch.accelerator.current_accelerator()
     if outside is not None and outside.type not in ACCELERATORS:
         yield TorchAccelerator(outside.type)
@@ -234,10 +233,10 @@ def _all_made() -> Iterator[Accelerator]:
 
 
 def _by_name(asked: object) -> Accelerator:
-    """The accelerator of a name that is one kind's.
+    """Return the accelerator with the name of one kind.
 
     Raises:
-        MisconfigurationException: torch has no device of the name, or no module for it.
+        MisconfigurationException: torch has no device of this name, or no module for it.
     """
     if isinstance(asked, str) and asked in ACCELERATORS:
         return _make(asked)
@@ -264,7 +263,7 @@ Devices = int | str | list[int] | tuple[int, ...]
 
 
 def count_of(devices: object) -> int | None:
-    """The count that ``2`` or ``"2"`` stands for; None for lists, ``"0,2"`` and everything else."""
+    """Return the count for ``2`` or ``"2"``; None for lists, ``"0,2"`` and everything else."""
     if isinstance(devices, str):
         try:
             return int(devices)
@@ -274,7 +273,7 @@ def count_of(devices: object) -> int | None:
 
 
 def _named(devices: Devices, present: int) -> list[int]:
-    """The devices that a value of the flag names; none where it is no such value."""
+    """Return the indices that a value of ``devices`` selects; an empty list if the value is malformed."""
     count = -1 if devices == "auto" else count_of(devices)
     if count is not None:
         return list(range(present if count == -1 else count))
@@ -287,7 +286,11 @@ def _named(devices: Devices, present: int) -> list[int]:
 
 
 def indices_of(devices: Devices, present: int, kind: str) -> list[int]:
-    """Which of the devices 0 .. present - 1 were asked for."""
+    """Return the indices that ``devices`` selects among 0 .. present - 1.
+
+    Raises:
+        MisconfigurationException: the value is malformed, has duplicates, or an index does not exist.
+    """
     indices = _named(devices, present)
     if not indices or any(type(index) is not int or index < 0 for index in indices):
         raise MisconfigurationException(

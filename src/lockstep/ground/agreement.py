@@ -1,41 +1,39 @@
 """Flags that any rank may raise and that every rank sees at the same boundary: stop, save, a signal, a clock.
 
-Scalars that steer control flow must be agreed before they steer, or one rank leaves the loop while another
-waits for it in a collective. An agreement costs neither a device sync nor, on one host, a message.
+A value that steers control flow must be the same on all ranks before it is used. Otherwise one rank leaves the loop
+while another waits for it in a collective. An agreement costs no device sync and, on one host, no message.
 
-Words: a *window* is the stretch between two boundaries, a *boundary* the end of a window. Windows are counted
-alike on all ranks. A flag is a *bit*, named at `ConsensusFlags.register`.
+Terms: a *window* is the stretch between two boundaries; a *boundary* is the end of a window. All ranks count windows
+in the same way. A flag is a *bit*; `ConsensusFlags.register` assigns it to a name.
 
 **Ranks on one host** (`_Shared`) share a page of memory with two cells for each bit, one for even and one for
-odd windows. A rank that wants the bit in window ``w`` writes ``w`` into the cell of ``w``'s parity; at the
-boundary the bit goes up if the cell holds ``w``. All ranks read the same, because
+odd windows. A rank that wants the bit in window ``w`` writes ``w`` into the cell of ``w``'s parity. At the
+boundary the bit is raised if the cell holds ``w``. All ranks read the same value, because
 
-1. a rank publishes before it contributes to a reduction of the window, and a reduction completes nowhere
-   before every rank has contributed: whoever reads at the boundary of ``w`` reads after every rank's writes
-   for ``w``;
-2. nobody is more than one window ahead: to complete the reduction of ``w + 1`` it needs the contribution of
-   the slowest, which comes after that rank's reading for ``w``. So while anyone still reads the cell of
-   ``w``, the others write at most ``w + 1``, which is the other cell; and all who write a cell in a window
-   write the same number, so that no write is lost.
+1. a rank publishes before it contributes to a reduction of the window, and no reduction completes before every
+   rank has contributed. A rank that reads at the boundary of ``w`` therefore reads after all writes for ``w``;
+2. no rank is more than one window ahead. To complete the reduction of ``w + 1`` it needs the contribution of
+   the slowest rank, which follows that rank's read for ``w``. While any rank still reads the cell of ``w``, the
+   others write at most ``w + 1``, to the other cell. All ranks that write a cell in a window write the same
+   number, so no write is lost.
 
-A window without a reduction (``synced=False``) is therefore not settled: it gets one with the windows after
-it.
+A window without a reduction (``synced=False``) is therefore not settled; it is settled together with the windows
+after it.
 
-**Ranks on several hosts**, or whose reductions do not hold up the CPU (NCCL's are only queued when the loop
-goes on, so point 1 does not hold) (`_Messages`) begin a maximum over the ranks' requests every k-th window, and
-read it k windows later, when it has long arrived: `HostMaximum` has its way, by a page within each
-host and messages between the hosts' leaders. All ranks wait for the same one at the same boundary. A flag is seen k to
-2k - 1 windows after its request. By default k follows the time of a window on the slowest rank, and what an agreement
-costs, which travel with the requests: a signal is to be acted on before a scheduler's patience ends, also where a
-window takes seconds.
+**Ranks on several hosts**, and ranks whose reductions do not block the CPU, use `_Messages`. (NCCL's reductions are
+only queued when the loop continues, so point 1 does not hold.) They start a maximum over the ranks' requests every
+k-th window and read it k windows later, when it has long arrived. All ranks wait for the same maximum at the same
+boundary. A flag is seen k to 2k - 1 windows after its request. By default k depends on the time of a window on the
+slowest rank and on the cost of an agreement, which travel with the requests. A signal must be handled before a
+scheduler's patience ends, even if a window takes seconds.
 
-In both, what is agreed on is the number of the window in which the bit was wanted, so that `ConsensusFlags.lower`
-answers every request up to now, on whichever rank, and what was asked for later still counts.
+Both channels agree on the number of the window in which the bit was wanted. So `ConsensusFlags.lower` answers every
+earlier request of any rank, and later requests still count.
 
-**The largest of each number over all ranks** (`HostMaximum`), begun at one boundary and read at a later one:
-ranks of one host write into a page that they share. One of them, the host's leader, exchanges what is largest there
-with the leaders of other hosts: eight of them by messages to each other, more along a tree of eights. The messages go
-over the connections that the ranks' group has, where that is a gloo group.
+**The largest of each number over all ranks** (`HostMaximum`) is started at one boundary and read at a later one. The
+ranks of a host write to a shared page. One of them, the host's leader, exchanges the host's maximum with the leaders
+of other hosts: up to eight leaders send messages to each other, more use a tree with eight branches. The messages use
+the connections of the ranks' group if that is a gloo group.
 """
 
 from __future__ import annotations
@@ -59,31 +57,31 @@ from lockstep.ground.rank import waits
 from lockstep.ground.shared_pages import close_handle, common_pages, host_number, on_one_host
 
 BITS = 63
-"""How many flags can be registered."""
+"""The number of flags that can be registered."""
 MOST = 8
-"""The windows from one message to the next, where they are short."""
+"""The most windows between two messages, if windows are short."""
 PACE = 50_000
-"""Microseconds from one message to the next, where windows are long enough."""
+"""Microseconds between two messages, if windows are long enough."""
 SHARE, RECENT = 10, 8
-"""An agreement may take this part of the time: the quickest of so many, since a rank that is late is no cost of it."""
+"""An agreement may take 1 / SHARE of the time. The fastest of RECENT ones counts: a late rank is not a cost of it."""
 _PAGE = 4096
-_ANY = 2 * BITS  # the two cells that say whether any bit at all is wanted in a window
+_ANY = 2 * BITS  # the two cells that are set if any bit is wanted in a window
 
 
 class ConsensusFlags:
-    """Flags that every rank sees at the same boundary; the module's docstring says how.
+    """Flags that every rank sees at the same boundary; see the module's docstring.
 
-    The loop calls, in every window on every rank: `publish` before the last backward that synchronises (or
-    before anything that could), then `settle` at the boundary. Whoever wants something calls `request` at any
-    time and looks at `is_up` at a boundary. At world size 1 a request is seen at the next boundary.
+    In every window, on every rank, the loop calls `publish` before the last backward that synchronizes, then `settle`
+    at the boundary. `request` may be called at any time; `is_up` is read at a boundary. At world size 1 a request is
+    seen at the next boundary.
 
     Args:
-        group: the ranks; ``None`` is the default group (or this process alone, if there is none).
-        every: across hosts, the number of windows between two messages; None: as many as take `PACE`, at most `MOST`.
-        alone: this process agrees with itself, whatever group there is.
+        group: the ranks. ``None`` is the default group, or this process alone if there is no group.
+        every: number of windows between two messages across hosts. None: as many as take `PACE`, at most `MOST`.
+        alone: this process agrees with itself, even if there is a group.
 
     Attributes:
-        up: the bits for which `is_up` holds, for those who look in every step.
+        up: the raised bits, for code that checks them in every step.
 
     Example:
         >>> agreement = ConsensusFlags()
@@ -102,11 +100,11 @@ class ConsensusFlags:
         self._use(self._open(every))
 
     publish: Callable[[], None]
-    """Show the other ranks this rank's requests; before it contributes to a reduction of the window."""
+    """Show this rank's requests to the other ranks; call it before a contribution to the window's reduction."""
 
     def _use(self, channel: _Channel) -> None:
         self._channel = channel
-        self.publish = partial(channel.publish, self._wanted)  # at each step: a method here would be a call more
+        self.publish = partial(channel.publish, self._wanted)  # runs at each step: a method would be one more call
 
     def _open(self, every: int | None) -> _Channel:
         if self._alone:
@@ -117,7 +115,7 @@ class ConsensusFlags:
     # -- flags
 
     def register(self, name: str) -> int:
-        """The bit for ``name``, a new one at the first call; in the same order on every rank."""
+        """Return the bit of ``name``; the first call assigns one. Call it in the same order on every rank."""
         if name in self._names:
             return self._names.index(name)
         if len(self._names) == BITS:
@@ -126,22 +124,22 @@ class ConsensusFlags:
         return len(self._names) - 1
 
     def request(self, bit: int) -> None:
-        """This rank wants ``bit`` raised. Nothing else happens until the window is settled."""
+        """Request that ``bit`` be raised. Nothing else happens until the window is settled."""
         if bit not in self.up:
             self._wanted.add(bit)
 
     def is_up(self, bit: int) -> bool:
-        """Whether ``bit`` is raised: the same on all ranks between one boundary and the next."""
+        """Return True if ``bit`` is raised: the same on all ranks between one boundary and the next."""
         return bit in self.up
 
     def lower(self, bit: int) -> None:
-        """Take ``bit`` down, on every rank at the same boundary: all requests until now are answered."""
+        """Lower ``bit`` on every rank at the same boundary. This answers all requests made so far."""
         self.up.discard(bit)
         self._wanted.discard(bit)
         self._channel.void(bit)
 
     def now(self, bit: int) -> bool:
-        """Whether any rank wants ``bit``, asked of all at once: a blocking collective, for ends of epochs."""
+        """Raise ``bit`` if any rank wants it, and return True then. Blocking collective, for the ends of epochs."""
         if not self._alone:
             mine = torch.tensor([bit in self._wanted or bit in self.up], dtype=torch.int32)
             anyone = bool(comm.all_reduce(mine, "max", self._group).item())
@@ -156,11 +154,11 @@ class ConsensusFlags:
 
     @waits()
     def settle(self, synced: bool) -> None:
-        """Find out, at a boundary, which bits are up from here on.
+        """Settle a window at its boundary: raise the bits that any rank has requested. May wait for other ranks.
 
         Args:
-            synced: whether a reduction over all ranks that began after `publish` has completed in this
-                window; the same on every rank.
+            synced: True if a reduction over all ranks that started after `publish` has completed in this window;
+                the same on every rank.
         """
         raised = self._channel.settle(synced, self._wanted)
         if raised:
@@ -169,19 +167,19 @@ class ConsensusFlags:
 
     @waits()
     def close(self) -> None:
-        """Give back the memory or the group. The flags stay as they are."""
+        """Release the memory or the group. The flags stay as they are."""
         self._channel.close()
         self._use(_Alone())
 
 
 class _Channel(Protocol):
-    """How requests travel."""
+    """The channel by which requests travel."""
 
     def publish(self, wanted: Iterable[int]) -> None: ...
 
     @waits()
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
-        """The bits that somebody wanted since they were last voided."""
+        """Return the bits that any rank has requested since they were last voided."""
         ...
 
     def void(self, bit: int) -> None: ...
@@ -209,14 +207,14 @@ class _Alone:
 
 
 class _Shared:
-    """Two cells for each bit in memory that all ranks of a host see."""
+    """The channel of ranks on one host: two cells for each bit in shared memory."""
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
         self._cells = memoryview(page).cast("q")
         self._window = 1  # counts settled windows
         self._published = 0  # the last window in which publish was called
-        self._voided = [0] * BITS  # requests of windows up to this one are answered
+        self._voided = [0] * BITS  # requests from windows up to this one are answered
 
     def publish(self, wanted: Iterable[int]) -> None:
         window = self._published = self._window
@@ -238,7 +236,7 @@ class _Shared:
         return [bit for bit in range(BITS) if self._cells[2 * bit + parity] == window and self._voided[bit] < window]
 
     def void(self, bit: int) -> None:
-        # A request that comes in this window after its publish is published again with the next one, so it is
+        # A request that arrives in this window after its publish is published again with the next one, so it is
         # not lost.
         self._voided[bit] = self._published
 
@@ -249,7 +247,7 @@ class _Shared:
 
 
 class _Messages:
-    """A maximum of the ranks' requests, begun every k-th window and read k windows later."""
+    """The channel of ranks on several hosts: a maximum of the requests, started every k-th window, read k later."""
 
     def __init__(self, group: comm.Group, every: int | None) -> None:
         self._paced = every is None
@@ -257,9 +255,9 @@ class _Messages:
         self._window = 0  # counts boundaries
         self._next = self._every  # the boundary of the next message
         self._at = 0.0  # when the last one was sent
-        self._costs: deque[float] = deque([0.0], maxlen=RECENT)  # seconds that the last ones took of this rank
+        self._costs: deque[float] = deque([0.0], maxlen=RECENT)  # seconds that the last messages took on this rank
         self._voided = [0] * BITS
-        # per bit: the window in which it was wanted, or 0; microseconds of a window; and of an agreement
+        # for each bit the window in which it was wanted, or 0; then microseconds of a window and of an agreement
         self._maximum = HostMaximum(BITS + 2, group)
 
     def publish(self, wanted: Iterable[int]) -> None:
@@ -269,7 +267,7 @@ class _Messages:
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
         window = self._window = self._window + 1
         if window < self._next:
-            self._maximum.start()  # by now the others of this host have told what they want
+            self._maximum.start()  # by now the others of this host have published their requests
             return ()
         raised: list[int] = []
         now, since = time.monotonic(), self._every
@@ -297,23 +295,23 @@ class _Messages:
     @waits()
     def close(self) -> None:
         if self._maximum.is_started and comm.is_distributed():
-            with contextlib.suppress(RuntimeError):  # a rank that is gone cannot answer any more
+            with contextlib.suppress(RuntimeError):  # a rank that is gone cannot answer
                 self._maximum.finish(limit=5.0)
         self._maximum.close()
 
 
 def pace(duration: int, cost: int) -> int:
-    """The windows from one agreement to the next.
+    """Return the number of windows from one agreement to the next.
 
     Args:
         duration: microseconds of a window on the slowest rank.
-        cost: of an agreement, in microseconds: it gets a tenth of the time, or less.
+        cost: microseconds of an agreement; it gets a tenth of the time or less.
     """
     return max(1, max(min(PACE, MOST * duration), SHARE * cost) // duration)
 
 
 def _shared_page(group: comm.Group) -> mmap.mmap | None:
-    """A page of zeros that all ranks of ``group`` have mapped, or None on all where that cannot be."""
+    """Return a page of zeros that all ranks of ``group`` have mapped, or None on all ranks if that is impossible."""
     if not on_one_host(group):
         return None
     pages = common_pages(group, _PAGE, on_disk=True)
@@ -322,15 +320,15 @@ def _shared_page(group: comm.Group) -> mmap.mmap | None:
 
 
 BRANCHES = 8
-"""Leaders that exchange what they have with each other."""
+"""The number of leaders that exchange their rows directly."""
 LIMIT = 1800.0
-"""Seconds that a rank waits for the others of its host."""
-_FIRST_TAG = 41_000  # of messages: each object has one of its own, and the user's have none of them
+"""Seconds that a rank waits for the other ranks of its host."""
+_FIRST_TAG = 41_000  # of messages: each object has its own tag, and users' messages use none of them
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
 
 
 class Work(Protocol):
-    """A message that is under way."""
+    """A message in flight."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
@@ -340,13 +338,13 @@ Receive = Callable[[Tensor, int], Work]
 
 
 def exchanged(place: int, count: int, row: Tensor, send: Send, receive: Receive) -> Generator[list[Work], None, Tensor]:
-    """What one of several leaders does: yields messages to be waited for before it goes on; returns the maximum.
+    """Exchange rows among the leaders; yield messages to wait for before the next step, and return the maximum.
 
     Args:
-        place: of this leader.
-        count: of leaders.
-        row: this leader's.
-        send, receive: begin a message to or from the leader at a place.
+        place: index of this leader.
+        count: number of leaders.
+        row: this leader's numbers.
+        send, receive: start a message to or from the leader at an index.
     """
 
     def get(others: Sequence[int]) -> tuple[Tensor, list[Work]]:
@@ -359,7 +357,7 @@ def exchanged(place: int, count: int, row: Tensor, send: Send, receive: Receive)
         yield works
         row = torch.cat([row.unsqueeze(0), rows]).amax(0)
         step *= BRANCHES
-    if step * BRANCHES < count:  # one of the others of its eight has more to do
+    if step * BRANCHES < count:  # another leader of these eight continues to the next level
         first = place - place % (step * BRANCHES)
         yield [send(row, first)]
         rows, works = get([first])
@@ -377,15 +375,16 @@ def exchanged(place: int, count: int, row: Tensor, send: Send, receive: Receive)
 
 
 class HostMaximum:
-    """The largest of each of several whole numbers over the ranks of a group. Collective, as all methods but `started`.
+    """The largest of each of several whole numbers over the ranks of a group. All methods are collective.
 
     Args:
-        width: how many numbers.
+        width: number of numbers.
         group: the ranks.
 
     Attributes:
         leaders: the leader of each rank's host.
-        is_begun, is_started: whether there is a maximum that was not read; whether messages of it are under way.
+        is_begun: True if a maximum has been started but not read.
+        is_started: True if messages of it are in flight.
 
     Example:
         >>> maximum = HostMaximum(2)
@@ -424,16 +423,16 @@ class HostMaximum:
         self._own_group = self._connected()
 
     def _connected(self) -> comm.Group:
-        """A gloo group of the leaders, where the ranks' own is none."""
+        """Return a gloo group of the leaders, or None if they do not need one."""
         if not self._leads or len(self._heads) == 1 or comm.backend_of(self._group, "cpu") == "gloo":
             return None
         members = [self._ranks[head] for head in self._heads]
         made: comm.Group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        comm.barrier(made)  # one that leaves while another still connects would break that one's connecting
+        comm.barrier(made)  # a rank that leaves while another still connects would break that connection
         return made
 
     def begin(self, row: Sequence[int]) -> None:
-        """Tell this rank's numbers; nobody is waited for."""
+        """Publish this rank's numbers, without waiting."""
         self._round += 1
         self.is_begun, self.is_started = True, False
         self._mine = torch.tensor(row, dtype=torch.int64)
@@ -442,7 +441,7 @@ class HostMaximum:
 
     @waits("agreeing with the other ranks")
     def start(self) -> None:
-        """Let the host's leader send what its ranks have told; it waits until all of them have."""
+        """Start the exchange of the host's leader, which waits for the numbers of its host's ranks."""
         if not self.is_begun or self.is_started:
             return
         self.is_started = True
@@ -462,7 +461,7 @@ class HostMaximum:
         self._go_on()
 
     def _go_on(self) -> bool:
-        """Take the next step of the exchange; False where it is over, and the host's ranks have been told."""
+        """Take the next step of the exchange. Return False if it has ended and the host's ranks can read the result."""
         assert self._playing is not None
         try:
             self._waiting = next(self._playing)
@@ -475,13 +474,13 @@ class HostMaximum:
 
     @waits("agreeing with the other ranks")
     def finish(self, limit: float = LIMIT) -> list[int]:
-        """The largest of each number.
+        """Return the largest of each number. Waits for the other ranks.
 
         Args:
-            limit: seconds that messages and the host's ranks may take.
+            limit: seconds that the messages and the host's ranks may take.
 
         Raises:
-            RuntimeError: they took longer, or a rank is gone.
+            RuntimeError: the limit has passed, or a rank is gone.
         """
         self.start()
         self.is_begun = self.is_started = False
@@ -500,7 +499,7 @@ class HostMaximum:
 
     @waits("agreeing with the other ranks")
     def _read(self, slot: int, limit: float) -> tuple[int, ...]:
-        """A row of this round, once it is there; its numbers may become visible one by one."""
+        """Wait for a row of this round and return it. Its numbers may become visible one by one."""
         assert self._page is not None
         until, pause = time.monotonic() + limit, 0.0
         while True:
@@ -523,7 +522,7 @@ class HostMaximum:
 
     @waits()
     def close(self) -> None:
-        """Give back the memory, and a group of the leaders, if there is one."""
+        """Release the memory, and the group of the leaders if there is one."""
         if self._page is not None:
             self._page.close()
             self._page = None

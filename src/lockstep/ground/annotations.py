@@ -1,6 +1,6 @@
-"""Annotations as objects, for who reads signatures: in the source they are text, for type checkers.
+"""Annotations as objects, for code that reads signatures: in the source they are strings, for type checkers.
 
-The faces have them evaluated for the classes and functions that users import, when these are first asked for.
+The faces evaluate them for the classes and functions that users import, at their first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OURS = "lockstep"
 def evaluate(found: object) -> None:
     """Evaluate the annotations of a function, or of a class, its bases in lockstep and their methods.
 
-    What belongs to a package that is not imported stands for anything (`typing.Any`). Others' are left alone.
+    Names from packages that are not imported become `typing.Any`. Annotations of other packages are left alone.
     """
     if isinstance(found, type):
         for kind in found.__mro__:
@@ -38,7 +38,7 @@ def _evaluate_class(kind: type) -> None:
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """Its public methods and properties, and its constructor: what others name may cost an import."""
+    """Yield a class's constructor, public methods and properties; annotations of others may cost an import."""
     for name, value in [*vars(kind).items()]:
         if name.startswith("_") and name != "__init__":
             continue
@@ -53,7 +53,7 @@ def _is_ours(found: type | FunctionType) -> bool:
 
 
 def _evaluate_in(annotations: dict[str, Any], module: str) -> None:
-    """Put objects in the place of texts; one that cannot be evaluated stays."""
+    """Replace strings with objects; a string that cannot be evaluated stays."""
     for name, text in annotations.items():
         if isinstance(text, str):
             annotations[name] = _value(text, module)
@@ -61,7 +61,7 @@ def _evaluate_in(annotations: dict[str, Any], module: str) -> None:
 
 @functools.cache
 def _value(text: str, module: str) -> Any:
-    """What a text stands for in a module; most of them stand there many times."""
+    """Return the object that a string evaluates to in a module. Cached, since most strings occur many times."""
     try:
         return eval(text, vars(sys.modules[module]), _ForTypeCheckers(module))
     except (NameError, TypeError, AttributeError, ImportError):
@@ -69,7 +69,7 @@ def _value(text: str, module: str) -> Any:
 
 
 class _ForTypeCheckers(dict[str, Any]):
-    """The names that a module imports for type checkers, imported when they are asked for."""
+    """The names that a module imports for type checkers, imported on access."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -87,7 +87,7 @@ class _ForTypeCheckers(dict[str, Any]):
 
 
 class _Anything:
-    """A package that is not imported: what it has may be anything."""
+    """A package that is not imported: each of its attributes is `typing.Any`."""
 
     def __getattr__(self, name: str) -> Any:
         return Any
@@ -95,7 +95,7 @@ class _Anything:
 
 @functools.cache
 def _block(file: str) -> ast.Module:
-    """The block ``if TYPE_CHECKING:`` of a file; empty where there is none, or no source."""
+    """Return the block ``if TYPE_CHECKING:`` of a file; empty if there is no such block or no source."""
     try:
         with open(file) as source:
             rest = source.read().partition("\nif TYPE_CHECKING:\n")[2]
@@ -110,7 +110,7 @@ def _block(file: str) -> ast.Module:
 
 
 def _imports(module: str) -> dict[str, tuple[str, str]]:
-    """By name: a module, and what is taken from it, of the block ``if TYPE_CHECKING:``."""
+    """Return the imports of the block ``if TYPE_CHECKING:``: local name to module and attribute."""
     found = {}
     for node in ast.walk(_block(sys.modules[module].__file__ or "")):
         if isinstance(node, ast.ImportFrom):

@@ -1,14 +1,14 @@
-"""Collectives that also answer at world size 1: without a process group, a world of one rank is taken.
+"""Collectives that also work without a process group, as a world of one rank.
 
-Every function that communicates takes a process group or ``None``, the default group. Tensors are made contiguous
-before they travel: gloo reduces a strided view wrongly and says nothing. Ranks (``src``) are counted within the group.
+Every function that communicates takes a process group, or ``None`` for the default group. Tensors are made contiguous
+before they are sent: gloo reduces strided views wrongly, without an error. Ranks (``src``) are counted within the
+    group.
 
-With them: torch's collectives as a table, how logged values are reduced, objects as bytes for other processes, and
-groups of tensors that are copied or sent as one.
+This file also has the table of torch's collectives, the reductions of logged values, the pickling of objects for other
+processes, and the grouping of tensors that are copied or sent together.
 
-A pickled tensor of a device is unpickled onto the device of the same number: ranks would begin to use the devices of
-others, with some hundred megabytes for each, and hold there what they got. So objects are pickled with their tensors on
-the CPU.
+Objects are pickled with their tensors on the CPU. A pickled tensor of a device is unpickled onto the device of the same
+number, so a rank would start to use the devices of other ranks, with some hundred megabytes for each.
 """
 
 from __future__ import annotations
@@ -34,48 +34,47 @@ Group: TypeAlias = dist.ProcessGroup | None
 Operation = Literal["sum", "mean", "min", "max"]
 
 Combine: TypeAlias = Callable[[Tensor], Tensor]
-"""Makes one tensor of several: ``(..., k, *shape)`` to ``(..., *shape)``, in the order in which they lie. Of two it
-makes one that may be combined again."""
+"""Combines tensors: ``(..., k, *shape)`` to ``(..., *shape)``, in their order. Results may be combined again."""
 
 BRANCHES = 8
-"""So many neighbouring ranks are combined at once; a host has as many, mostly."""
-_TAG = 40_961  # of messages between ranks that combine: none of the user's has it
+"""The number of neighboring ranks that are combined at once; most hosts have as many."""
+_TAG = 40_961  # of messages between ranks that combine; users' messages do not have it
 
 BROADCAST_BYTES = 64 * 2**20
-"""At most this much of several small tensors is copied together for one broadcast; a large one goes from its own memory
-into that of the others."""
+"""Bytes of small tensors that are copied together for one broadcast, at most. A larger tensor is sent from its own
+memory."""
 
 
 # -- the group
 
 
 def is_distributed() -> bool:
-    """Whether this process has joined a process group."""
+    """Return True if this process has joined a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def world_size(group: Group = None) -> int:
-    """The number of ranks of ``group``; 1 without a process group."""
+    """Return the number of ranks of ``group``; 1 without a process group."""
     return dist.get_world_size(group) if is_distributed() else 1
 
 
 def rank(group: Group = None) -> int:
-    """This process's rank in ``group``; 0 without a process group."""
+    """Return this process's rank in ``group``; 0 without a process group."""
     return dist.get_rank(group) if is_distributed() else 0
 
 
 def ranks_of(group: Group = None) -> list[int]:
-    """The ranks of ``group``, as the default group counts them."""
+    """Return the ranks of ``group``, as the default group counts them."""
     if not is_distributed():
         return [0]
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
 def carrier(group: Group, preferred: torch.device) -> torch.device:
-    """The device on which ``group`` can carry a tensor: ``preferred`` if it can, else the CPU, else this process's
-    accelerator.
+    """Return the device on which ``group`` can carry a tensor.
 
-    NCCL carries GPU tensors only, so what lives on the CPU takes a detour over a GPU: see `travel_by`.
+    That is ``preferred`` if possible, else the CPU, else this process's accelerator. NCCL carries only GPU tensors, so
+    CPU tensors travel by way of a GPU: see `travel_by`.
     """
     entries = dist.get_backend_config(group).split(",")  # "cpu:gloo", "cuda:nccl", ...
     kinds = [entry.partition(":")[0] for entry in entries]
@@ -87,17 +86,16 @@ def carrier(group: Group, preferred: torch.device) -> torch.device:
 
 
 def backend_of(group: Group, kind: str) -> str:
-    """The backend by which ``group`` carries tensors of a kind of device: "gloo", "nccl"; empty where it cannot."""
+    """Return the backend that carries tensors of a kind of device for ``group``: "gloo", "nccl"; "" if none does."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
     return backends.get(kind, "")
 
 
 def travel_by(device: torch.device, group: Group = None) -> None:
-    """Let what lives on the CPU travel over ``group`` by way of ``device``, if that is an accelerator, not the current
-    one.
+    """Make CPU tensors travel over ``group`` by way of ``device`` instead of the current accelerator.
 
-    The current one is GPU 0 on all ranks of a host whose program places its model by hand and leaves it at that; NCCL
-    refuses two ranks on one GPU.
+    Nothing changes if ``device`` is the CPU. The current accelerator is GPU 0 on all ranks of a host if the program
+    places its model by hand and does not set it. NCCL refuses two ranks on one GPU.
     """
     if device.type != "cpu":
         _accelerators[_found(group)] = device
@@ -111,7 +109,7 @@ def _found(group: Group) -> Any:
 
 
 def _on_accelerator(group: Group) -> AbstractContextManager[Any]:
-    """Where torch takes the current accelerator for a collective of ``group``."""
+    """Return a context in which the current accelerator is the one that ``group`` travels by."""
     found = _accelerators.get(_found(group))
     return nullcontext() if found is None else current_device(found)
 
@@ -120,21 +118,21 @@ def _on_accelerator(group: Group) -> AbstractContextManager[Any]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as they travel, in its order: a view where it is contiguous."""
+    """Return the bytes of a tensor in its order: a view if the tensor is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
-    # the stride of a single element may be anything, and such a one cannot be viewed
+    # a single element may have any stride, with which it cannot be viewed as bytes
     return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
 
 
 @waits()
 def barrier(group: Group = None) -> None:
-    """Return once every rank of ``group`` has come here."""
+    """Wait until every rank of ``group`` has called this function."""
     if world_size(group) == 1:
         return
     if backend_of(group, "cpu"):
         if getattr(_found(group), "bound_device_id", None) is None:
             dist.barrier(group)
-        else:  # torch's would go by the device that the group is bound to
+        else:  # torch's barrier would use the device that the group is bound to
             dist.all_reduce(torch.zeros(1), group=group)
     else:
         dist.barrier(group, device_ids=[carrier(group, torch.device("cpu")).index])
@@ -142,12 +140,12 @@ def barrier(group: Group = None) -> None:
 
 @waits()
 def all_reduce(tensor: Tensor, op: Operation = "sum", group: Group = None) -> Tensor:
-    """The sum, mean, smallest or largest of ``tensor`` over the ranks, element by element.
+    """Return the sum, mean, minimum or maximum of ``tensor`` over the ranks, element by element.
 
     Args:
-        tensor: same shape and dtype on every rank; it is left as it is.
-        op: ``"mean"`` of whole numbers is a float tensor. ``"min"`` and ``"max"`` of floats are NaN where any
-            rank's value is (gloo's own maximum forgets a NaN that is not on the first rank).
+        tensor: same shape and dtype on every rank. It is not changed.
+        op: ``"mean"`` of whole numbers is a float tensor. ``"min"`` and ``"max"`` of floats are NaN if any rank's
+            value is NaN. (gloo's own maximum ignores a NaN that is not on the first rank.)
 
     Returns:
         A new tensor on ``tensor``'s device, the same on every rank.
@@ -170,7 +168,7 @@ def all_reduce(tensor: Tensor, op: Operation = "sum", group: Group = None) -> Te
 
 
 def _extreme(source: Tensor, op: Operation, group: Group) -> Tensor:
-    """Minimum or maximum of floats in which NaN wins: its marks travel beside the values."""
+    """Return the minimum or maximum of floats. NaN wins: marks for it are reduced together with the values."""
     sign = 1 if op == "max" else -1
     missing = source.isnan()
     pair = torch.stack([torch.where(missing, -sign * torch.inf, source), missing.to(source.dtype) * sign])
@@ -184,28 +182,28 @@ def _operation(op: Operation) -> dist.ReduceOp.RedOpType:
 
 @waits()
 def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
-    """Every rank's ``tensor`` (same shape and dtype everywhere), stacked: shape ``(world size, *shape)``."""
+    """Return every rank's ``tensor`` (same shape and dtype everywhere), stacked: shape ``(world size, *shape)``."""
     world = world_size(group)
     if world == 1:
         return tensor.detach().clone().unsqueeze(0)
     source = tensor.detach().to(carrier(group, tensor.device)).contiguous()
     if source.numel() == 0:
         return tensor.detach().new_empty((world, *tensor.shape))
-    parts = source.new_empty((world, source.nbytes), dtype=torch.uint8)  # gloo does not know every dtype
+    parts = source.new_empty((world, source.nbytes), dtype=torch.uint8)  # gloo does not support every dtype
     if source.device.type == "cpu":
         dist.all_gather(list(parts.unbind()), as_bytes(source), group)
-    else:  # NCCL gathers a list in memory of its own, and copies each piece out
+    else:  # NCCL gathers a list in its own memory and copies each piece out
         dist.all_gather_into_tensor(parts.view(-1), as_bytes(source), group)
     return parts.view(source.dtype).view(world, *source.shape).to(tensor.device)
 
 
 class RowsToCome:
-    """A row of numbers of each rank, told at one boundary and read at a later one, when all are there: nobody waits.
+    """A row of numbers from each rank: sent at one boundary, and read at a later one, when all rows have arrived.
 
     Args:
-        row: this rank's; as long on all ranks.
+        row: this rank's numbers, of the same length on all ranks.
         group: the ranks.
-        alone: this process tells itself, whatever group there is.
+        alone: use this rank's row only, even if there is a group.
 
     Example:
         >>> RowsToCome([1.0, 2.0]).read()
@@ -223,32 +221,32 @@ class RowsToCome:
 
     @waits()
     def read(self) -> list[list[float]]:
-        """The rows of all ranks, by rank."""
+        """Return the rows of all ranks, by rank."""
         if self._work is not None:
             self._work.wait()
         return self._rows.tolist()
 
     @waits()
     def leave(self) -> None:
-        """Let the others have this rank's row, as far as they are still there; nobody reads theirs."""
+        """Send this rank's row to the ranks that are still alive, for at most 5 seconds, without reading theirs."""
         if self._work is not None and is_distributed():
-            with suppress(RuntimeError):  # a rank that is gone cannot answer any more
+            with suppress(RuntimeError):  # a rank that is gone cannot answer
                 self._work.wait(timedelta(seconds=5))
 
 
 def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """The tensors of all ranks, combined along a tree: neighbours by eights, what comes out by eights, and so on.
+    """Combine the tensors of all ranks along a tree: eight neighbors at a time, eight of the results, and so on.
 
-    The tree's shape depends on the number of ranks alone, and so do the bits. Up to eight ranks, and where only GPUs
-    can send, each rank gets all tensors and combines them by itself. Else a rank gets at most seven tensors at each of
-    log8(ranks) levels, and one in the end.
+    The shape of the tree, and so the bits of the result, depend on the number of ranks alone. With up to eight ranks,
+    and if only GPUs can send, each rank gets all tensors and combines them itself. Otherwise a rank gets at most seven
+    tensors at each of log8(ranks) levels, and finally the result.
 
     Args:
         tensor: same shape and dtype on every rank.
-        combine: the same on every rank.
+        combine: the same function on every rank.
 
     Returns:
-        a tensor on the CPU, the same on every rank.
+        A tensor on the CPU, the same on every rank.
 
     Example:
         >>> combined(torch.ones(2), lambda rows: rows.sum(-2))
@@ -265,7 +263,7 @@ def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
 
 
 def combined_there(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """`combined`, with the same bits, on the tensor's own device: nobody waits for that."""
+    """Do the same as `combined`, with the same bits, on the tensor's own device and without waiting for the result."""
     return _by_tree(all_gather_tensor(tensor, group), combine)
 
 
@@ -282,9 +280,9 @@ def _by_tree(rows: Tensor, combine: Combine) -> Tensor:
 
 @waits()
 def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """`combined`, of CPU tensors: the first of eight ranks combines theirs, the first of eight such theirs, and so on.
+    """Do the same as `combined` for CPU tensors: the first of eight ranks combines their tensors, and so on.
 
-    It is noted as one collective: nobody comes out of it before all have gone in.
+    It is recorded as one collective: no rank leaves it before all have entered.
     """
     world, me, step = world_size(group), rank(group), 1
     while step < world and me % step == 0:
@@ -304,17 +302,17 @@ def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) 
                     each.wait()
             tensor = combine(rows.unsqueeze(0))[0]
         step = block
-    result = tensor.clone(memory_format=torch.contiguous_format)  # the given one is left as it is
+    result = tensor.clone(memory_format=torch.contiguous_format)  # the argument is not changed
     dist.broadcast(result, _global_rank(0, group), group)
     return result
 
 
 @waits()
 def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
-    """Every rank's ``tensor``, by rank, where the first dimension may differ between ranks (0 is allowed).
+    """Return every rank's ``tensor``, by rank. The first dimension may differ between ranks, and may be 0.
 
     Raises:
-        ValueError: on every rank, if dtypes or the other dimensions differ.
+        ValueError: on every rank, if the dtypes or the other dimensions differ.
     """
     if world_size(group) == 1:
         return [tensor.detach().clone()]
@@ -334,10 +332,10 @@ def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
 
 @waits()
 def all_gather_with_grad(tensor: Tensor, group: Group = None) -> Tensor:
-    """`all_gather_tensor` that backward passes through.
+    """Return what `all_gather_tensor` returns, with support for backward.
 
-    The gradient of this rank's ``tensor`` is the sum over all ranks of the gradients that reached its copy
-    there. Every rank must therefore run the backward.
+    The gradient of this rank's ``tensor`` is the sum, over all ranks, of the gradients of its copies. Every rank must
+    therefore run the backward.
     """
     if world_size(group) == 1:
         return tensor.unsqueeze(0)
@@ -357,9 +355,9 @@ class _AllGather(torch.autograd.Function):
 
 @waits()
 def all_gather_object(obj: object, group: Group = None) -> list[Any]:
-    """Every rank's ``obj``, by rank. Objects travel pickled: only between processes that trust each other.
+    """Return every rank's ``obj``, by rank. Objects are pickled: use it only between processes that trust each other.
 
-    Tensors of a device arrive on the CPU, here and in the three below.
+    Tensors of a device arrive on the CPU, here and in the three functions below.
     """
     world = world_size(group)
     if world == 1:
@@ -372,7 +370,7 @@ def all_gather_object(obj: object, group: Group = None) -> list[Any]:
 
 @waits()
 def broadcast_object(obj: object, src: int = 0, group: Group = None) -> Any:
-    """Rank ``src``'s ``obj``, on every rank (pickled on the way; what the others pass is ignored)."""
+    """Return rank ``src``'s ``obj`` on every rank. It is pickled; the other ranks' argument is ignored."""
     if world_size(group) == 1:
         return obj
     box: list[Any] = [packed(obj) if rank(group) == src else None]
@@ -383,7 +381,7 @@ def broadcast_object(obj: object, src: int = 0, group: Group = None) -> Any:
 
 @waits()
 def gather_objects(obj: object, group: Group = None) -> list[Any]:
-    """Every rank's ``obj``, by rank, on the group's first rank; an empty list on the others."""
+    """Return every rank's ``obj``, by rank, on the group's first rank; an empty list on the others."""
     world = world_size(group)
     if world == 1:
         return [obj]
@@ -395,7 +393,7 @@ def gather_objects(obj: object, group: Group = None) -> list[Any]:
 
 @waits()
 def scatter_objects(objects: list[Any], group: Group = None) -> Any:
-    """From the group's first rank an object for each; what the others pass is ignored."""
+    """Return this rank's object from the list of the group's first rank; the other ranks' argument is ignored."""
     if world_size(group) == 1:
         return objects[0]
     box: list[Any] = [None]
@@ -414,13 +412,13 @@ def broadcast_tensors(
     piece: int | None = None,
     over: torch.device | None = None,
 ) -> None:
-    """Overwrite ``tensors`` on every rank with those of rank ``src``, bitwise, many of them in one message.
+    """Overwrite ``tensors`` on every rank with those of rank ``src``, bit for bit, many of them in one message.
 
     Args:
-        tensors: same shapes, dtypes and order on every rank; strided views and any dtype are fine.
+        tensors: same shapes, dtypes and order on every rank; strided views and any dtype are supported.
         piece: bytes of a message (more for a larger tensor); `BROADCAST_BYTES` if None.
-        over: this rank's device, by which all tensors travel: give it where a tensor may be on the CPU on one rank and
-            on a device on another, for which a group may have two backends, each of which waits for all ranks.
+        over: this rank's device, by which all tensors travel. Required if a tensor may be on the CPU on one rank and
+            on a device on another: a group may have two backends for these, and each waits for all ranks.
     """
     if world_size(group) == 1:
         return
@@ -438,9 +436,9 @@ def broadcast_tensors(
 
 
 def _messages(tensors: Iterable[Tensor], max_bytes: int, apart: bool) -> Iterator[list[Tensor]]:
-    """The tensors of each message, those of each device ``apart`` or of all together; empty ones are in none.
+    """Yield the tensors of each message: of each device ``apart``, or of all together. Empty tensors are left out.
 
-    Wide dtypes come first: each tensor starts at a multiple of its width, so that its bytes can be viewed as its dtype.
+    Wide dtypes are first: each tensor starts at a multiple of its width, so that its bytes can be viewed as its dtype.
     """
     sent = sorted((tensor for tensor in tensors if tensor.numel()), key=lambda tensor: -tensor.element_size())
     for indices in grouped(sent, max_bytes, lambda tensor: tensor.device if apart else None):
@@ -470,24 +468,24 @@ COLLECTIVES = {
     "gather_object": "",
     "scatter_object_list": "",
 }
-"""The functions of ``torch.distributed`` that all ranks of a group call; "": no tensor says it."""
+"""Functions of ``torch.distributed`` that all ranks of a group call, with their tensor argument ("" for none)."""
 
 RENAMED = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
-"""Functions that call others since torch 2.13, which its FSDP2 calls by their new names."""
+"""Functions that have new names since torch 2.13, by which its FSDP2 calls them."""
 
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 def reduction_of(name: str, reduce_fx: object) -> str:
-    """One of `REDUCTIONS`, for what ``self.log`` got as ``reduce_fx``: a name in any case, or a function.
+    """Return one of `REDUCTIONS` for the ``reduce_fx`` of ``self.log``: a name in any case, or a function.
 
     Args:
-        name: that is logged.
-        reduce_fx: as given.
+        name: name of the logged value.
+        reduce_fx: the value that was passed.
 
     Raises:
-        MisconfigurationException: for another reduction.
+        MisconfigurationException: the reduction is not supported.
 
     Example:
         >>> reduction_of("loss", torch.max), reduction_of("loss", "AVG")
@@ -507,7 +505,7 @@ def reduction_of(name: str, reduce_fx: object) -> str:
 
 _HOSTS = ("cpu", "meta")
 _PLAIN = (Tensor, Parameter)
-"""Classes of tensors that are moved; others say themselves how they are pickled."""
+"""Tensor classes that are moved to the CPU; others define how they are pickled."""
 
 
 class _Pickler(pickle.Pickler):
@@ -518,7 +516,7 @@ class _Pickler(pickle.Pickler):
 
 
 def on_host(value: Tensor) -> Tensor:
-    """A tensor of a device on the CPU; one that is there as it is."""
+    """Return a copy on the CPU of a tensor on a device; return any other tensor as it is."""
     if type(value) not in _PLAIN or value.device.type in _HOSTS:
         return value
     copy = value.detach().cpu()
@@ -526,23 +524,23 @@ def on_host(value: Tensor) -> Tensor:
 
 
 def packed(value: object) -> bytes:
-    """An object as bytes; tensors of a device arrive on the CPU."""
+    """Return the pickled object; tensors of a device are unpickled on the CPU."""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.DEFAULT_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
 def unpacked(data: bytes) -> Any:
-    """The object of which `packed` made these bytes: only of a process that is trusted."""
+    """Return the object that `packed` has pickled. Use it only for bytes from a trusted process."""
     return pickle.loads(data)
 
 
 ALONE = 2**20
-"""Bytes from which on a tensor is a group of its own: to copy it beside others would cost what is saved."""
+"""Bytes from which a tensor is a group of its own: copying it would cost more than it saves."""
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
-    """The dtype of a tensor, as a kind for `grouped`."""
+    """Return the dtype of a tensor; the default kind in `grouped`."""
     return tensor.dtype
 
 
@@ -551,16 +549,16 @@ def grouped(
 ) -> Iterator[list[int]]:
     """Group tensors of one kind, in their order, into groups of at most ``max_bytes``.
 
-    A tensor of `ALONE` bytes or more is a group of its own, and so is one that is not strided (a sparse one). The
-    groups depend on kinds and sizes alone, so that ranks with equal tensors make equal groups, in one order.
+    A tensor of `ALONE` bytes or more, or one that is not strided (a sparse one), is a group of its own. The groups
+    depend on kinds and sizes alone, so ranks with equal tensors make equal groups in the same order.
 
     Args:
-        tensors: what is grouped.
-        max_bytes: of the tensors of a group together.
-        kind: what the tensors of a group have in common.
+        tensors: the tensors to group.
+        max_bytes: size of the tensors of a group together.
+        kind: returns the property that the tensors of a group have in common.
 
     Yields:
-        the indices of a group's tensors. Each index comes once.
+        The indices of a group's tensors. Each index is in one group.
 
     Example:
         >>> tensors = [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(4), torch.ones(2)]
@@ -588,21 +586,21 @@ def grouped(
 
 
 PIECE = 16 * 2**20
-"""At most this many bytes of tensors are copied together for one message (a larger tensor goes alone).
+"""Bytes of tensors that are copied together for one message, at most. A larger tensor is sent alone.
 
-The allocator keeps memory of that size and gives it again. Memory of 64 MiB it asks of the system anew each time, which
+The allocator keeps memory of this size and reuses it. It requests memory of 64 MiB from the system each time, which
 takes longer than sending it.
 """
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
-    """A tensor's numbers as real ones in a row, two for each complex one."""
+    """Return a tensor's numbers as a row of real numbers, two for each complex one."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
 def pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors that travel together: of one dtype and device."""
+    """Yield lists of tensors to send together: of one dtype and device, at most `PIECE` bytes."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

@@ -1,7 +1,7 @@
-"""Devices of this process, by the module that torch has for their kind.
+"""Devices of this process, reached by torch's module for their kind.
 
-Which are here and which is the current one, the numbers that a kind computes with, streams with the events and futures
-by which they wait for one another, and modules and tensors that are made on a device.
+Devices that are available and the current one, dtypes that a kind supports, streams and events, and the creation of
+modules and tensors on a device.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from torch.overrides import TorchFunctionMode
 
 
 def device_module(device: torch.device | str) -> Any:
-    """torch's module for a kind of device: ``torch.cuda``, ``torch.mps``, ``torch.cpu``.
+    """Return torch's module for a kind of device: ``torch.cuda``, ``torch.mps``, ``torch.cpu``.
 
     Raises:
-        RuntimeError: this torch has none of that name.
+        RuntimeError: this torch has no module of that name.
     """
     return torch.get_device_module(torch.device(device).type)
 
 
 def accelerator_kinds() -> list[str]:
-    """The kinds of accelerators that this torch knows of, whether one is here or not; asking starts none."""
+    """Return the kinds of accelerators that this torch supports, available or not. No accelerator is initialized."""
     found = torch.accelerator.current_accelerator()
     return list(dict.fromkeys(["cuda"] if found is None else ["cuda", found.type]))
 
 
 def in_bad_fork() -> bool:
-    """Whether this process is a copy of one that had started an accelerator, which cannot be used here."""
+    """Return True if this process was forked from one that had initialized an accelerator, which is unusable here."""
     return any(getattr(device_module(kind), "_is_in_bad_fork", bool)() for kind in accelerator_kinds())
 
 
 def is_there(kind: str) -> bool:
-    """Whether this machine has a device of a kind, and this torch was built for it."""
+    """Return True if this machine has a device of a kind and this torch was built for it."""
     try:
         return kind == "cpu" or bool(device_module(kind).is_available())
-    except RuntimeError:  # torch knows of no such kind, or has no module for it
+    except RuntimeError:  # torch does not know this kind, or has no module for it
         return False
 
 
 def devices_of(kind: str, started: bool = False) -> list[torch.device]:
-    """All devices of a kind, by their numbers.
+    """Return all devices of a kind, by index.
 
     Args:
         kind: "cuda", "mps".
-        started: none where this process has not begun to use them; asking then does not, either.
+        started: return an empty list, without initializing the kind, if this process has not used it yet.
     """
     module = device_module(kind)
     there = getattr(module, "is_initialized", module.is_available) if started else module.is_available
@@ -58,33 +58,33 @@ def devices_of(kind: str, started: bool = False) -> list[torch.device]:
 
 
 def current_of(kind: str) -> torch.device:
-    """The device that the name of a kind stands for in this process."""
+    """Return the current device of a kind in this process."""
     asks = getattr(device_module(kind), "current_device", None)
     return torch.device(kind) if kind == "cpu" else torch.device(kind, 0 if asks is None else int(asks()))
 
 
 def make_current(device: torch.device) -> None:
-    """Let ``device`` be the one that its kind's name stands for in this process, where the kind can have several."""
+    """Make ``device`` the current one of its kind in this process, if the kind can have several."""
     choose = getattr(device_module(device), "set_device", None)
     if device.type != "cpu" and choose is not None:
         choose(device)
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, an accelerator is the current one, for kernels and events that do not ask where their tensors are."""
+    """Return a context in which ``device`` is current, for kernels and events that ignore where their tensors are."""
     made = None if device.type == "cpu" else getattr(device_module(device), "device", None)
     return nullcontext() if made is None else made(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that it was given."""
+    """Wait until a device has finished all queued work."""
     if device.type != "cpu":
         # `torch.mps` has one device and takes no argument
         device_module(device).synchronize(*[device][: device.type != "mps"])
 
 
 def device_name(device: torch.device) -> str:
-    """The name that its maker gave a device, or its kind where nobody tells."""
+    """Return the product name of a device, or its kind if there is no name."""
     if device.type == "cpu":
         return platform.processor() or "cpu"
     named = getattr(device_module(device), "get_device_name", None)
@@ -93,27 +93,27 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def has_float64(kind: str) -> bool:
-    """Whether a kind of device computes in double precision."""
+    """Return True if a kind of device computes in double precision."""
     if kind in ("cpu", "cuda", "meta"):
         return True
     try:
         torch.ones((), dtype=torch.float64, device=kind) + 1
-    except (RuntimeError, TypeError, AssertionError):  # the last one: torch was built without such devices
+    except (RuntimeError, TypeError, AssertionError):  # AssertionError: torch was built without such devices
         return False
     return True
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The dtype in which sums are taken on a device: float64, or float32 where it has no such."""
+    """Return the dtype for sums on a device: float64, or float32 if the device does not support that."""
     return torch.float64 if has_float64(device.type) else torch.float32
 
 
 def has_autocast(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a kind of device has ``torch.autocast`` to a dtype."""
+    """Return True if a kind of device supports ``torch.autocast`` to a dtype."""
     if kind == "cuda" or not torch.amp.is_autocast_available(kind):
         return kind == "cuda"
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # by which torch says that it leaves autocast off
+        warnings.simplefilter("error")  # torch warns if it leaves autocast off
         try:
             torch.autocast(kind, dtype=dtype)
         except (UserWarning, RuntimeError):
@@ -122,28 +122,28 @@ def has_autocast(kind: str, dtype: torch.dtype) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on a device can be put into several streams, which wait for one another by events."""
+    """Return True if a device has several streams, which wait for one another by events."""
     return device.type != "cpu" and all(hasattr(device_module(device), name) for name in ("Stream", "stream", "Event"))
 
 
 def new_stream(device: torch.device) -> Any:
-    """A stream of a device that has such."""
+    """Return a new stream of a device that has streams."""
     return device_module(device).Stream(device)
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream into which this thread puts what it computes on a device that has streams."""
+    """Return the current stream of this thread on a device that has streams."""
     return device_module(device).current_stream(device)
 
 
 def in_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Inside, what is computed goes into ``stream``."""
+    """Return a context in which computations are queued on ``stream``."""
     made: AbstractContextManager[Any] = device_module(stream.device).stream(stream)
     return made
 
 
 def has_timed_events(device: torch.device) -> bool:
-    """Whether a device notes the time at which it comes to an event, so that nobody waits for it."""
+    """Return True if a device records the time of events, without a wait of the host."""
     return device.type != "cpu" and hasattr(device_module(device), "Event")
 
 
@@ -155,12 +155,12 @@ class TimedEvent(Protocol):
     def query(self) -> bool: ...
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds to a later one."""
+        """Return the milliseconds to a later event."""
         ...
 
 
 def timed_event(device: torch.device) -> TimedEvent:
-    """An event that knows its time, of a device that has such; it belongs to the current one of the kind."""
+    """Return an event that records its time, on the current device of a kind that has events."""
     return device_module(device).Event(enable_timing=True)
 
 
@@ -168,14 +168,13 @@ def timed_event(device: torch.device) -> TimedEvent:
 def creating(
     device: torch.device, dtype: torch.dtype | None = None, empty: bool = False, in_parts: bool = False
 ) -> Iterator[None]:
-    """Within the block, modules and tensors are made on ``device``.
+    """Create modules and tensors on ``device`` within the block.
 
     Args:
-        device: of what names none itself.
-        dtype: of floating tensors that name none themselves; None: torch's default.
-        empty: leave the memory of parameters as it is, where ``torch.nn.init`` would fill it; for weights that a
-            checkpoint brings.
-        in_parts: this rank will have parts of the module only: with ``empty`` it gets no memory at all (meta).
+        device: default device of new tensors.
+        dtype: default dtype of new floating-point tensors; None: torch's default.
+        empty: skip the functions of ``torch.nn.init``; for weights that are loaded from a checkpoint.
+        in_parts: this rank gets only shards of the module: with ``empty`` it allocates no memory (meta device).
     """
     if empty and in_parts:
         device, empty = torch.device("meta"), False
@@ -191,7 +190,7 @@ def creating(
 
 
 class _Uninitialized(TorchFunctionMode):
-    """Skips the functions of ``torch.nn.init``."""
+    """Mode in which the functions of ``torch.nn.init`` do nothing."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""The exceptions that lockstep raises by name, and stand-ins that raise one when somebody uses them."""
+"""Exceptions that lockstep raises by name, and stand-ins that raise one on use."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 class MisconfigurationException(ValueError, RuntimeError):
     """A setting, or a combination of settings, that cannot work.
 
-    The message names the flag, the value and the way out. It is both a ``ValueError`` (what was asked for is
-    wrong) and a ``RuntimeError`` (what code written for older trainers catches).
+    The message names the flag, the value and the way out. It is both a ``ValueError`` (the setting is wrong) and a
+    ``RuntimeError`` (which code written for older trainers catches).
     """
 
 
 class WrongType(MisconfigurationException, TypeError):
-    """What was given is of a type, or by a name, that nothing takes: a ``TypeError``, too."""
+    """An argument of the wrong type, or with an unknown name; also a ``TypeError``."""
 
 
 class NotThere(MisconfigurationException, AttributeError):
-    """What was asked for has nothing to act on: an ``AttributeError``, too."""
+    """A request without an object to act on; also an ``AttributeError``."""
 
 
 class KeyNotThere(MisconfigurationException, KeyError):
-    """A part of a checkpoint that is needed and not in it: a ``KeyError``, too."""
+    """A required part of a checkpoint that is missing; also a ``KeyError``."""
 
-    __str__ = Exception.__str__  # that of KeyError shows the message in quotes
+    __str__ = Exception.__str__  # KeyError's own shows the message in quotes
 
 
 class NonFiniteError(FloatingPointError):
@@ -36,7 +36,7 @@ class NonFiniteError(FloatingPointError):
 
 
 def words_of(error: BaseException) -> str:
-    """What an exception says; "" where its class cannot tell: a ``__str__`` that fails would take its place."""
+    """Return the message of an exception; "" if its ``__str__`` fails, which would otherwise hide the exception."""
     try:
         return str(error)
     except Exception:
@@ -44,9 +44,9 @@ def words_of(error: BaseException) -> str:
 
 
 class RankFailed(RuntimeError):
-    """Another rank has failed, so that this one cannot go on: the message says which, where and why.
+    """A failure of another rank that stops this rank too; the message names the rank, the place and the reason.
 
-    Raised in place of what a collective says when its peer is gone ("Connection closed by peer"), which is its
+    It replaces the error of the collective whose peer is gone ("Connection closed by peer"), which is its
     ``__cause__``.
     """
 
@@ -60,12 +60,12 @@ class RankFailed(RuntimeError):
 
 
 def raise_on_all(error: Exception | None, gather: Callable[[object], Sequence[Any]], what: str) -> None:
-    """An error of one rank is one on all, of which the others hear as of a `RankFailed`. Collective.
+    """Raise on all ranks if one has an error: its own there, a `RankFailed` on the others. Collective.
 
     Args:
-        error: of this rank; None: it has none.
-        gather: a small object of all ranks, by rank.
-        what: could not be written.
+        error: this rank's error, or None.
+        gather: returns an object of all ranks, by rank.
+        what: name of the thing that could not be written.
     """
     told = gather(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
@@ -76,20 +76,20 @@ def raise_on_all(error: Exception | None, gather: Callable[[object], Sequence[An
 
 
 class CorruptCheckpoint(RuntimeError):
-    """A checkpoint file that is truncated, altered or no checkpoint at all."""
+    """A file that is truncated, altered or not a checkpoint."""
 
 
 class MissingExtra(ModuleNotFoundError):
-    """An optional package that is not installed; the message says what needs it and which extra brings it."""
+    """An optional package that is missing; the message names the feature that needs it and the extra to install."""
 
 
 def missing_extra(package: str, extra: str, needed_for: str) -> MissingExtra:
-    """The error for an optional package that is not installed.
+    """Return the error for an optional package that is not installed.
 
     Args:
-        package: import name of what is missing.
-        extra: the extra of ``torch-lockstep`` that brings it.
-        needed_for: what the user asked for that needs it.
+        package: import name of the missing package.
+        extra: the extra of ``torch-lockstep`` that installs it.
+        needed_for: the feature that needs it.
     """
     return MissingExtra(
         f'{needed_for} needs the package `{package}`, which is not installed: pip install "torch-lockstep[{extra}]" '
@@ -98,14 +98,14 @@ def missing_extra(package: str, extra: str, needed_for: str) -> MissingExtra:
     )
 
 
-# -- stand-ins for what is not there -------------------------------------------------------------------------
+# -- stand-ins for missing parts ------------------------------------------------------------------------------
 
 
 _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<frozen importlib")
 
 
 def _asking() -> tuple[str, str]:
-    """Return the package and place of the code outside of lockstep and of the import system that runs now."""
+    """Return the package and place of the running code outside of lockstep and of the import system."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
@@ -114,7 +114,7 @@ def _asking() -> tuple[str, str]:
 
 
 def asked_by() -> str:
-    """The package, file and line of the code outside of lockstep and of the import system that runs now."""
+    """Return the package, file and line of the running code outside of lockstep and of the import system."""
     package, place = _asking()
     return f"{'the script' if package in _SCRIPTS else package} ({place})"
 
@@ -123,7 +123,7 @@ _SCRIPTS = ("", "__main__", "__mp_main__")
 
 
 def way_out() -> str:
-    """Return what the user of a script, or of a package that asks for what lockstep lacks, can do."""
+    """Return advice for the user of a script, or of a package, that needs a missing part of Lightning."""
     package, _ = _asking()
     if package in _SCRIPTS:
         return "Do without it, or run the script with Lightning itself, without --lightning."
@@ -131,11 +131,11 @@ def way_out() -> str:
 
 
 class Inner:
-    """An inner part of Lightning's Trainer: what third parties may read there without harm, and an error for the rest.
+    """An inner part of Lightning's Trainer with a few attributes for third parties; access to others raises an error.
 
     Args:
-        name: as it is reached from the Trainer, for the error.
-        offers: what there is, by name, and what makes it.
+        name: path from the Trainer, for the error.
+        offers: factory of each available attribute, by name.
     """
 
     def __init__(self, name: str, offers: Mapping[str, Callable[[], Any]]) -> None:
@@ -155,11 +155,11 @@ class Inner:
 
 
 def no_inner_part(path: str, does: str = "reads") -> AttributeError:
-    """The error for an inner part of Lightning's Trainer that is not here; it names who reads it.
+    """Return the error for a missing inner part of Lightning's Trainer; it names the code that reads it.
 
     Args:
-        path: as it is reached.
-        does: what is tried with it.
+        path: path to the part.
+        does: verb for the access: "reads" or "sets".
     """
     return AttributeError(
         f"{path}, which {asked_by()} {does}, is an inner part of Lightning's Trainer that lockstep does not have. "
@@ -169,10 +169,10 @@ def no_inner_part(path: str, does: str = "reads") -> AttributeError:
 
 @functools.cache
 def refused_class(name: str, reason: str) -> type:
-    """A class in the place of one that is refused: nothing is an instance of it, and making one raises the reason.
+    """Return a class that replaces a refused one: it has no instances, and its constructor raises the reason.
 
     Args:
-        name: of the class. Exceptions and warnings are classes that nobody raises.
+        name: name of the class. Exceptions and warnings become plain classes that nothing raises.
         reason: a sentence.
     """
     if name.endswith("Warning"):

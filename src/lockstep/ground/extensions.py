@@ -1,11 +1,11 @@
-"""The table of extensions: what the core reaches by name, and which extension has it.
+"""The table of extensions: the names that the core looks up, and the extension that has each.
 
-An extension is a package below `lockstep.extensions`. The core imports none: it asks here for a strategy, a command, a
-service or a public name, and the extension is imported then. A deleted extension is missing by name alone, and
-everything else works.
+An extension is a package in `lockstep.extensions`. The core does not import extensions directly. It looks up a
+strategy, a command, a service or a public name here, and the extension is imported then. If an extension is deleted,
+its names are missing and everything else works.
 
-Other distributions bring strategies and commands by entry points of the groups ``lockstep.strategies`` and
-``lockstep.commands``. They cannot take a name that lockstep has.
+Other distributions add strategies and commands by entry points of the groups ``lockstep.strategies`` and
+``lockstep.commands``. They cannot override a name that lockstep has.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ KIND = {"strategies": "strategy", "commands": "command", "services": "service"}
 
 
 class Extension(NamedTuple):
-    """What one extension brings. A place is ``"module"`` or ``"module:name"``, seen from the extension's folder."""
+    """The contributions of one extension. A place is ``"module"`` or ``"module:name"``, relative to its folder."""
 
     strategies: Mapping[str, tuple[str, Mapping[str, Any]]] = {}
-    """By the name in ``Trainer(strategy=...)``: the place of the class, and its arguments."""
+    """Name in ``Trainer(strategy=...)`` to the place of the class, and its arguments."""
     commands: Mapping[str, tuple[str, str]] = {}
-    """By the word behind ``lockstep``: the place of a function from words to an exit code, and a line of help."""
+    """Word after ``lockstep`` to the place of a function from words to an exit code, and a line of help."""
     services: Mapping[str, str] = {}
-    """By the name that the core asks for: the place."""
+    """Name that the core looks up to its place."""
     names: Mapping[str, str] = {}
-    """By a public name, as ``"callbacks.Timer"``: the module that has it."""
+    """Public name, such as ``"callbacks.Timer"``, to the module that defines it."""
     paths: Mapping[str, str] = {}
-    """By a path below lockstep: the module that answers to it, and to all paths below it; "" for the folder."""
+    """Path below lockstep to the module that it, and all paths below it, are redirected to; "" for the folder."""
 
 
 _OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
@@ -195,11 +195,11 @@ EXTENSIONS: dict[str, Extension] = {
         paths={"cli.verify": "command", "verify": ""},
     ),
 }
-"""The extensions of lockstep, by the name of their folder."""
+"""Lockstep's own extensions, by the name of their folder."""
 
 
 class MissingExtension(MisconfigurationException, ImportError):
-    """What was asked for is of an extension that is not there, or that cannot be imported."""
+    """A name from an extension that does not exist or cannot be imported."""
 
 
 # -- what is there -------------------------------------------------------------------------------------------
@@ -211,15 +211,15 @@ def is_there(extension: str) -> bool:
 
 
 def available() -> dict[str, Extension]:
-    """The rows of the extensions that exist."""
+    """Return the entries of the extensions that exist."""
     return {name: rows for name, rows in EXTENSIONS.items() if is_there(name)}
 
 
 def names_of(face: str) -> dict[str, str]:
-    """The public names that extensions add to a face, with the full path of the module that has each.
+    """Return the public names that extensions add to a face, with the full path of the module of each.
 
     Args:
-        face: its path below lockstep, as ``"callbacks"``; "" for lockstep itself.
+        face: path of the face below lockstep, such as ``"callbacks"``; "" for lockstep itself.
     """
     found = {}
     for extension, rows in available().items():
@@ -231,7 +231,7 @@ def names_of(face: str) -> dict[str, str]:
 
 
 def home_of(path: str) -> str | None:
-    """The full path of the module that answers to a path below lockstep, where an extension has it.
+    """Return the full path of the module for a path below lockstep, or None if no extension has the path.
 
     Example:
         >>> home_of("verify.certificate")
@@ -249,7 +249,7 @@ def home_of(path: str) -> str | None:
 
 
 def absent(name: str) -> str | None:
-    """Why a public name or a path below lockstep is missing, in a sentence; None if no absent extension has it."""
+    """Explain why a public name or a path below lockstep is missing. Return None if no absent extension has it."""
     for extension, rows in EXTENSIONS.items():
         under = any(name == path or name.startswith(f"{path}.") for path in rows.paths)
         if (name in rows.names or under) and not is_there(extension):
@@ -264,16 +264,16 @@ def _absent(what: str, extension: str) -> str:
     )
 
 
-# -- imported when asked for ---------------------------------------------------------------------------------
+# -- imported on demand --------------------------------------------------------------------------------------
 
 
 def strategies() -> dict[str, Mapping[str, Any]]:
-    """The strategies of lockstep's extensions, by name, with their arguments."""
+    """Return the strategies of lockstep's extensions, by name, with their arguments."""
     return {name: row[1] for rows in EXTENSIONS.values() for name, row in rows.strategies.items()}
 
 
 def commands() -> dict[str, str]:
-    """The commands of the extensions that exist, and of other distributions, with a line of help each."""
+    """Return the commands of existing extensions and of other distributions, with a line of help each."""
     found = {name: row[1] for rows in available().values() for name, row in rows.commands.items()}
     for name, points in _others("commands").items():
         found.setdefault(name, f"a command of {' and of '.join(map(_origin, points))}")
@@ -281,15 +281,15 @@ def commands() -> dict[str, str]:
 
 
 def load(group: Group, name: str) -> Any:
-    """Import what an extension, or another distribution, has under a name.
+    """Import the object that an extension, or another distribution, has under a name.
 
     Args:
-        group: the kind of it.
-        name: as in the table, or of an entry point.
+        group: kind of the object.
+        name: name in the table, or of an entry point.
 
     Raises:
         MissingExtension: its extension does not exist or cannot be imported, or two distributions claim the name.
-        KeyError: nobody has this name.
+        KeyError: the name is unknown.
     """
     what = f"the {KIND[group]} {name!r}"
     for extension, rows in EXTENSIONS.items():
@@ -325,8 +325,8 @@ def _at(extension: str, place: str) -> Any:
 
 @functools.cache
 def _others(group: Group) -> dict[str, list[EntryPoint]]:
-    """The entry points of other distributions, by name."""
-    from importlib.metadata import entry_points  # 10 ms, which only a name that lockstep does not have is worth
+    """Return the entry points of other distributions, by name."""
+    from importlib.metadata import entry_points  # takes 10 ms, so it is imported only for names that lockstep lacks
 
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=f"lockstep.{group}"):

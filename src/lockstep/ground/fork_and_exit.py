@@ -1,24 +1,23 @@
-"""Forks and exits beside torch's threads, and open files of the script where a process does not end as Python does.
+"""Forks and exits of processes that have torch's threads, and files left open by ``os._exit``.
 
-A forked child must not begin its life with a lock that nobody will open, and no process may end while such a thread
+A forked child must not inherit a lock that no thread will release, and no process may exit while one of torch's threads
 still wants the interpreter.
 
-The process groups of torch have threads of their own, and such a thread makes and drops a state of the interpreter
-whenever it lets go of a tensor that Python knows. Up to CPython 3.11 a forked child takes the lock around the list of
-those states *before* it makes that lock anew (``PyOS_AfterFork_Child``): forked in the wrong microsecond, it waits
-for a thread that it does not have, and whoever waits for the child - a rank for the first batch of a loader's worker -
-waits for ever. From 3.12 on the lock is made anew first.
+Forks: torch's process groups have threads, and such a thread creates and deletes an interpreter state whenever it
+releases a tensor that Python knows. Up to CPython 3.11 a forked child takes the lock around the list of these states
+*before* it reinitializes that lock (``PyOS_AfterFork_Child``). If it was forked in the wrong microsecond, it waits for
+a thread that does not exist. Whoever waits for the child, such as a rank for the first batch of a loader's worker,
+waits forever. Since 3.12 the lock is reinitialized first.
 
-Nor may a child collect its parent's garbage: a process group among it would wait for threads that the child does not
-have, or break off over them.
+A child must not collect its parent's garbage either: a process group among it would wait for threads that the child
+does not have, or abort.
 
-Exits: a thread of a gloo group that has finished a collective needs the interpreter's lock where it is the last that
-lets go of a tensor that Python knows (``c10::TensorImpl::decref_pyobject``, which may not raise). Asked for while the
-interpreter shuts down, the lock ends the thread by an unwinding of its stack that C++ does not let pass: "terminate
-called without an active exception", SIGABRT. It is torch's race, open from the moment that the collective wakes who
-waits for it; a busy machine, which lets that one go on first, makes it long, and ``destroy_process_group`` does not end
-it, as containers and torch's own modules hold the group. So whoever has a group here waits, before the interpreter
-shuts down, until these threads are done.
+Exits: a gloo thread that has finished a collective needs the interpreter's lock if it is the last to release a tensor
+that Python knows (``c10::TensorImpl::decref_pyobject``, which may not raise). If it requests the lock while the
+interpreter shuts down, its stack is unwound, which C++ does not allow: "terminate called without an active exception",
+SIGABRT. This race is torch's. It starts when the collective wakes its waiting thread, and lasts longer on a busy
+machine. ``destroy_process_group`` does not end it, since containers and torch's own modules hold the group. So a
+process with a group waits for these threads before the interpreter shuts down.
 """
 
 from __future__ import annotations
@@ -34,16 +33,18 @@ import time
 from lockstep.ground.installed import EXIT_THREADS, FORK_GARBAGE, FORK_THREADS
 
 TORCH_THREADS = "pt_"
-"""What torch's own threads are called: ``pt_gloo_runloop``, ``pt_nccl_watchdg``, ..."""
+"""Prefix of the names of torch's own threads: ``pt_gloo_runloop``, ``pt_nccl_watchdg``, ..."""
 PATIENCE = 1.0
-"""Seconds that a fork waits at most; a thread is done within microseconds, unless the machine is busy."""
+"""Seconds that a fork waits at most. A thread takes microseconds, unless the machine is busy."""
 LAST_PATIENCE = 10.0
 """Seconds that the end of a process waits at most."""
 
 
 def protect_forks() -> None:
-    """Let each later fork of this process wait until torch's threads sleep, where it is needed, and let its child leave
-    its parent's garbage alone; once."""
+    """Make later forks of this process safe. Installed once.
+
+    Where it is needed, a fork waits until torch's threads sleep. The child does not collect its parent's garbage.
+    """
     collector = _Collector()
     FORK_GARBAGE.at_fork(collector.hold, collector.leave, collector.go_on)
     if sys.version_info < (3, 12) and sys.platform == "linux":
@@ -51,52 +52,54 @@ def protect_forks() -> None:
 
 
 class _Collector:
-    """Python's collector of garbage at a fork. What others have registered runs first in the child, and may make enough
-    objects for a collection: memory that is pinned for a device would be given back there, and the child be aborted."""
+    """Control of Python's garbage collector at a fork.
+
+    In the child, other packages' fork handlers run first. They may create enough objects for a collection, which would
+    free memory that is pinned for a device and abort the child.
+    """
 
     def __init__(self) -> None:
         self._collects = False
 
     def hold(self) -> None:
-        """Before a fork: collect nothing until the child has set aside what it must not."""
+        """Disable the collector before a fork."""
         self._collects = gc.isenabled()
         gc.disable()
 
     def go_on(self) -> None:
-        """In the parent: as before."""
+        """Enable the collector again in the parent, if it was enabled."""
         if self._collects:
             gc.enable()
 
     def leave(self) -> None:
-        """In the child: collect what comes from here on."""
+        """Freeze the parent's objects in the child, and enable the collector for new ones."""
         gc.freeze()
         self.go_on()
 
 
 def settle_at_exit() -> None:
-    """Let the end of this process wait until torch's threads have let go of their last collective's tensors; once."""
+    """Wait, at the exit of this process, until torch's threads have released their last tensors. Installed once."""
     EXIT_THREADS.at_exit(settle)
 
 
 def settle() -> None:
-    """Wait until none of torch's threads wants the interpreter any more, :data:`LAST_PATIENCE` seconds at most.
+    """Wait until none of torch's threads wants the interpreter, at most :data:`LAST_PATIENCE` seconds.
 
-    One that wants it looks at it anew in each switch interval, and so counts as woken within two of them, also
-    where other threads of Python's get it first. One that sleeps all the time waits for work, or for other ranks: a
-    collective that nobody has waited for is not waited for here.
+    A thread that wants the interpreter wakes up in each switch interval, so two intervals show it, even if other
+    threads of Python get the lock first. A thread that stays asleep waits for work or for other ranks. Collectives that
+    nobody has waited for are not waited for here.
     """
     wait_for_torch_threads(2 * min(sys.getswitchinterval(), 0.1), LAST_PATIENCE)
 
 
 def wait_for_torch_threads(quiet: float = 0.0002, patience: float | None = None) -> None:
-    """Wait until torch's threads of this process sleep, ``patience`` seconds at most (:data:`PATIENCE`).
+    """Wait until torch's threads of this process sleep, at most ``patience`` seconds (:data:`PATIENCE`).
 
-    A thread that sleeps waits for work, for other ranks or for the interpreter; none of these holds the lock. All seen
-    asleep, and not woken for ``quiet`` seconds in which they could have the interpreter: they do not wait for that
-    either.
+    A sleeping thread waits for work, for other ranks or for the interpreter, and does not hold the lock. If all threads
+    sleep, and none wakes up within ``quiet`` seconds in which it could get the interpreter, none waits for that either.
     """
     if sys.platform != "linux":
-        time.sleep(0.1)  # the interpreter's lock is theirs meanwhile
+        time.sleep(0.1)  # releases the interpreter's lock to them
         return
     until, before = time.monotonic() + (PATIENCE if patience is None else patience), None
     while time.monotonic() < until:
@@ -108,10 +111,10 @@ def wait_for_torch_threads(quiet: float = 0.0002, patience: float | None = None)
 
 
 def _asleep() -> dict[str, bytes] | None:
-    """How often each of torch's threads has been put to sleep, by thread; None where one is awake."""
+    """Return how often each of torch's threads has been put to sleep, by thread; None if one is awake."""
     found = {}
     for thread in os.listdir("/proc/self/task"):
-        if int(thread) == threading.get_native_id():  # torch names this one, too, in processes that it has started
+        if int(thread) == threading.get_native_id():  # torch also names this one, in processes that it has started
             continue
         try:
             with open(f"/proc/self/task/{thread}/status", "rb") as file:
@@ -126,17 +129,17 @@ def _asleep() -> dict[str, bytes] | None:
 
 
 BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-"""What keeps text or bytes back that were written to it."""
+"""Classes of open files that buffer what is written to them."""
 
 
 def flush_open_files() -> None:
-    """Write out what waits in the buffers of open files: ``os._exit`` would leave it there.
+    """Flush the buffers of open files, which ``os._exit`` would discard.
 
-    Of a forked process these are its own files. Those of its parent, which writes them itself, are frozen
-    (`lockstep.ground.fork_and_exit`), and not among what is found.
+    In a forked process only its own files are flushed. Its parent's files, which the parent flushes itself, are frozen
+    (`lockstep.ground.fork_and_exit`) and so are not found.
     """
     with contextlib.suppress(MemoryError):
         for each in gc.get_objects():
             if type(each) in BUFFERED:
-                with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed, read only, or nobody reads it
+                with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed, read only, or without a reader
                     each.flush()

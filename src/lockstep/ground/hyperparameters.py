@@ -1,4 +1,4 @@
-"""Hyperparameters: what a module was built with, collected from its ``__init__`` for the checkpoint."""
+"""Hyperparameters: the arguments of a module's ``__init__``, collected for the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.tree import NotPlain, classes_in, described, plain
 
 given_hyperparameters: ContextVar[dict[str, Any] | None] = ContextVar("given_hyperparameters", default=None)
-"""What the command line parsed for the ``__init__`` that it calls, kept in place of the objects made of it."""
+"""Arguments as the command line parsed them for ``__init__``; they are saved instead of the objects made of them."""
 
 
 class AttributeDict(dict[str, Any]):
@@ -57,11 +57,11 @@ class AttributeDict(dict[str, Any]):
 
 
 class HyperparametersMixin:
-    """Gives a class :meth:`save_hyperparameters`, :attr:`hparams` and :attr:`hparams_initial`."""
+    """Mixin with :meth:`save_hyperparameters`, :attr:`hparams` and :attr:`hparams_initial`."""
 
-    #: whether the Trainer sends these hyperparameters to its loggers
+    #: True if the Trainer sends these hyperparameters to its loggers
     _log_hyperparams: bool = False
-    #: the argument of ``__init__`` that takes all hyperparameters at once; "kwargs": each is an argument
+    #: the argument of ``__init__`` that takes all hyperparameters at once; "kwargs": each has its own argument
     _hparams_name: str | None = None
     _hparams: MutableMapping[str, Any]
 
@@ -74,27 +74,28 @@ class HyperparametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep arguments of ``__init__`` in :attr:`hparams`; call it inside ``__init__``.
+        """Save arguments of ``__init__`` in :attr:`hparams`; call it inside ``__init__``.
 
-        :attr:`hparams` keeps the objects; a checkpoint, which carries no code, holds their plain form (a path as a
+        :attr:`hparams` keeps the objects. A checkpoint contains no code: it holds their plain form (a path as a
         string, an ``Enum`` as its value, a ``Namespace`` or dataclass as a dict) and the names of their classes.
-        ``load_from_checkpoint`` makes the same of them again: a path, ``Namespace`` or frozen set always, an object of
-        your own class where the argument's annotation names it, or a base of it. Otherwise the plain form stays, and
-        a warning says so. A module is left out: its weights are there.
+        ``load_from_checkpoint`` rebuilds a path, ``Namespace`` or frozen set always, and an object of your own class if
+        the argument's annotation names that class or a base of it. Otherwise it passes the plain form and warns. A
+        module is left out, since the checkpoint has its weights.
 
-        Called in a base class, this collects the arguments of the subclasses' ``__init__`` too (where names meet, the
-        outermost call wins). Several calls add to what is there.
+        If a base class calls this, it also collects the arguments of the subclasses' ``__init__``; for equal names the
+        outermost call wins. Several calls add up.
 
         Args:
             args: nothing (all arguments), names of arguments, or one dict or Namespace that holds them all.
-            ignore: names to leave out; what a base class has saved under them is dropped.
+            ignore: names to leave out; values that a base class has saved under them are dropped.
             frame: the frame of ``__init__``, if it is not the caller's.
-            logger: whether the Trainer's loggers record them.
+            logger: send the hyperparameters to the Trainer's loggers.
 
         Raises:
-            MisconfigurationException: a name is no argument of ``__init__``, there are several containers, or a
-                checkpoint cannot hold one of the values (a function, a class, an object of your own). Where a base
-                class calls this, that is said when the checkpoint is made: a subclass may still ignore the argument.
+            MisconfigurationException: a name is not an argument of ``__init__``, there are several containers, or a
+                checkpoint cannot hold one of the values (a function, a class, an object of your own). If a base class
+                calls this, the last error is raised when the checkpoint is made: a subclass may still ignore the
+                argument.
 
         Example::
 
@@ -129,7 +130,7 @@ class HyperparametersMixin:
         self._hparams_initial = copy.deepcopy(self.hparams)
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
-        """Drop hyperparameters by name, such as those that a base class has saved."""
+        """Remove hyperparameters by name, such as those that a base class has saved."""
         for name in ignore_list:
             self.hparams.pop(name, None)
 
@@ -151,17 +152,17 @@ class HyperparametersMixin:
         """The hyperparameters, as an :class:`AttributeDict` that may be changed."""
         if "_hparams" not in self.__dict__:
             self._hparams = AttributeDict()
-        return self._hparams  # type: ignore[return-value]  # or what save_hyperparameters was given, with attributes
+        return self._hparams  # type: ignore[return-value]  # or the mapping passed to save_hyperparameters
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """A copy of the hyperparameters as they were when last saved; changing it changes nothing."""
+        """A copy of the hyperparameters as they were last saved."""
         found: AttributeDict = copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
         return found
 
 
 def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | None]:
-    """What `save_hyperparameters(*args)` keeps of the arguments `found`, and the ``_hparams_name`` of it."""
+    """Return the arguments that `save_hyperparameters(*args)` saves out of `found`, and their ``_hparams_name``."""
     if not args:
         return found, "kwargs" if found else None
     containers = [arg for arg in args if not isinstance(arg, str)]
@@ -182,7 +183,7 @@ def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | No
 
 
 def is_same(value: object, container: object) -> bool:
-    """Return True if two values are of one class and equal; False for those that cannot be compared."""
+    """Return True if two values have the same class and are equal; False if they cannot be compared."""
     if value is container:
         return True
     try:
@@ -192,12 +193,12 @@ def is_same(value: object, container: object) -> bool:
 
 
 def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds of `hparams`: their plain forms, without the modules among them.
+    """Return the plain forms of `hparams` for a checkpoint, without modules.
 
-    With Lightning's names (`lockstep.lightning`), as in Lightning: what has no plain form as it is, and the modules.
+    With Lightning's names (`lockstep.lightning`), values without a plain form and modules are kept, as in Lightning.
 
     Raises:
-        MisconfigurationException: one has no plain form; it names the key.
+        MisconfigurationException: a value has no plain form; the message names the key.
     """
     kept = {}
     for name, value in hparams.items():
@@ -220,21 +221,21 @@ def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def noted_classes(hparams: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[tuple[Any, ...], str]:
-    """What a checkpoint notes beside the plain forms of `hparams`: the classes that these do not tell.
+    """Return the classes in `hparams` that the plain forms do not show; a checkpoint stores them with these.
 
     Args:
         hparams: the objects.
-        kept: their plain forms; what is there as it is has no note.
+        kept: their plain forms. A value that is its own plain form gets no entry.
     """
     changed = [name for name, form in kept.items() if form is not hparams[name]]
     return dict(each for name in changed for each in classes_in(hparams[name], (name,)))
 
 
 def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:
-    """The hyperparameters that loggers get, of a module and a data module that send theirs.
+    """Return the hyperparameters for loggers, of a module and a data module that log theirs.
 
     Raises:
-        MisconfigurationException: both have a hyperparameter of the same name, and it differs.
+        MisconfigurationException: both have a hyperparameter of the same name with different values.
     """
     merged: dict[str, Any] = {}
     for source in sources:
@@ -253,7 +254,7 @@ def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:
 
 
 def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any], int]:
-    """Arguments of all ``__init__`` calls of `obj` that are running, from `frame` outwards, and how many they are."""
+    """Return the arguments of all running ``__init__`` calls of `obj`, from `frame` outwards, and their number."""
     if dataclasses.is_dataclass(obj):
         return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}, 1
     found: dict[str, Any] = {}
@@ -270,7 +271,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any
 
 
 def arguments_of_init(obj: object, frame: FrameType) -> dict[str, Any] | None:
-    """The arguments of the call that `frame` is, if that is an ``__init__`` of `obj`; None otherwise."""
+    """Return the arguments of the call of `frame` if it is an ``__init__`` of `obj`; None otherwise."""
     code = frame.f_code
     if code.co_name != "__init__" or code.co_argcount == 0:
         return None

@@ -1,8 +1,8 @@
-"""Everything that lockstep puts into the process around it: hooks of Python and torch, handlers, stand-ins.
+"""Everything that lockstep installs in its process: hooks of Python and torch, handlers, stand-ins.
 
-Whoever installs something does it by its entry here, so that this list is whole (a test compares it with the source,
-and the process before and after a fit with it). What belongs to a fit is gone when that ends. What stays, stays until
-the process ends, for the reason that its entry gives, and does nothing where no fit runs.
+All code that installs something does it by its entry here, so the list is complete. A test compares it with the source,
+and with the process before and after a fit. An entry that belongs to a fit is removed when the fit ends. An entry that
+stays is kept until the process ends, for the reason in its entry, and does nothing while no fit runs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Undo = Callable[[], object]
 
 
 INSTALLED: list[Installation] = []
-"""All, in the order of their definition; extensions add theirs when they are imported."""
+"""All installations, in the order of their definition; extensions add theirs on import."""
 
 
 class Installation:
-    """One thing that lockstep installs, at most once in a process.
+    """Something that lockstep installs at most once in a process.
 
     Args:
-        name: what it is called in Python or torch.
+        name: its name in Python or torch.
         homes: the files that install it.
-        why: it is needed; and, where it stays behind a fit, why it does.
-        stays: whether it stays until the process ends.
+        why: why it is needed and, if it stays after a fit, why it stays.
+        stays: True if it stays until the process ends.
     """
 
     def __init__(self, name: str, homes: tuple[str, ...], why: str, stays: bool = True) -> None:
@@ -37,21 +37,21 @@ class Installation:
 
     @property
     def is_installed(self) -> bool:
-        """Whether it is there now."""
+        """True if it is installed now."""
         return self._count > 0
 
     def install(self, put: Callable[[], Undo | None]) -> None:
-        """Have it put there, unless it is there.
+        """Install it, unless it is installed.
 
         Args:
-            put: does it, and gives what takes it away again; None where nothing can.
+            put: installs it, and returns the function that removes it; None if it cannot be removed.
         """
         if not self._count:
             self._count = 1
             self._undo = put()
 
     def remove(self) -> None:
-        """Take it away, where that can be done."""
+        """Remove it, if possible."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -59,7 +59,7 @@ class Installation:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Inside, it is there: what belongs to a call is put and taken away by whoever makes that."""
+        """Count it as installed inside the block, for callers that install and remove it themselves."""
         self.begins()
         try:
             yield
@@ -67,11 +67,11 @@ class Installation:
             self.ends()
 
     def begins(self) -> None:
-        """It has been put there by somebody who takes it away; the beginning of `inside`."""
+        """Count it as installed by a caller that will remove it; called when `inside` is entered."""
         self._count += 1
 
     def ends(self) -> None:
-        """It has been taken away."""
+        """Count it as removed."""
         self._count -= 1
 
     def at_fork(
@@ -80,7 +80,7 @@ class Installation:
         after_in_child: Callable[[], object] | None = None,
         after_in_parent: Callable[[], object] | None = None,
     ) -> None:
-        """Have Python call functions at each fork; it never forgets them."""
+        """Register functions that Python calls at each fork. They cannot be unregistered."""
 
         def put() -> None:
             if before is not None:
@@ -94,7 +94,7 @@ class Installation:
             self.install(put)
 
     def at_exit(self, do: Callable[..., object], *args: object) -> None:
-        """Have Python call a function when the process ends: once if it takes no arguments, else once for each call."""
+        """Register a function for the exit of the process: once if it takes no arguments, else once per call."""
         if not args:
             atexit.unregister(do)
         atexit.register(do, *args)

@@ -1,7 +1,8 @@
-"""Memory that is in use and that is free.
+"""Memory in use and free memory.
 
-Of a device: what tensors hold of it, what torch's allocator keeps, and whether it is used up. Of this process: how much
-more it may use, of the host, within its limits, and of an accelerator.
+For a device: the memory of tensors, the cache of torch's allocator, and out-of-memory errors. For this process: how
+    much
+more memory it may use, on the host, within its limits, and on an accelerator.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ _SAYINGS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN answers where its workspace does not fit
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error if its workspace does not fit
 )
-"""What errors say that come as plain RuntimeErrors where memory is used up."""
+"""Parts of the messages of plain RuntimeErrors that mean out of memory."""
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:
-    """What torch's allocator says of a device's memory, by the names of ``torch.cuda.memory_stats``; empty where it
-    says nothing."""
+    """Return the statistics of torch's allocator for a device, by the names of ``torch.cuda.memory_stats``.
+
+    Return an empty dict if there are none.
+    """
     if device.type == "cpu":
         return {}
     module = device_module(device)
@@ -42,42 +45,42 @@ def memory_stats(device: torch.device) -> dict[str, int]:
 
 
 def _bytes(device: torch.device, name: str, key: str) -> int | None:
-    """One of the figures, by the module's function of this name, or of its statistics; None where nobody tells."""
+    """Return a figure by the module's function of this name, or from its statistics; None if it is unknown."""
     ask = None if device.type == "cpu" else getattr(device_module(device), name, None)
     return memory_stats(device).get(key) if ask is None else int(ask(device))
 
 
 def memory_held(device: torch.device) -> int | None:
-    """Bytes of a device that tensors of this process hold; None where nobody tells."""
+    """Return the bytes of a device that tensors of this process occupy; None if unknown."""
     return _bytes(device, "memory_allocated", "allocated_bytes.all.current")
 
 
 def memory_peak(device: torch.device) -> int | None:
-    """The most bytes that they have held since `forget_memory_peak`; None where nobody tells."""
+    """Return the most bytes that tensors have occupied since `forget_memory_peak`; None if unknown."""
     return _bytes(device, "max_memory_allocated", "allocated_bytes.all.peak")
 
 
 def forget_memory_peak(device: torch.device) -> None:
-    """Let the peak begin with what is held now."""
+    """Reset the peak to the bytes in use now."""
     forget = None if device.type == "cpu" else getattr(device_module(device), "reset_peak_memory_stats", None)
     if forget is not None:
         forget(device)
 
 
 def memory_cached(device: torch.device) -> int:
-    """Bytes that torch's allocator has taken from a device and no tensor holds."""
+    """Return the bytes that torch's allocator has reserved on a device and no tensor uses."""
     return max(0, (_bytes(device, "memory_reserved", "reserved_bytes.all.current") or 0) - (memory_held(device) or 0))
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give back what torch's allocator has taken from devices of this kind and no tensor holds."""
+    """Release the memory that torch's allocator has reserved on devices of this kind and no tensor uses."""
     give = None if device.type == "cpu" else getattr(device_module(device), "empty_cache", None)
     if give is not None:
         give()
 
 
 def memory_info(device: torch.device) -> tuple[int, int] | None:
-    """Bytes of an accelerator's memory that no process has taken, and all of them; None where nobody tells."""
+    """Return the free and the total bytes of an accelerator's memory; None if unknown."""
     if device.type == "cpu":
         return None
     module = device_module(device)
@@ -91,7 +94,7 @@ def memory_info(device: torch.device) -> tuple[int, int] | None:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """All bytes of an accelerator's memory; None where nobody tells."""
+    """Return the total bytes of an accelerator's memory; None if unknown."""
     ask = None if device.type == "cpu" else getattr(device_module(device), "get_device_properties", None)
     total = None if ask is None else getattr(ask(device), "total_memory", None)
     known = memory_info(device) if total is None else None
@@ -99,14 +102,14 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def is_oom_error(exception: BaseException) -> bool:
-    """Whether an exception says that a device's memory, or the host's, is used up."""
+    """Return True if an exception means that a device or the host is out of memory."""
     return isinstance(exception, torch.OutOfMemoryError | MemoryError) or (
         isinstance(exception, RuntimeError) and any(saying in words_of(exception) for saying in _SAYINGS)
     )
 
 
 def garbage_collection_cuda() -> None:
-    """Collect Python's garbage and give the cached memory of accelerators back to them."""
+    """Collect Python's garbage and release the cached memory of accelerators."""
     gc.collect()
     for kind in accelerator_kinds():
         for device in devices_of(kind, started=True)[:1]:
@@ -118,11 +121,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory(device: torch.device, ranks: int = 1) -> int | None:
-    """Bytes that are free for this process on a device; None where nobody tells.
+    """Return the bytes that this process may still use on a device; None if unknown.
 
     Args:
         device: an accelerator, or the CPU.
-        ranks: processes of this host that share the CPU's.
+        ranks: number of processes that share this host's memory.
     """
     if device.type != "cpu":
         known = memory_info(device)
@@ -132,7 +135,7 @@ def free_memory(device: torch.device, ranks: int = 1) -> int | None:
 
 
 def host_memory() -> int | None:
-    """Bytes of the host, in use or not; None where nobody tells."""
+    """Return the total bytes of the host's memory; None if unknown."""
     return _kilobytes("/proc/meminfo", "MemTotal")
 
 
@@ -159,7 +162,7 @@ def _of_container(ranks: int) -> int | None:
 
 
 def _kilobytes(file: str, name: str) -> int | None:
-    """The bytes of a line ``name:   12345 kB``."""
+    """Return the value of a line ``name:   12345 kB`` in bytes."""
     try:
         with open(file) as lines:
             return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)

@@ -1,7 +1,7 @@
-"""Methods in the place of others: replaced for a while, seen through, left behind by copies, compiled.
+"""Methods that replace others: for a while, in copies, and compiled.
 
-A compiled layer has another ``forward``; whether a module has such a layer is answered here, too. What a copy of a part
-of a run has, in this process or in another one, is what a call of the Trainer leaves behind.
+A compiled layer has another ``forward``; this file also checks whether a module has such a layer. Copies of a part of a
+run, in this process or another, lack the attributes of the Trainer call that is running.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import nn
 
 
 def replace_until(end: ExitStack, owner: object, name: str, value: object) -> None:
-    """Give an object another attribute; when the stack is closed, it has its own again, or its class's.
+    """Set an attribute of an object until the stack is closed; then restore the object's own or its class's.
 
     Args:
-        end: puts back what was there.
+        end: restores the attribute.
         owner: the object.
-        name: of the attribute.
-        value: that it has meanwhile.
+        name: name of the attribute.
+        value: its value in the meantime.
     """
     own = vars(owner)
     if name in own:
@@ -34,7 +34,7 @@ def replace_until(end: ExitStack, owner: object, name: str, value: object) -> No
 
 
 def innermost(method: Any) -> Any:
-    """The function behind a bound method, and behind whatever wraps it."""
+    """Return the function inside a bound method and inside all of its wrappers."""
     while True:
         if isinstance(method, partial):
             method = method.func
@@ -49,13 +49,13 @@ def innermost(method: Any) -> Any:
 
 
 def kept(part: object, *of_the_call: str) -> dict[str, Any]:
-    """The attributes of a part that its copies have; what `__getstate__` gives.
+    """Return the attributes of a part that its copies keep, for `__getstate__`.
 
-    Methods that a call has put in the place of the class's own, to measure them, stay behind: they work on this object.
+    Methods that a call has replaced, to measure them, are left out: they work on this object.
 
     Args:
         part: the object.
-        of_the_call: names of attributes that belong to the call that runs; they are None in a copy.
+        of_the_call: names of attributes that belong to the running call; they are None in a copy.
     """
     state = {name: value for name, value in vars(part).items() if not _stands_in(part, name, value)}
     return state | dict.fromkeys(state.keys() & set(of_the_call))
@@ -67,16 +67,16 @@ def _stands_in(part: object, name: str, value: object) -> bool:
 
 
 class CompiledForward:
-    """Stands in the place of a layer's ``forward``, an attribute of the layer: hooks of the layer stay outside.
+    """Replacement for a layer's ``forward``, as an attribute of the layer: hooks of the layer are not compiled.
 
-    A copy of the layer is compiled anew, when it is first called.
+    A copy of the layer is compiled again at its first call.
 
     Args:
-        layer: whose forward it is.
-        options: of ``torch.compile``.
+        layer: the layer.
+        options: options of ``torch.compile``.
 
     Attributes:
-        own: a ``forward`` that the layer had been given before, beside that of its class.
+        own: a ``forward`` that was set on the layer before, if any.
     """
 
     def __init__(self, layer: nn.Module, options: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ class CompiledForward:
         return inspect.signature(self._plain())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a layer around this one is compiled, and takes it along
+        if torch.compiler.is_compiling():  # an outer layer is being compiled, and includes this one
             return self._plain()(*args, **kwargs)
         if self._compiled is None:
             self._compiled = torch.compile(self._plain(), **self.options)
@@ -99,7 +99,7 @@ class CompiledForward:
         return {**vars(self), "_compiled": None}
 
     def put_back(self) -> None:
-        """Let the layer have the ``forward`` that it had before."""
+        """Restore the layer's former ``forward``."""
         if vars(self.layer).get("forward") is self:
             del vars(self.layer)["forward"]
             if self.own is not None:
@@ -110,15 +110,15 @@ class CompiledForward:
 
 
 def has_compiled(module: nn.Module) -> bool:
-    """Whether a layer of a module is compiled: by the run, ``torch.compile``, ``Module.compile`` or ``torch.jit``.
+    """Return True if a layer of a module is compiled, by the run, by ``torch.compile`` or by ``torch.jit``.
 
-    Code that watches a compiled layer, or its graph, sees nothing.
+    Hooks and modes that watch the module see nothing of a compiled layer or its graph.
     """
     return any(is_compiled_layer(layer) for layer in module.modules())
 
 
 def is_compiled_layer(layer: nn.Module) -> bool:
-    """Whether this layer itself is compiled."""
+    """Return True if this layer itself is compiled."""
     if isinstance(layer, torch.jit.ScriptModule) or type(layer).__name__ == "OptimizedModule":
         return True
     return getattr(layer, "_compiled_call_impl", None) is not None or _is_compiled(vars(layer).get("forward"))
@@ -128,5 +128,5 @@ def _is_compiled(forward: object) -> bool:
     while forward is not None:
         if isinstance(forward, CompiledForward):
             return True
-        forward = getattr(forward, "own", None)  # of recomputation, which lies around it
+        forward = getattr(forward, "own", None)  # recomputation wraps it
     return False

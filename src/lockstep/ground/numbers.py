@@ -1,6 +1,6 @@
-"""Numbers: the search of tensors for NaN and Inf, values as Python's numbers, whole numbers of scripts and configs.
+"""Numbers: search for NaN and Inf in tensors, conversion to Python's numbers, whole numbers of scripts and configs.
 
-Values on a device become numbers by one copy: each copy waits for all that the device has yet to do.
+Values on a device are converted by one copy, because each copy waits for all queued work of the device.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.co
 
 
 Parts = list[tuple[str, Tensor]]
-"""Floating-point values by name, as this rank holds them."""
+"""Floating-point values by name: this rank's shards."""
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors that hold NaN or Inf in this rank's part.
+    """Return the names of the tensors whose shard on this rank has NaN or Inf.
 
-    Waits for the device once, and again only where something is found.
+    Waits for the device once, and again only if something is found.
     """
     parts = parts_with_values(tensors)
     norm = total_norm(parts)
@@ -34,25 +34,25 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def parts_with_values(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
-    """Return this rank's part of each tensor, without those that have none, or whose type torch cannot search."""
+    """Return this rank's shard of each tensor; leave out empty shards and dtypes that torch cannot search."""
     return [(name, part) for name, tensor in tensors if (part := _values_of(tensor)) is not None]
 
 
 def total_norm(parts: Parts) -> Tensor | None:
-    """Return a norm that is not finite if an element is not; it may also overflow. None without parts."""
+    """Return a norm that is not finite if an element is not. It may also overflow. Return None without parts."""
     return torch.nn.utils.get_total_norm([part for _, part in parts]) if parts else None
 
 
 def names_not_finite(parts: Parts) -> list[str]:
-    """Return the names of the parts that hold NaN or Inf. Waits for the device at each."""
+    """Return the names of the parts that have NaN or Inf. Waits for the device at each part."""
     return [name for name, part in parts if not bool(part.isfinite().all())]
 
 
 def _values_of(tensor: Tensor) -> Tensor | None:
-    """Return this rank's floating-point values of a tensor; None where it has none that torch can search."""
+    """Return this rank's floating-point values of a tensor; None if there are none that torch can search."""
     if is_lazy(tensor) or stands_in(tensor):
         return None
-    # of a parameter in partitions (DeepSpeed's stage 3) the values are in another attribute
+    # DeepSpeed's stage 3 keeps the values of a partitioned parameter in another attribute
     tensor = getattr(tensor, "ds_tensor", tensor).detach()
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     plain = type(part) is Tensor and part.layout is torch.strided and not part.is_meta
@@ -60,7 +60,7 @@ def _values_of(tensor: Tensor) -> Tensor | None:
 
 
 def floats(values: Sequence[Any]) -> list[float]:
-    """Numbers and tensors of one element as numbers, in their order."""
+    """Convert numbers and tensors of one element to floats, in their order."""
     far = [value.detach().reshape(()) for value in values if _is_far(value)]
     if len({value.device for value in far}) != 1:
         return [float(value) for value in values]
@@ -74,7 +74,7 @@ def _is_far(value: object) -> bool:
 
 
 def whole_number(value: object) -> int | None:
-    """Return a whole number as an int, also one that is written as a float (1e3); None for anything else."""
+    """Return a whole number as an int, even if it is written as a float (1e3); None for anything else."""
     if isinstance(value, bool):
         return None
     if isinstance(value, float):

@@ -1,6 +1,6 @@
-"""Optimizers: several that step as one, and which of them are to be given a closure.
+"""Optimizers: several that step as one, and optimizers that take a closure.
 
-Several step as one where, say, matrices are updated by one class and what else there is by another.
+Several step as one if, for example, one class updates matrices and another all other parameters.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.optim import Optimizer
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers of different parameters, in the place of one.
+    """Several optimizers of different parameters that act as one.
 
-    ``step`` steps each of them, in their order; ``zero_grad``, learning rate schedulers and gradient clipping see the
-    groups of all. Its state dict is that of one optimizer with all the groups, whatever their classes are.
+    ``step`` steps each of them, in their order. ``zero_grad``, learning rate schedulers and gradient clipping use the
+    parameter groups of all. The state dict is that of one optimizer with all the groups, whatever their classes are.
 
     Args:
-        *optimizers: the parts; no parameter is in two of them.
+        *optimizers: the optimizers; no parameter may be in two of them.
 
     Attributes:
-        optimizers: the parts.
+        optimizers: the optimizers.
 
     Raises:
-        ValueError: for a parameter in two of them, or LBFGS.
+        ValueError: a parameter is in two of them, or one is LBFGS.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
@@ -42,9 +42,9 @@ class CombinedOptimizer(Optimizer):
 
     def __init__(self, *optimizers: Optimizer) -> None:
         _check(optimizers)
-        # as one that comes out of a pickle: torch's constructor would make groups and a state of its own
+        # as unpickling does: torch's constructor would make its own groups and state
         self.__setstate__({"defaults": {}, "optimizers": list(optimizers)})
-        self.defaults.clear()  # of a setting for all parts
+        self.defaults.clear()  # `__setstate__` has added one, and a combined optimizer has none
 
     def __getstate__(self) -> dict[str, Any]:
         return {"defaults": self.defaults, "optimizers": self.optimizers}
@@ -54,29 +54,29 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch's is an attribute
-        """The groups of all parts, in their order."""
+        """The parameter groups of all optimizers, in their order."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]  # torch's is an attribute
-        """The states of all parts, by parameter."""
+        """The states of all optimizers, by parameter."""
         return _States(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse it: it belongs to one of the parts."""
+        """Raise ValueError: the group belongs to one of the optimizers."""
         raise ValueError(
             "CombinedOptimizer.add_param_group: which of its optimizers is to update these parameters? Call "
             "`add_param_group` of that one, in `.optimizers`"
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each part.
+        """Step each optimizer.
 
         Args:
-            closure: is called once, before the first of them.
+            closure: is called once, before the first step.
 
         Returns:
-            what the closure gave.
+            The result of the closure.
         """
         loss = None
         if closure is not None:
@@ -87,24 +87,24 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """That of one optimizer with the groups of all."""
+        """Return the state dict of one optimizer with the groups of all."""
         return merged([optimizer.state_dict() for optimizer in self.optimizers])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state dict of this kind.
+        """Load a state dict of this kind.
 
         Raises:
-            ValueError: for groups of another number or length.
+            ValueError: the groups differ in number or length.
         """
         parts = self.split(state_dict)
         for optimizer, part in zip(self.optimizers, parts, strict=True):
             optimizer.load_state_dict(part)
 
     def split(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The state dict of each part, of one of all.
+        """Split a state dict of this kind into one for each optimizer.
 
         Raises:
-            ValueError: for groups of another number.
+            ValueError: the number of groups differs.
         """
         groups = list(saved["param_groups"])
         if len(groups) != len(self.param_groups):
@@ -123,14 +123,14 @@ class CombinedOptimizer(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers of which one consists: of a combined one its parts, of those theirs; else itself."""
+    """Return the innermost optimizers of a combined one, or a list with the optimizer itself."""
     if not isinstance(optimizer, CombinedOptimizer):
         return [optimizer]
     return [part for each in optimizer.optimizers for part in parts_of(each)]
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """The name of its class, and of a combined one those of its parts.
+    """Return the class name of an optimizer; a combined one's includes those of its parts.
 
     >>> class_of(CombinedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])))
     'CombinedOptimizer(SGD)'
@@ -142,14 +142,14 @@ def class_of(optimizer: Optimizer) -> str:
 
 
 def by_parts(optimizer: Optimizer, state_of: Callable[[Optimizer], Mapping[str, Any]]) -> dict[str, Any]:
-    """The state dict of an optimizer, of those that a function gives of its parts."""
+    """Return the state dict of an optimizer, merged from those that a function returns for its parts."""
     if not isinstance(optimizer, CombinedOptimizer):
         return dict(state_of(optimizer))
     return merged([by_parts(each, state_of) for each in optimizer.optimizers])
 
 
 def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state dict of those of several optimizers, numbered on.
+    """Merge the state dicts of several optimizers into one, with consecutive parameter numbers.
 
     >>> one = {"state": {0: "a"}, "param_groups": [{"params": [0]}]}
     >>> merged([one, one])
@@ -182,7 +182,7 @@ def _check(optimizers: Sequence[Optimizer]) -> None:
 
 
 class _States(MutableMapping[Any, Any]):
-    """The states of several optimizers as one mapping, which reads and writes theirs."""
+    """The states of several optimizers as one mapping, for reads and writes."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -213,21 +213,24 @@ class _States(MutableMapping[Any, Any]):
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer.step`` is to be given the closure: one that is neither torch's nor ours may need it,
-    though its signature says ``closure=None`` or ``**kwargs``."""
+    """Return True if ``optimizer.step`` should get the closure.
+
+    An optimizer of another package than torch and lockstep may need it, even if its signature is ``closure=None`` or
+    ``**kwargs``.
+    """
     step = inspect.unwrap(type(optimizer).step)
-    package = (step.__module__ or "torch").partition(".")[0]  # a mock in the place of one of torch's has none
+    package = (step.__module__ or "torch").partition(".")[0]  # a mock of one of torch's optimizers has no module
     return package not in ("torch", "lockstep") and ("closure" in _parameters(optimizer) or may_ignore(optimizer))
 
 
 def demands_closure(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer.step`` cannot be called without a closure, as LBFGS's."""
+    """Return True if ``optimizer.step`` requires a closure, like LBFGS's."""
     closure = _parameters(optimizer).get("closure")
     return closure is not None and closure.default is closure.empty
 
 
 def may_ignore(optimizer: Optimizer) -> bool:
-    """Return True for a step with ``**kwargs`` and no ``closure``, which may pass the closure on or ignore it."""
+    """Return True if a step has ``**kwargs`` and no ``closure``: it may pass the closure on or ignore it."""
     parameters = _parameters(optimizer)
     return "closure" not in parameters and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
@@ -237,16 +240,16 @@ def _parameters(optimizer: Optimizer) -> Mapping[str, inspect.Parameter]:
 
 
 class PlayedFirst:
-    """A closure that has run before the step: its first call gives that loss, if weights and gradients are unchanged.
+    """A closure that runs before the step; the first call returns that loss if weights and gradients are unchanged.
 
     So an optimizer that passes its closure on and one that ignores it both step with the gradients of the window.
 
     Args:
         closure: is called at once, and again by each later call.
-        optimizer: whose weights and gradients are watched.
+        optimizer: the optimizer whose weights and gradients are watched.
 
     Attributes:
-        loss: what the closure returned.
+        loss: the closure's result.
     """
 
     def __init__(self, closure: Callable[[], Any], optimizer: Optimizer) -> None:
@@ -261,7 +264,7 @@ class PlayedFirst:
         return self.loss
 
     def _versions(self) -> list[tuple[int, ...]]:
-        """Return numbers for each weight and gradient that change when they are written to."""
+        """Return version numbers of each weight and gradient, which change when they are written to."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         found = ((each._version, each.grad) for each in parameters)
         return [(version,) if grad is None else (version, id(grad), grad._version) for version, grad in found]

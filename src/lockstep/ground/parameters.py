@@ -1,6 +1,6 @@
-"""Parameters: norms of their gradients, clipping by value, names under which a module has and takes them, their parts.
+"""Parameters: gradient norms, clipping by value, names in a module, and shards.
 
-The part of a tensor is what this rank has: of a DTensor its own shard, of weights that another rank holds nothing.
+The part of a tensor is what this rank stores: its own shard of a DTensor, and nothing of weights on another rank.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 def grad_norm(
     module: torch.nn.Module, norm_type: float | int | str, group_separator: str = "/"
 ) -> dict[str, torch.Tensor]:
-    """The p-norm of each parameter's gradient, and of all of them as one vector.
+    """Return the p-norm of each parameter's gradient, and of all gradients as one vector.
 
     Args:
-        module: where the parameters are; those without a gradient are left out.
+        module: the module; parameters without a gradient are left out.
         norm_type: p > 0; ``"inf"`` for the largest element.
-        group_separator: stands between the norm's name and the parameter's, as the logger groups names.
+        group_separator: separates the norm's name from the parameter's, as the logger groups names.
 
     Returns:
-        scalars ``grad_2.0_norm/<parameter>``, and ``grad_2.0_norm_total``; empty if there is no gradient.
+        Scalars ``grad_2.0_norm/<parameter>``, and ``grad_2.0_norm_total``; empty if there is no gradient.
 
     Raises:
         ValueError: p is not positive.
@@ -51,7 +51,7 @@ def grad_norm(
     }
     if norms:
         values = list(norms.values())
-        # parameters may lie on several devices
+        # parameters may be on several devices
         together = torch.stack([value.to(values[0].device) for value in values])
         norms[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(together, p)
     return norms
@@ -68,11 +68,11 @@ def refuse_lazy(module: nn.Module, who: str) -> None:
     """Refuse a module with a parameter that has no shape yet.
 
     Args:
-        module: whose parameters to look at.
-        who: cannot do with it.
+        module: the module to check.
+        who: name of the feature that does not support it.
 
     Raises:
-        MisconfigurationException: with the parameter and the way out.
+        MisconfigurationException: names the parameter and the way out.
     """
     name = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if name is not None:
@@ -80,19 +80,19 @@ def refuse_lazy(module: nn.Module, who: str) -> None:
 
 
 def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
-    """Clip the gradients of ``parameters``, in place; of a complex one its real and its imaginary part."""
+    """Clip the gradients of ``parameters`` in place; real and imaginary parts separately for complex ones."""
     real: list[Tensor] = []
     for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_complex():  # for which torch has no clamp
+        if parameter.grad is not None and parameter.grad.is_complex():  # torch has no clamp for complex numbers
             torch.view_as_real(parameter.grad).clamp_(-value, value)
         else:
             real.append(parameter)
-    if real:  # torch refuses none, and a window may be without a loss
+    if real:  # torch refuses an empty list, and a window may have no loss
         torch.nn.utils.clip_grad_value_(real, value)
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has more than one, such as an embedding that is the output layer's weight too.
+    """Return the names of each parameter that has several, such as an embedding tied to the output layer's weight.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -109,11 +109,11 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Give each list of names the parameter of its first one; gives the module.
+    """Tie the parameters of each list of names to that of its first name, and return the module.
 
     Args:
         module: changed in place.
-        shared_params: as :func:`find_shared_parameters` gives them.
+        shared_params: names as :func:`find_shared_parameters` returns them.
     """
     for first, *others in shared_params:
         parameter = module.get_parameter(first)
@@ -124,9 +124,9 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter as a state dict has it.
+    """Return the name of a parameter as a state dict has it.
 
-    torch's ``CheckpointWrapper`` adds to the names of ``named_parameters``, and not to those keys.
+    torch's ``CheckpointWrapper`` adds to the names of ``named_parameters``, but not to the keys of state dicts.
 
     Example:
         >>> plain_name("layers.0._checkpoint_wrapped_module.weight")
@@ -136,14 +136,14 @@ def plain_name(name: str) -> str:
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter when it is whole; DeepSpeed's stage 3 leaves the module with an empty one."""
+    """Return the full shape of a parameter; with DeepSpeed's stage 3 the module has an empty one."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 @contextmanager
 def whole_shapes(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters that are empty have their whole shapes, and zeros without memory for values."""
+    """Give empty parameters their full shape inside the block, filled with zeros that take no memory."""
     shown: list[tuple[nn.Parameter, Tensor]] = []
     for parameter in module.parameters():
         if not is_lazy(parameter) and parameter.shape != whole_shape(parameter) and not parameter.numel():
@@ -158,7 +158,7 @@ def whole_shapes(module: nn.Module) -> Iterator[None]:
 
 
 def beside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
-    """What ``optimizers`` train and ``module`` does not have (parameters in a plain list), by its place there."""
+    """Return the parameters in ``optimizers`` that ``module`` lacks (such as in a plain list), by their place there."""
     seen = {id(parameter) for parameter in module.parameters()}
     found: dict[str, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
@@ -172,13 +172,13 @@ def beside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
 
 
 def listed(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
-    """Each of an optimizer's parameters, by the list's own iterator: a sharded one's waits for what is under way."""
+    """Iterate over an optimizer's parameters without a wait: a sharded list's own iterator waits for pending work."""
     return list.__iter__(parameters) if isinstance(parameters, list) else iter(parameters)
 
 
 @contextmanager
 def state_dicts_without(module: nn.Module, is_left_out: Callable[[str], bool]) -> Iterator[None]:
-    """Inside, state dicts of a module lack some of its names, so that nobody gathers what they stand for."""
+    """Leave some names out of a module's state dicts inside the block, so that their values are not gathered."""
 
     def drop(module: nn.Module, state: dict[str, Any], *_: object) -> None:
         for name in [name for name in state if is_left_out(name)]:
@@ -192,17 +192,17 @@ def state_dicts_without(module: nn.Module, is_left_out: Callable[[str], bool]) -
 
 
 KEPT = "_lockstep_keeps_dtype"
-"""The attribute of a layer that names parameters and buffers of a dtype of their own, whatever the model's is."""
+"""Attribute of a layer with the names of parameters and buffers whose dtype does not follow the model's."""
 
 
 def keep_dtype(layer: nn.Module, names: Iterable[str]) -> None:
-    """Let parameters and buffers of a layer keep their dtype where the model is converted."""
+    """Keep the dtype of some parameters and buffers of a layer when the model is converted."""
     vars(layer)[KEPT] = frozenset(names)
 
 
 @contextmanager
 def keeping_dtypes(module: nn.Module) -> Iterator[None]:
-    """Around a conversion of a module: what `keep_dtype` named is afterwards as it was."""
+    """Restore parameters and buffers named by `keep_dtype` after a conversion of a module inside the block."""
     named = [(layer, name) for layer in module.modules() for name in vars(layer).get(KEPT, ())]
     buffers = [(layer, name, layer._buffers[name]) for layer, name in named if name in layer._buffers]
     parameters = [layer._parameters.get(name) for layer, name in named if name in layer._parameters]
@@ -215,9 +215,9 @@ def keeping_dtypes(module: nn.Module) -> Iterator[None]:
 
 
 def takes_names_as_they_are(module: nn.Module) -> bool:
-    """Whether loading a state dict compares names and shapes and nothing else.
+    """Return True if loading a state dict compares only names and shapes.
 
-    Then a difference is known before values change, and each tensor goes to the parameter of its name.
+    Then a mismatch is known before values change, and each tensor is loaded into the parameter of its name.
     """
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return False
@@ -235,13 +235,13 @@ def takes_names_as_they_are(module: nn.Module) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in its memory; another tensor as it is."""
+    """Return this rank's shard of a DTensor, without a copy; another tensor as it is."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def box_of(tensor: Tensor) -> tuple[slice, ...]:
-    """The range of each dimension that this rank's part takes of the whole; of another tensor all."""
+    """Return the range of each dimension that this rank's shard covers; the full range for other tensors."""
     placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
     if placements is None or mesh is None:
         return tuple(slice(0, size) for size in tensor.shape)
@@ -249,14 +249,14 @@ def box_of(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
-    """The range of each dimension that this rank's part of a DTensor would take.
+    """Return the range of each dimension that this rank's shard of a DTensor would cover.
 
-    torch's ``compute_local_shape_and_global_offset`` knows this, too. It is wrong for sizes that tensor parallelism and
-    then ``fully_shard`` cut unevenly: of 50,257 rows on a mesh of 4 x 2 two ranks would have the same one.
+    torch's ``compute_local_shape_and_global_offset`` does this too, but is wrong for sizes that tensor parallelism and
+    then ``fully_shard`` divide unevenly: with 50,257 rows on a mesh of 4 x 2 two ranks would get the same row.
 
     Args:
-        shape: of the whole.
-        mesh: over which it is cut; a rank that is no part of it has nothing.
+        shape: shape of the whole tensor.
+        mesh: the mesh; a rank outside of it gets an empty range.
         placements: one for each dimension of the mesh.
     """
     place = mesh.get_coordinate()
@@ -270,19 +270,19 @@ def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 def begins_of(tensor: Tensor) -> list[int]:
-    """The first index, in each dimension, of this rank's part of a DTensor; of another tensor zeros."""
+    """Return the first index, in each dimension, of this rank's shard of a DTensor; zeros for other tensors."""
     return [each.start for each in box_of(tensor)]
 
 
 def is_cut_again(tensor: Tensor) -> bool:
-    """Whether ``fully_shard`` has cut a dimension of a DTensor that tensor parallelism had cut before."""
+    """Return True if ``fully_shard`` has sharded a dimension of a DTensor that tensor parallelism had sharded."""
     return any(hasattr(placement, "split_factor") for placement in getattr(tensor, "placements", ()))
 
 
 def _in_order_of_cuts(placements: Sequence[Placement]) -> list[int]:
-    """The dimensions of a mesh that cut a tensor, in the order in which they did.
+    """Return the mesh dimensions that shard a tensor, in the order in which they did.
 
-    That is from left to right, but for those that have cut again what dimensions on their right had cut.
+    That is from left to right, except for those that sharded again what dimensions on their right had sharded.
     """
     cut = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]
     again = [axis for axis in cut if hasattr(placements[axis], "split_factor")]
@@ -290,34 +290,34 @@ def _in_order_of_cuts(placements: Sequence[Placement]) -> list[int]:
 
 
 def _chunk(whole: slice, chunks: int, number: int) -> slice:
-    """One chunk of a range, as `torch.chunk` cuts it: the last ones are smaller, or empty."""
+    """Return one chunk of a range, as `torch.chunk` divides it: the last chunks are smaller or empty."""
     step = -(-(whole.stop - whole.start) // chunks)
     begin = min(whole.start + number * step, whole.stop)
     return slice(begin, min(begin + step, whole.stop))
 
 
 FSDP, DEEPSPEED, PIPELINE = "fsdp", "deepspeed", "balanced"
-"""What has cut a module, by the strategies' names."""
+"""The engines that split modules, by the names of the strategies."""
 
 
 def is_split(module: nn.Module) -> bool:
-    """Whether torch's ``fully_shard``, or a plan of its tensor parallelism, has cut a module over the ranks."""
+    """Return True if torch's ``fully_shard`` or tensor parallelism has sharded a module."""
     by_torch = any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
     return by_torch or any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether DeepSpeed has cut a parameter over the ranks."""
+    """Return True if DeepSpeed has partitioned a parameter over the ranks."""
     return hasattr(parameter, "ds_id")
 
 
 def is_freed(module: nn.Module) -> bool:
-    """Whether a pipeline has let go of weights of this module, and has not brought them back."""
+    """Return True if a pipeline has freed weights of this module and has not restored them."""
     return any(stands_in(parameter) for parameter in module.parameters())
 
 
 def cut_by(module: nn.Module) -> str:
-    """What has left a module in parts, by the marks of its parameters; "": it is whole."""
+    """Return the engine that has split a module, by marks on its parameters; "" if the module is whole."""
     if is_freed(module):
         return PIPELINE
     if is_split(module):
@@ -326,7 +326,7 @@ def cut_by(module: nn.Module) -> str:
 
 
 def stands_in(parameter: Tensor) -> bool:
-    """Whether a parameter has no values here, but on another rank of its pipeline."""
+    """Return True if a parameter's values are only on another rank of its pipeline."""
     if is_lazy(parameter):
         return False
     strided = parameter.layout is torch.strided and not parameter.is_meta

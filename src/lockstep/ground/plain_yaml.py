@@ -1,4 +1,4 @@
-"""YAML files of the user's, read as plain values."""
+"""Reading of users' YAML files as plain values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def read(path: str | os.PathLike[str]) -> Any:
     """Return the values of a YAML file.
 
     Raises:
-        ModuleNotFoundError: there is no package `yaml`.
+        ModuleNotFoundError: the package `yaml` is not installed.
         OSError: the file cannot be read.
         ValueError: it is not YAML.
     """

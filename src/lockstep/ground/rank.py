@@ -1,7 +1,7 @@
-"""What only rank 0 does (calls, messages, warnings), and what a rank does that is in a function, in words.
+"""Calls, messages and warnings on rank 0 only, and marks on functions that describe what a rank is doing.
 
-The words are marks on functions, for whoever looks at the rank's stack. The supervisor of a node sees files, lines and
-names of functions, of code that it has not imported. So the marks are read from the source.
+The supervisor of a node reports what a rank does from the rank's stack. It sees files, lines and function names of code
+that it has not imported, so it reads the marks from the source.
 """
 
 from __future__ import annotations
@@ -22,32 +22,30 @@ T = TypeVar("T")
 
 
 LIGHTNINGS = ("lightning", "lightning.pytorch", "pytorch_lightning")
-"""Lightning's loggers, which scripts that were written for it make quiet."""
+"""Lightning's loggers, which scripts written for it silence."""
 
 
 class _Screen(logging.Handler):
-    """Shows messages on stderr, as long as nobody has configured logging or given Lightning's a higher level."""
+    """Handler for stderr, while logging is not configured and Lightning's loggers have no higher level."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        shown = max(
-            record.levelno, logging.INFO
-        )  # which is the level that Lightning gives its own, where it is imported
+        shown = max(record.levelno, logging.INFO)  # INFO is the level that Lightning gives its own loggers on import
         if not logging.root.handlers and all(shown >= logging.getLogger(name).level for name in LIGHTNINGS):
             try:
                 print(self.format(record), file=sys.stderr, flush=True)
-            except Exception:  # its terminal is closed, or its disk is full: no message is worth the run
+            except Exception:  # the terminal is closed or the disk is full: a message must not end the run
                 self.handleError(record)
 
 
 log = logging.getLogger("lockstep")
 if not log.handlers:
     log.addHandler(_Screen())
-if log.level == logging.NOTSET:  # else the user has set it before this file was imported
+if log.level == logging.NOTSET:  # else the user has set it before this import
     log.setLevel(logging.INFO)
 
 
 class _RankZeroOnly:
-    """The decorator behind `rank_zero_only`; it also carries this process' global rank."""
+    """The class of the decorator `rank_zero_only`; it also stores this process's global rank."""
 
     def __init__(self) -> None:
         self.rank: int = 0
@@ -76,10 +74,10 @@ class _RankZeroOnly:
 
 
 rank_zero_only = _RankZeroOnly()
-"""Decorator: the function runs on global rank 0; elsewhere the call returns ``default``.
+"""Decorator: run the function on global rank 0; elsewhere the call returns ``default``.
 
-`rank_zero_only.rank` is the global rank of this process; the launch sets it, 0 until then. The rank is looked
-up at each call, so decorating comes before or after the launch alike.
+`rank_zero_only.rank` is the global rank of this process: 0 until the launch sets it. It is read at each call, so a
+function may be decorated before or after the launch.
 
 Example::
 
@@ -93,13 +91,13 @@ Example::
 
 @rank_zero_only
 def rank_zero_debug(message: object, *args: object, **kwargs: Any) -> None:
-    """Log at debug level, on rank 0. Arguments as of `logging.Logger.debug`."""
+    """Log at debug level on rank 0. Takes the arguments of `logging.Logger.debug`."""
     log.debug(message, *args, **_at_caller(kwargs))
 
 
 @rank_zero_only
 def rank_zero_info(message: object, *args: object, **kwargs: Any) -> None:
-    """Log at info level, on rank 0. Arguments as of `logging.Logger.info`."""
+    """Log at info level on rank 0. Takes the arguments of `logging.Logger.info`."""
     log.info(message, *args, **_at_caller(kwargs))
 
 
@@ -107,31 +105,31 @@ def rank_zero_info(message: object, *args: object, **kwargs: Any) -> None:
 def rank_zero_warn(
     message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 1, **kwargs: Any
 ) -> None:
-    """Warn, on rank 0.
+    """Warn on rank 0.
 
-    The warning carries the place of the call, so Python's own filter shows it once per message and place.
+    The warning has the place of the call, so Python's own filter shows it once per message and place.
 
     Args:
         message: the text, or a warning object.
         category: class of the warning.
-        stacklevel: as of `warnings.warn`: 1 is the line that calls this function, 2 its caller.
+        stacklevel: as in `warnings.warn`: 1 is the line that calls this function, 2 its caller.
     """
-    # two frames lie between warnings.warn and the line that called: this function and its decorator
+    # two frames are between warnings.warn and the calling line: this function and its decorator
     warnings.warn(message, category, stacklevel=stacklevel + 2, **kwargs)
 
 
 @rank_zero_only
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 1, **kwargs: Any) -> None:
-    """Warn of something deprecated, on rank 0. Arguments as of `rank_zero_warn`."""
+    """Warn about a deprecation on rank 0. Takes the arguments of `rank_zero_warn`."""
     warnings.warn(message, kwargs.pop("category", DeprecationWarning), stacklevel=stacklevel + 2, **kwargs)
 
 
 def warn_once(message: str, *, key: str | None = None, category: type[Warning] = UserWarning) -> None:
-    """Warn, on rank 0, once in this process.
+    """Warn on rank 0, once in this process.
 
     Args:
         message: the text.
-        key: what makes two warnings the same one; the message itself if None.
+        key: identifies the warning; the message itself if None.
         category: class of the warning.
     """
     if (key or message) not in _warned:
@@ -143,17 +141,17 @@ _warned: set[str] = set()
 
 
 def forget_warnings() -> None:
-    """Let :func:`warn_once` say everything again: a process in which tests run has many first times."""
+    """Let :func:`warn_once` show every warning again; for processes that run several tests."""
     _warned.clear()
 
 
 def rank_prefixed_message(message: str, rank: int | None) -> str:
-    """``"[rank: 3] message"``; the message alone where the rank is not known."""
+    """Return ``"[rank: 3] message"``, or the message alone if the rank is None."""
     return message if rank is None else f"[rank: {rank}] {message}"
 
 
 def _at_caller(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Logging arguments that name the line that called a ``rank_zero_*`` function as the record's place."""
+    """Return logging arguments with the caller of a ``rank_zero_*`` function as the record's place."""
     return {**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 2}
 
 
@@ -165,25 +163,25 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Doing:
-    """A mark on a function."""
+    """The mark on a function."""
 
-    words: str  #: "saving a checkpoint"; "": none
-    waits: bool  #: whether the function itself waits for other ranks
+    words: str  #: "saving a checkpoint"; "" if there are none
+    waits: bool  #: True if the function itself waits for other ranks
 
 
 def does(words: str) -> Callable[[F], F]:
-    """Mark a function: who is in it, or in what it calls, does this."""
+    """Mark a function with the words for what a rank does in it and in its callees."""
     return lambda function: function
 
 
 def waits(words: str = "") -> Callable[[F], F]:
-    """Mark a function that waits for other ranks, and maybe say what for."""
+    """Mark a function that waits for other ranks, optionally with the words for it."""
     return lambda function: function
 
 
 @functools.cache
 def marks_in(file: str) -> dict[str, Doing]:
-    """The marks in a file of lockstep's, by the names of functions; nothing where there is no source."""
+    """Return the marks in a source file of lockstep, by function name; an empty dict if there is no source."""
     try:
         with open(file) as source:
             tree = ast.parse(source.read())

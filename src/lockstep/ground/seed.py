@@ -1,4 +1,4 @@
-"""The seed of a run, and the states of all global random generators."""
+"""The seed of a run, and the states of all global random number generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.ground.device import accelerator_kinds, device_module, devices_of
 from lockstep.ground.rank import log, rank_prefixed_message, rank_zero_only, rank_zero_warn
 
 LARGEST_SEED = 2**32 - 1
-"""What numpy's legacy generator takes at most."""
+"""The largest seed that numpy's legacy generator accepts."""
 
 _current: int | None = None
 
@@ -22,17 +22,16 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed torch (all devices), numpy's legacy generator and Python's `random`.
 
     Args:
-        seed: 0 to 2**32 - 1. None: the seed that was set before or that the launching process handed down,
-            else 0.
-        workers: taken for scripts written for Lightning, and not needed: lockstep seeds the randomness of a
+        seed: 0 to 2**32 - 1. None: the seed that was set before or passed on by the launching process, else 0.
+        workers: accepted for scripts written for Lightning, and ignored: lockstep seeds the randomness of a
             data set from (seed, epoch, position), in loader workers too.
-        verbose: say the seed, on every rank.
+        verbose: log the seed on every rank.
 
     Returns:
-        the seed.
+        The seed.
 
     Raises:
-        ValueError: the seed is no integer or out of bounds.
+        ValueError: the seed is not an integer or is out of bounds.
     """
     global _current
     if seed is None:
@@ -52,30 +51,30 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def current_seed() -> int | None:
-    """The seed that `seed_everything` set last in this process, or that was handed down to it, or None."""
+    """Return the seed that `seed_everything` set last in this process, or that was passed on to it; else None."""
     return _current
 
 
 def hand_down_seed(seed: int | None) -> None:
-    """Make ``seed`` the `current_seed` of a started process, without touching any generator.
+    """Make ``seed`` the `current_seed` of a started process, without seeding any generator.
 
     Raises:
-        ValueError: the seed is no integer or out of bounds.
+        ValueError: the seed is not an integer or is out of bounds.
     """
     global _current
     _current = None if seed is None else _checked(seed)
 
 
 def random_states(include_cuda: bool = True) -> dict[str, Any]:
-    """The states of torch's, the accelerator's, numpy's and Python's global generators.
+    """Return the states of torch's, the accelerator's, numpy's and Python's global generators.
 
-    Made of dicts, tensors, numbers and None only, so that ``torch.load(weights_only=True)`` reads them back;
-    `set_random_states` restores them bit for bit. An accelerator's are there if this process has used it, under its
-    name ("cuda"), by the numbers that its devices have in this process: what goes to another process, or into a
-    checkpoint, takes `random_states_of`.
+    They consist of dicts, tensors, numbers and None only, so ``torch.load(weights_only=True)`` can read them, and
+    `set_random_states` restores them bit for bit. The accelerator's states are included if this process has used it,
+    under its name ("cuda"), by the indices of its devices in this process. For another process, or a checkpoint, use
+    `random_states_of`.
 
     Args:
-        include_cuda: the accelerator's, too, whichever it is.
+        include_cuda: include the states of the accelerator, whichever it is.
     """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -100,10 +99,10 @@ def random_states(include_cuda: bool = True) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put back what `random_states` returned.
+    """Restore the states that `random_states` returned.
 
-    A generator that is missing in ``states``, or here, is left as it is; an accelerator's are put back as far as there
-    are devices.
+    A generator that is missing in ``states``, or in this process, is left as it is. States of an accelerator are
+    restored for as many devices as exist.
     """
     torch.set_rng_state(states["torch"].cpu())
     python = states["python"]
@@ -120,10 +119,10 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """As `random_states`, for a process that may give its devices other numbers.
+    """Return what `random_states` returns, for a process whose devices may have other indices.
 
     Args:
-        devices: that a rank works with; of each accelerator among them there is the state, in their order.
+        devices: the devices of a rank; the state of each accelerator among them is included, in their order.
     """
     states = random_states(include_cuda=False)
     own = [device for device in devices if device.type != "cpu"]
@@ -133,13 +132,13 @@ def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 
 def set_random_states_of(states: dict[str, Any], devices: Sequence[torch.device]) -> None:
-    """Put back what `random_states_of` returned, the state of each device into the one in its place.
+    """Restore the states that `random_states_of` returned, by the order of devices.
 
-    Checkpoints of earlier versions have CUDA's states by number; a device takes that of its own number.
+    Checkpoints of earlier versions have CUDA's states by index; each device gets the state of its own index.
 
     Args:
-        states: of this process or another one.
-        devices: that this rank works with.
+        states: from this process or another one.
+        devices: the devices of this rank.
     """
     set_random_states({name: states[name] for name in ("torch", "python", "numpy") if name in states})
     own = [device for device in devices if device.type != "cpu"]
@@ -154,10 +153,10 @@ def set_random_states_of(states: dict[str, Any], devices: Sequence[torch.device]
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Random states are on leaving what they were on entering, also after an exception.
+    """Restore all random states when the block is left, also after an exception.
 
     Args:
-        include_cuda: the accelerator's, too. False in a forked process, which may not touch CUDA.
+        include_cuda: include the accelerator's. False in a forked process, which must not use CUDA.
     """
     states = random_states(include_cuda)
     try:
@@ -167,7 +166,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 def forked_random_numbers(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Inside, random numbers are drawn that will be drawn again: of the CPU and of devices, all of one type."""
+    """Restore the random states of the CPU and of devices of one type after the block: its numbers are drawn again."""
     gpus = sorted({device for device in devices if device.type != "cpu"}, key=str)
     return torch.random.fork_rng(gpus, device_type=gpus[0].type if gpus else "cpu")
 
@@ -183,7 +182,7 @@ def _checked(seed: SupportsInt | str) -> int:
 
 
 def _numpy() -> Any:
-    """numpy, or None where it is not installed (torch runs without)."""
+    """Return numpy, or None if it is not installed (torch works without it)."""
     try:
         import numpy
     except ImportError:

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a group have in common: pages without a name, or of a file that is unlinked at once."""
+"""Memory shared by all ranks of a group: pages without a name, or pages of a file that is unlinked at once."""
 
 from __future__ import annotations
 
@@ -18,42 +18,45 @@ import torch
 from lockstep.ground import comm
 
 FOLDER = "/dev/shm"
-"""Where files lie in memory."""
+"""Folder of files in memory."""
 PIECE = 2**22
-"""Bytes that are reserved at a time. In older kernels a signal makes a reservation of memory begin anew: one that takes
-longer than from one tick of a profiler's timer to the next would never end."""
+"""Bytes that are reserved at a time.
+
+In older kernels a signal restarts a reservation of memory. One that takes longer than the ticks of a profiler's timer
+would never end.
+"""
 
 
 class Pages(NamedTuple):
     """Pages of zeros that several processes have mapped."""
 
     memory: mmap.mmap
-    handle: int  #: the open file. Locks on it are this process's; they go when any handle on the file is closed.
+    handle: int  #: the open file. Locks on it belong to this process, and end when any handle on the file is closed.
 
 
 class _PageFile(NamedTuple):
-    """Where other processes find the pages."""
+    """The path by which other processes find the pages."""
 
     path: str
-    space: str  #: the space of process ids in which the path is right, "" for any
-    target: str  #: what the path leads to, where it is a link; nothing else has that name
+    space: str  #: the namespace of process ids in which the path is valid, "" for any
+    target: str  #: the target of the path, if it is a link; no other file has that name
     identity: tuple[int, int]  #: device and inode
 
 
 def on_one_host(group: comm.Group) -> bool:
-    """Whether all ranks of ``group`` run on one host; a collective."""
+    """Return True if all ranks of ``group`` run on one host. Collective."""
     mine = host_number()
     most, least = comm.all_reduce(torch.tensor([mine, -mine]), "max", group).tolist()
     return bool(most == -least)
 
 
 def host_number() -> int:
-    """What `host` gives, as 63 bits."""
+    """Return `host` as a number of 63 bits."""
     return int.from_bytes(hashlib.blake2b(host().encode(), digest_size=8).digest(), "big") >> 1
 
 
 def host() -> str:
-    """What two processes have in common that run on one host and one boot of it."""
+    """Return a string that is the same for processes on one host and one boot of it."""
     boot = ""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
@@ -68,17 +71,18 @@ def common_pages(
     on_disk: bool = False,
     leaders: Sequence[int] | None = None,
 ) -> Pages | None:
-    """Pages of zeros that all ranks of ``group``, on one host, have mapped; or None on all where that cannot be.
+    """Return pages of zeros that all ranks of ``group`` on one host have mapped; None on all if that is impossible.
 
-    A collective. Whoever gets pages closes their handle, and lets go of their memory: neither leaves a file.
+    Collective. The caller closes the handle and releases the memory; no file is left.
 
     Args:
         group: the ranks.
         size: bytes.
-        part: start and length, in bytes, of what this rank reserves, so that a lack of memory shows here and not
-            as a SIGBUS later; the parts of all ranks cover the whole. ``None``: all of it.
-        on_disk: whether a file of the temporary folder will do where memory cannot be had: for a few pages.
-        leaders: on several hosts, where the ranks of each have pages of their own: for each rank the first of its host.
+        part: start and length, in bytes, of what this rank reserves, so that a lack of memory is an error here and
+            not a SIGBUS later. The parts of all ranks cover the whole. ``None``: all of it.
+        on_disk: allow a file in the temporary folder if shared memory is not available; for a few pages.
+        leaders: for groups on several hosts, where the ranks of each host share pages: each rank's first rank on its
+            host.
     """
     mine = 0 if leaders is None else leaders[comm.rank(group)]
     leader = comm.rank(group) == mine
@@ -98,7 +102,7 @@ def common_pages(
             everyone = comm.all_reduce(torch.tensor([memory is not None]).int(), "min", group).item() == 1
         finally:
             if made and not made[1].space:
-                with contextlib.suppress(FileNotFoundError):  # somebody tidies up there
+                with contextlib.suppress(FileNotFoundError):  # another program cleans up that folder
                     os.unlink(made[1].path)
         if everyone:
             assert memory is not None
@@ -111,7 +115,7 @@ def common_pages(
 def _place_told(
     place: _PageFile | None, mine: int, leaders: Sequence[int] | None, group: comm.Group
 ) -> _PageFile | None:
-    """Where the leader of this rank has made pages; None where some leader could not. Collective."""
+    """Return the place of the pages of this rank's leader; None if any leader failed. Collective."""
     if leaders is None:
         told: _PageFile | None = comm.broadcast_object(place, 0, group)
         return told
@@ -125,13 +129,13 @@ def _close(handle: int | None) -> None:
 
 
 def close_handle(pages: Pages | None) -> None:
-    """Close what nobody locks."""
+    """Close the handle of pages that nobody locks."""
     if pages is not None:
         os.close(pages.handle)
 
 
 def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _PageFile] | None:
-    """A new file of ``size`` bytes, open, and where the others find it."""
+    """Make a file of ``size`` bytes; return its handle and place, or None if that fails."""
     try:
         handle, path = make()
     except OSError:
@@ -150,7 +154,7 @@ def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _PageFil
 
 
 def _unnamed() -> tuple[int, str]:
-    """Memory that is no file: nothing is left of it whenever a rank dies, and the size of /dev/shm is no limit."""
+    """Make anonymous memory: nothing is left of it if a rank dies, and the size of /dev/shm is no limit."""
     if not hasattr(os, "memfd_create") or not space():
         raise OSError("this system has no memory without a name")
     handle = os.memfd_create(f"lockstep-{secrets.token_hex(8)}")
@@ -163,7 +167,7 @@ def _new_file(folder: str) -> tuple[int, str]:
 
 
 def space() -> str:
-    """The space in which this process's id means something: containers have their own."""
+    """Return the namespace of this process's id: containers have their own. "" if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -174,8 +178,8 @@ def _open(place: _PageFile) -> int | None:
     if place.space and place.space != space():
         return None
     try:
-        # A process of this id may be another's: /proc of another space, a machine that is the copy of another. Its file
-        # is left alone, since opening some (a terminal, a device) has effects.
+        # The id may belong to another process: in another namespace, or on a clone of the machine. Its file is left
+        # alone, since opening some files (a terminal, a device) has effects.
         if place.target and os.readlink(place.path) != place.target:
             return None
         handle = os.open(place.path, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Cells of text under one another: those of a column are as wide as its widest."""
+"""Tables of text: the cells of a column have the width of its widest."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 
 def padded(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[list[str]]:
-    """The rows of a table with cells of one width in each column.
+    """Pad the cells of a table to one width in each column.
 
     Args:
-        rows: of as many cells each.
-        right: the columns, by number, whose cells end below one another; those of all others begin so.
+        rows: rows with the same number of cells.
+        right: numbers of the columns that are aligned to the right; others are aligned to the left.
 
     Example:
         >>> padded([["loss", "0.5"], ["accuracy", "12"]], right=[1])

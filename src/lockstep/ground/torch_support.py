@@ -1,8 +1,8 @@
-"""What lockstep needs of torch, and where this release was tried: releases of torch, and kinds of devices.
+"""Support of torch: the private parts that lockstep uses, and the releases and devices that this release was tested on.
 
-Private parts of torch by which a feature is refused are listed with where, for what, and since when. A release may
-rename one. What needs it is then refused by name where it is asked for; all else works. Private parts that are used
-with care, without which lockstep does less, are listed by the tests (`tests/guards/torch_parts.py`).
+Private parts by which a feature is refused are listed with the files that use them, their purpose, and the first
+release that has them. A release of torch may rename one. Then its feature is refused by name when it is requested; all
+else works. Parts without which lockstep does less are listed by the tests (`tests/guards/torch_parts.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEMORY = "the activations of trainer.memory()"
 INIT = "drawing weights in shards"
 
 ASKED_FOR = (DDP, FSDP, SCALER, INIT)
-"""What is refused without its parts. All else is used with care: without its part it does less."""
+"""Features that are refused without their parts. Others do less if a part is missing."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Part:
     """A private part of torch.
 
     Attributes:
-        name: with its module, and its class where it has one; names of the same thing in several releases by ``|``.
-        files: that use it, below ``src/lockstep/``, by spaces.
-        why: what it is used for.
-        feature: what does not work without it.
-        since: the oldest of the supported releases that has it.
+        name: full name with module and class; names in several releases are separated by ``|``.
+        files: files below ``src/lockstep/`` that use it, separated by spaces.
+        why: its purpose.
+        feature: the feature that does not work without it.
+        since: the oldest supported release that has it.
     """
 
     name: str
@@ -172,21 +172,21 @@ PARTS: tuple[Part, ...] = (
 
 @cache
 def missing(feature: str, more: tuple[Part, ...] = ()) -> tuple[Part, ...]:
-    """The parts of a feature that this torch does not have; ``more``: those of an extension."""
+    """Return the parts of a feature that this torch lacks, also among ``more``, those of an extension."""
     return tuple(part for part in (*PARTS, *more) if part.feature == feature and not is_there(part.name))
 
 
 def refuse_without(feature: str, what: str, instead: str, more: tuple[Part, ...] = ()) -> None:
-    """Refuse a feature whose parts this torch lacks.
+    """Refuse a feature if this torch lacks a part of it.
 
     Args:
         feature: one of `ASKED_FOR`.
-        what: as the user wrote it.
-        instead: the way out that is no other torch.
+        what: the feature as the user wrote it.
+        instead: a way out other than another torch.
         more: the parts that an extension lists.
 
     Raises:
-        MisconfigurationException: it lacks one, which is named.
+        MisconfigurationException: a part is missing; the message names it.
     """
     lacking = missing(feature, more)
     if lacking:
@@ -198,7 +198,7 @@ def refuse_without(feature: str, what: str, instead: str, more: tuple[Part, ...]
 
 
 def is_there(name: str) -> bool:
-    """Whether this torch has a part: a module, what a module or a class has, or what objects of a class get."""
+    """Return True if this torch has a part: a module, an attribute of a module or class, or of a class's objects."""
     return any(map(_is_there, name.split("|")))
 
 
@@ -215,7 +215,7 @@ def _is_there(name: str) -> bool:
 
 
 def _longest_module(names: list[str]) -> tuple[object, list[str]]:
-    """The module that a name begins with, and what is left of the name."""
+    """Return the longest importable prefix of a name, imported, and the rest of the name."""
     for length in range(len(names), 0, -1):
         try:
             return importlib.import_module(".".join(names[:length])), names[length:]
@@ -225,7 +225,7 @@ def _longest_module(names: list[str]) -> tuple[object, list[str]]:
 
 
 def _gives(kind: type, attribute: str) -> bool:
-    """Whether the objects of a class have an attribute: by an annotation, or since a method names it."""
+    """Return True if the objects of a class have an attribute: it is annotated, or a method uses its name."""
     for base in kind.__mro__:
         if attribute in vars(base).get("__annotations__", {}):
             return True
@@ -236,18 +236,18 @@ def _gives(kind: type, attribute: str) -> bool:
 
 
 TRIED = (2, 15)
-"""The newest torch that this release was tested with; a test holds it to constraints.txt and pyproject.toml."""
+"""The newest torch that this release was tested with; a test compares it with constraints.txt and pyproject.toml."""
 RAN = ("cpu", "cuda")
-"""Kinds of devices on which this release has run: the README's table says when, and a test holds the two together."""
+"""Kinds of devices on which this release has run. A test compares it with the table in the README."""
 RAN_ON_SEVERAL = ("cpu",)
-"""The same of ranks with a device each."""
+"""Kinds of devices on which this release has run with several ranks and a device each."""
 
 
 def warn_of_untried_torch(version: str = torch.__version__) -> None:
-    """Warn, once and on rank 0, of a torch that is newer than all that were tried.
+    """Warn, once and on rank 0, if torch is newer than all tested releases.
 
     Args:
-        version: as torch writes its own, ``"2.13.0+cpu"``.
+        version: version as torch writes it: ``"2.13.0+cpu"``.
     """
     major, minor = version.split(".")[:2]
     if (int(major), int(minor)) > TRIED and multiprocessing.parent_process() is None:  # not in loader workers
@@ -259,11 +259,11 @@ def warn_of_untried_torch(version: str = torch.__version__) -> None:
 
 
 def untried(kind: str, several: bool = False) -> str | None:
-    """What to say at the start of a run on devices on which this release never ran; None where it did.
+    """Return the warning for a run on devices on which this release never ran; None if it did.
 
     Args:
-        kind: of the devices.
-        several: whether ranks have one each.
+        kind: kind of the devices.
+        several: True if there are several ranks with a device each.
     """
     if kind in (RAN_ON_SEVERAL if several else RAN):
         return None

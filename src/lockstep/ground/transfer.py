@@ -1,7 +1,7 @@
 """Transfers between the host and devices: batches on another device, tensors without their graphs, pinned memory.
 
-Copies from a device go to memory of the CPU that is pinned (`HostMemory`). That is handed out in powers of two, so it
-is cut from blocks.
+Copies from a device go to pinned memory of the CPU (`HostMemory`). Pinned memory is allocated in powers of two, so
+tensors are cut from blocks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lockstep.ground.tree import tree_map
 
 @cache
 def has_pinned_memory(kind: str) -> bool:
-    """Whether the host's memory can be pinned for a kind of device, which then reads it while the host goes on."""
+    """Return True if host memory can be pinned for a kind of device, so that copies do not block the host."""
     if kind in ("cpu", "meta", "mps"):  # mps: its copies race with the host (pytorch issue 83015)
         return False
-    if kind in ("cuda", "xpu"):  # known, so that nothing is started in a process that only asks
+    if kind in ("cuda", "xpu"):  # known: the check below would initialize the device
         return True
     try:
         return bool(torch.empty(1).pin_memory().is_pinned())
@@ -32,19 +32,19 @@ def has_pinned_memory(kind: str) -> bool:
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU in memory that ``device`` reads while the host goes on, where there is such memory."""
+    """Return a CPU tensor in pinned memory, which ``device`` reads asynchronously; as it is if there is none."""
     return tensor.pin_memory() if has_pinned_memory(device.type) else tensor
 
 
 def move_data_to_device(batch: object, device: torch.device | str | int) -> Any:
-    """A copy of ``batch`` with everything that has a method ``to(device)`` on ``device``.
+    """Return a copy of ``batch`` with everything that has a method ``to(device)`` on ``device``.
 
-    Goes through nested collections and dataclasses as `tree_map` does. Copies to CUDA do not block the host
-    where the source lies in pinned memory.
+    Handles nested collections and dataclasses as `tree_map` does. Copies to CUDA do not block the host if the source is
+    in pinned memory.
 
     Args:
         batch: tensors, nested collections of them, objects with ``to``.
-        device: where to.
+        device: the target.
     """
     device = torch.device(device)
     # cpu: the copy would return before the data is there; mps: it races with the host (pytorch issue 83015)
@@ -54,23 +54,23 @@ def move_data_to_device(batch: object, device: torch.device | str | int) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
         moved = leaf.to(device)
-        return leaf if moved is None else moved  # a `to` that works in place may forget to return itself
+        return leaf if moved is None else moved  # a `to` that works in place may not return itself
 
-    return tree_map(move, batch, (torch.Tensor, _Movable))  # tensors first: the quicker question
+    return tree_map(move, batch, (torch.Tensor, _Movable))  # tensors first: the faster check
 
 
 def recursive_detach(in_dict: object, to_cpu: bool = False) -> Any:
-    """A copy of a nested collection with its tensors detached from their graphs.
+    """Return a copy of a nested collection with its tensors detached from their graphs.
 
     Args:
-        in_dict: a dict, or anything that `lockstep.ground.tree.tree_map` goes through.
-        to_cpu: also bring them to the CPU.
+        in_dict: a dict, or any value that `lockstep.ground.tree.tree_map` handles.
+        to_cpu: also move the tensors to the CPU.
     """
     return tree_map(lambda t: t.detach().cpu() if to_cpu else t.detach(), in_dict, Tensor)
 
 
-class _Movable(metaclass=ABCMeta):  # noqa: B024, a class by which `isinstance` asks for a method
-    """Anything with a method ``to``: tensors, packed sequences, a user's own batch class."""
+class _Movable(metaclass=ABCMeta):  # noqa: B024, a class by which `isinstance` checks for a method
+    """Any object with a method ``to``: tensors, packed sequences, a user's own batch class."""
 
     @classmethod
     def __subclasshook__(cls, subclass: type) -> Any:
@@ -78,26 +78,26 @@ class _Movable(metaclass=ABCMeta):  # noqa: B024, a class by which `isinstance` 
 
 
 BLOCK = 2**26
-"""Bytes of a block; a larger tensor has the next power of two, whose rest is for others."""
+"""Bytes of a block. A larger tensor gets the next power of two; others use the rest of it."""
 ALIGNMENT = 512
 
 
 class HostMemory:
     """Tensors on the CPU, each with a storage of its own, that are cut from a few blocks.
 
-    A block is free again when neither this object nor one of its tensors is there any more.
+    A block is freed when this object and all of its tensors are gone.
 
     Args:
-        device: from which copies come; its kind decides whether memory is pinned.
+        device: source of the copies; its kind decides whether memory is pinned.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = has_pinned_memory(device.type)
-        self._open: list[tuple[Tensor, int]] = []  # blocks, and where what is left of each begins
+        self._open: list[tuple[Tensor, int]] = []  # blocks, and where the free rest of each starts
         self._total = 0
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Memory for a copy of ``tensor``, with its shape, strides and dtype."""
+        """Return memory for a copy of ``tensor``, with its shape, strides and dtype."""
         shape, strides = tensor.shape, torch.empty_like(tensor, device="meta").stride()
         size = tensor.numel() * tensor.element_size()
         if not self._pinned or not size:
@@ -105,30 +105,30 @@ class HostMemory:
         place = next((n for n, (block, start) in enumerate(self._open) if start + size <= block.numel()), None)
         if place is None:
             place = len(self._open)
-            # as large as others together are by a part, so that what is left at their ends is little
+            # in proportion to the other blocks, so that the unused ends are a small part
             length = max(BLOCK, power_of_two(size), power_of_two(self._total // 4))
             self._open.append((_pinned(length), 0))
             self._total += length
         block, start = self._open[place]
-        # a storage of its own: who saves or copies a tensor with its storage has no more than that
+        # a storage of its own: saving or copying a tensor with its storage takes no more than this
         piece = (ctypes.c_char * size).from_address(block.data_ptr() + start)
-        piece.block = block  # type: ignore[attr-defined]  # lives as long
+        piece.block = block  # type: ignore[attr-defined]  # keeps the block alive
         self._open[place] = block, start + -(-size // ALIGNMENT) * ALIGNMENT
         return torch.frombuffer(piece, dtype=tensor.dtype).as_strided(shape, strides)
 
 
 class ReusedCopies:
-    """Copies of storages of a device on the CPU, in pinned memory that is used again when no tensor is there any more.
+    """Copies of storages of a device in pinned memory of the CPU, which is reused when its tensors are gone.
 
-    On the CPU, and for devices without pinned memory, copies are new each time.
+    On the CPU, and for devices without pinned memory, each copy allocates memory.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[torch.UntypedStorage]] = {}  # by their bytes
+        self._kept: dict[int, list[torch.UntypedStorage]] = {}  # by size in bytes
         self._memory: dict[torch.device, HostMemory] = {}
 
     def of(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """A copy, which is there after :meth:`arrive`; let a tensor lie in it before the next is asked for."""
+        """Return a copy that is complete after :meth:`arrive`. Make a tensor of it before the next call."""
         size, device = source.nbytes(), source.device
         if not size or not has_pinned_memory(device.type):
             return source.clone() if device.type == "cpu" else source.cpu()
@@ -142,13 +142,13 @@ class ReusedCopies:
         return free
 
     def arrive(self) -> None:
-        """Wait until all copies are there."""
+        """Wait until all copies are complete."""
         for device in self._memory:
             synchronize(device)
 
 
 def power_of_two(number: int) -> int:
-    """The first one that is not below ``number``."""
+    """Return the smallest power of two that is not less than ``number``."""
     return 1 << max(0, number - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""Nested values: a map over the leaves of a batch, a list of them, and the plain form of a value for checkpoints."""
+"""Nested values: a map over the leaves of a batch, an iterator over them, and plain forms of values for checkpoints."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ Types = type | tuple[type, ...]
 
 
 def tree_map(fn: Callable[[Any], Any], batch: Any, leaf_types: Types) -> Any:
-    """A copy of ``batch`` with ``fn`` applied to every object of ``leaf_types``.
+    """Return a copy of ``batch`` with ``fn`` applied to every object of ``leaf_types``.
 
-    Goes through dicts and other mappings, lists, tuples, namedtuples and dataclasses (frozen ones too), each
-    of which comes back as its own type. Whatever else there is stays the same object. A container that is
-    itself of ``leaf_types`` is a leaf.
+    Handles dicts and other mappings, lists, tuples, namedtuples and dataclasses (frozen ones too); each keeps its type.
+    Other objects are not copied. A container that is itself of ``leaf_types`` is a leaf.
 
     Args:
-        fn: takes a leaf, returns what stands in its place.
+        fn: takes a leaf and returns its replacement.
         batch: any object.
-        leaf_types: a class or several, as of `isinstance`.
+        leaf_types: a class or several, as for `isinstance`.
 
     Example:
         >>> tree_map(lambda n: n + 1, {"a": [1, 2], "b": "text"}, int)
@@ -55,7 +54,7 @@ def tree_map(fn: Callable[[Any], Any], batch: Any, leaf_types: Types) -> Any:
 
 
 def tree_leaves(batch: object, leaf_types: Types) -> Iterator[Any]:
-    """The objects of ``leaf_types`` in ``batch``, in the order in which `tree_map` meets them."""
+    """Yield the objects of ``leaf_types`` in ``batch``, in the order of `tree_map`."""
     if isinstance(batch, leaf_types):
         yield batch
     elif isinstance(batch, list | tuple):
@@ -66,7 +65,7 @@ def tree_leaves(batch: object, leaf_types: Types) -> Iterator[Any]:
             yield from tree_leaves(item, leaf_types)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
-            # a field without a default may be missing until somebody sets it
+            # a field without a default may be missing until it is set
             if hasattr(batch, field.name):
                 yield from tree_leaves(getattr(batch, field.name), leaf_types)
 
@@ -81,7 +80,7 @@ def _map_sequence(fn: Callable[[Any], Any], batch: list[Any] | tuple[Any, ...], 
 def _map_mapping(fn: Callable[[Any], Any], batch: Mapping[Any, Any], leaf_types: Types) -> Any:
     mapped = {key: tree_map(fn, value, leaf_types) for key, value in batch.items()}
     if isinstance(batch, MutableMapping):
-        # a copy keeps what the type has beside its items: a default factory, attributes
+        # a copy keeps what the type has besides its items: a default factory, attributes
         result = copy.copy(batch)
         result.update(mapped)
         return result
@@ -92,19 +91,19 @@ def _map_dataclass(fn: Callable[[Any], Any], batch: Any, leaf_types: Types) -> A
     result = copy.copy(batch)
     for field in dataclasses.fields(batch):
         if hasattr(batch, field.name):
-            # object's own setattr, since a frozen dataclass refuses the usual one
+            # the setattr of object: a frozen dataclass refuses its own
             object.__setattr__(result, field.name, tree_map(fn, getattr(batch, field.name), leaf_types))
     classes = type(batch).__mro__
     for name in [*getattr(result, "__dict__", ())]:
         if any(isinstance(vars(kind).get(name), cached_property) for kind in classes):
-            del result.__dict__[name]  # it was computed from the leaves before the map
+            del result.__dict__[name]  # computed from the leaves before the map
     return result
 
 
 # -- the plain form of a value --------------------------------------------------------------------------------
 
 
-#: kept as they are, and nothing inside to look at
+#: types that are kept as they are and have nothing inside
 LEAVES: frozenset[type] = frozenset({type(None), bool, float, complex, str, torch.device, torch.dtype, torch.Size})
 TENSORS: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -113,8 +112,8 @@ class NotPlain(TypeError):
     """A value that has no plain form.
 
     Attributes:
-        value: what it is that has none.
-        keys: the way to it from the value that was asked about.
+        value: the value without a plain form.
+        keys: the path to it from the value that was passed.
     """
 
     def __init__(self, value: object, keys: tuple[Any, ...]) -> None:
@@ -124,23 +123,25 @@ class NotPlain(TypeError):
 
 
 def plain(value: object) -> Any:
-    """`value` in tensors, numbers, strings, and dicts, lists, tuples, sets of them; its containers are copied.
+    """Return `value` as tensors, numbers, strings, and dicts, lists, tuples, sets of them. Containers are copied.
 
     A path becomes a string, an ``Enum`` its value, a ``Namespace``, dataclass or other mapping a dict, a NumPy number a
     Python number, an array a tensor, a named tuple a tuple, any other sequence a list.
 
     Raises:
-        NotPlain: something in it is a function, a class, or an object of another class.
+        NotPlain: a value in it is a function, a class, or an object of another class.
     """
     return _plain(value, (), frozenset())
 
 
 def classes_in(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Of which classes things in `value` are that lose theirs in its plain form, if they can be made again of that.
+    """Yield path and class of each object in `value` that can be rebuilt from its plain form.
+
+    The plain form lacks these classes.
 
     Yields:
-        The way to each in the plain form, by keys, numbers in sequences, and what is in a set; to a key as to its item,
-        behind None. And ``"module:name"`` of the class.
+        The path of the object in the plain form: keys, numbers in sequences, and elements of sets. The path of a key is
+        the path of its item, preceded by None. And ``"module:name"`` of the class.
     """
     kind = type(value)
     if is_made_again(kind):
@@ -162,7 +163,7 @@ def classes_in(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def is_made_again(kind: type) -> bool:
-    """Whether objects of a class can be made again of their plain form."""
+    """Return True if objects of a class can be rebuilt from their plain form."""
     return (
         dataclasses.is_dataclass(kind)
         or issubclass(kind, (Enum, PurePath))
@@ -177,7 +178,7 @@ def _is_omegaconfs(kind: type) -> bool:
 
 
 def _fields(value: object) -> object:
-    """A namespace or dataclass as a dict; any other value itself."""
+    """Return a namespace or dataclass as a dict; any other value as it is."""
     if isinstance(value, Namespace):
         return vars(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -186,7 +187,7 @@ def _fields(value: object) -> object:
 
 
 def _plain_members(value: Collection[Any], keys: tuple[Any, ...], around: frozenset[int]) -> Any:
-    """A tuple as a tuple, another sequence as a list, a set as a set."""
+    """Return the plain form of a tuple as a tuple, of another sequence as a list, of a set as a set."""
     forms = [_plain(item, (*keys, place), around) for place, item in enumerate(value)]
     return tuple(forms) if isinstance(value, tuple) else forms if isinstance(value, Sequence) else set(forms)
 
@@ -218,7 +219,7 @@ def _other(value: object, keys: tuple[Any, ...]) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         number = value.item()
-        if type(number) in LEAVES or type(number) is int:  # dates and long doubles have no plain equal
+        if type(number) in LEAVES or type(number) is int:  # dates and long doubles have no plain equivalent
             return number
     elif numpy is not None and isinstance(value, numpy.ndarray):
         if value.dtype.kind in "biufc":
@@ -233,7 +234,7 @@ def _other(value: object, keys: tuple[Any, ...]) -> Any:
 
 
 def can_be_read_back(value: object) -> bool:
-    """Whether ``torch.load(weights_only=True)`` gives back what ``torch.save`` writes of `value`; tried out."""
+    """Return True if ``torch.load(weights_only=True)`` reads what ``torch.save`` writes of `value`; both are run."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -245,7 +246,7 @@ def can_be_read_back(value: object) -> bool:
 
 
 def described(value: object) -> str:
-    """What `value` is, with its article: "the class torch.optim.Adam", "a function"."""
+    """Return a description of `value` with its article: "the class torch.optim.Adam", "a function"."""
     if isinstance(value, type):
         return f"the class {value.__module__}.{value.__qualname__}"
     cls = type(value)
@@ -253,7 +254,7 @@ def described(value: object) -> str:
 
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in nested dicts, lists, tuples, sets, and in the attributes of other objects."""
+    """Yield the tensors in nested dicts, lists, tuples, sets, and in the attributes of other objects."""
     seen: set[int] = set()
 
     def found(value: object, depth: int) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Type aliases for the arguments and results of hooks, by the names that users import; the states of a Trainer."""
+"""Type aliases for the arguments and results of hooks, by their public names; the states of a Trainer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import NotRequired, Required
 
 STEP_OUTPUT = Tensor | Mapping[str, Any] | None
-"""What ``training_step`` returns: the loss, a mapping with ``"loss"``, or None to skip the batch."""
+"""Result of ``training_step``: the loss, a mapping with ``"loss"``, or None to skip the batch."""
 
 EVALUATE_OUTPUT = list[Mapping[str, float]]
-"""What ``validate`` and ``test`` return: the metrics of each loader."""
+"""Result of ``validate`` and ``test``: the metrics of each loader."""
 
 PREDICT_OUTPUT = list[Any] | list[list[Any]]
-"""What ``predict`` returns: the results of each batch, in a list for each loader if there are several."""
+"""Result of ``predict``: the results of each batch, in a list for each loader if there are several."""
 
 TRAIN_DATALOADERS = Any
-"""An iterable of batches, or a dict, list or CombinedLoader of such."""
+"""An iterable of batches, or a dict, list or CombinedLoader of iterables."""
 
 EVAL_DATALOADERS = Any
 """An iterable of batches, or several."""
@@ -36,15 +36,15 @@ LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
 
 @dataclass
 class LRSchedulerConfig:
-    """When and how a scheduler is stepped."""
+    """A scheduler, and when it is stepped."""
 
     scheduler: LRSchedulerTypeUnion
-    name: str | None = None  #: under which LearningRateMonitor logs it; None: derived from the optimizer
+    name: str | None = None  #: name in LearningRateMonitor's logs; None: derived from the optimizer
     interval: str = "epoch"  #: "epoch" or "step"
-    frequency: int = 1  #: every so many intervals
-    reduce_on_plateau: bool = False  #: stepped with the value of `monitor`
+    frequency: int = 1  #: step once in so many intervals
+    reduce_on_plateau: bool = False  #: step with the value of `monitor`
     monitor: str | None = None  #: name of a logged metric
-    strict: bool = True  #: a monitor that was never logged is an error, not a warning
+    strict: bool = True  #: raise an error, not a warning, if the monitor was never logged
 
 
 class LRSchedulerConfigType(TypedDict, total=False):
@@ -60,13 +60,13 @@ class LRSchedulerConfigType(TypedDict, total=False):
 
 
 class OptimizerConfig(TypedDict):
-    """An optimizer in a dict."""
+    """A dict with an optimizer."""
 
     optimizer: Optimizer
 
 
 class OptimizerLRSchedulerConfig(TypedDict):
-    """An optimizer and its scheduler in a dict."""
+    """A dict with an optimizer and its scheduler."""
 
     optimizer: Optimizer
     lr_scheduler: LRSchedulerTypeUnion | LRSchedulerConfigType
@@ -84,19 +84,19 @@ OptimizerLRScheduler = (
     | dict[str, Any]
     | None
 )
-"""What ``configure_optimizers`` returns; a dict that is annotated as such has the keys of the configs above."""
+"""Result of ``configure_optimizers``; a dict annotated with this type has the keys of the configs above."""
 
 if TYPE_CHECKING:
 
     class OneOptimizerOrSeveral(Optimizer, list[Optimizer]):
-        """What ``self.optimizers()`` gives: an optimizer, or the list of them, which only its caller can know."""
+        """Result of ``self.optimizers()``: an optimizer or a list of them; only the caller knows which."""
 
 else:
     OneOptimizerOrSeveral = Optimizer | list[Optimizer]
 
 
 class LogOptions(TypedDict, total=False):
-    """The options of ``self.log``, for ``self.log_dict``."""
+    """The options of ``self.log``, as ``self.log_dict`` takes them."""
 
     prog_bar: bool
     logger: bool | None
@@ -121,7 +121,7 @@ class _Word(str, Enum):
 
 
 class TrainerStatus(_Word):
-    """How far a call of the Trainer has come."""
+    """The progress of a call of the Trainer."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -130,7 +130,7 @@ class TrainerStatus(_Word):
 
     @property
     def stopped(self) -> bool:
-        """Whether the call is over, by its end or by an interruption."""
+        """True if the call has finished or was interrupted."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
@@ -144,7 +144,7 @@ class TrainerFn(_Word):
 
 
 class RunningStage(_Word):
-    """The loop that runs now; inside ``fit`` that is training, validation or the sanity check."""
+    """The loop that is running; inside ``fit`` that is training, validation or the sanity check."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -154,12 +154,12 @@ class RunningStage(_Word):
 
     @property
     def evaluating(self) -> bool:
-        """Whether this stage measures the model on held-out data."""
+        """True if this stage evaluates the model on held-out data."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
     @property
     def dataloader_prefix(self) -> str:
-        """The name that this stage has in ``<prefix>_dataloader`` and ``limit_<prefix>_batches``."""
+        """The name of this stage in ``<prefix>_dataloader`` and ``limit_<prefix>_batches``."""
         return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else str(self.value)
 
 
@@ -173,12 +173,12 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
-        """Whether the call ended by itself."""
+        """True if the call ended by itself."""
         return self.status is TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
-        """Whether the call is over."""
+        """True if the call has finished or was interrupted."""
         return self.status.stopped
 
 
@@ -205,22 +205,22 @@ class Planned(Protocol):
 
 
 class Verified(Protocol):
-    """What `Trainer.verify` returns: true where the ranks train what one process trains. Print it to read it."""
+    """Result of `Trainer.verify`; true if the ranks train what one process trains. Print it for a report."""
 
     @property
     def verdict(self) -> str:
-        """ "alike", "different" or "could not tell"."""
+        """The verdict: "alike", "different" or "could not tell"."""
 
     @property
     def first(self) -> str:
-        """What differs first; "" where nothing does."""
+        """The first difference; "" if there is none."""
 
     @property
     def cause(self) -> str:
-        """Why, with the line of the script; "" where it was not found."""
+        """The cause, with the line of the script; "" if it was not found."""
 
     @property
     def exit_code(self) -> int:
-        """0 alike, 1 different, 2 could not tell."""
+        """0 if the runs agree, 1 if they differ, 2 if that is unknown."""
 
     def __bool__(self) -> bool: ...

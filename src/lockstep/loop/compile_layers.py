@@ -1,4 +1,4 @@
-"""Compiles layers of a module for the length of a call."""
+"""Compilation of a module's layers for the duration of a call."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ NO_BLOCKS = (
 
 
 def check_threads(strategy: Strategy) -> None:
-    """Refuse to compile where copies of the layers run in threads.
+    """Refuse to compile if copies of the layers run in threads.
 
     Raises:
-        MisconfigurationException: with the way out.
+        MisconfigurationException: names the way out.
     """
     if strategy.drives_all_devices and len(strategy.devices) > 1:
         raise MisconfigurationException(
@@ -41,11 +41,11 @@ class CompiledLayers:
     """The layers of a module that a call compiles.
 
     Args:
-        session: of the call; the module is not placed and not in shards yet, so that what an engine does to a layer
-            by hooks lies outside of the compiled code.
+        session: the session of the call. The module is not yet placed or sharded, so that hooks of an engine on a layer
+            are outside of the compiled code.
 
     Raises:
-        MisconfigurationException: the options do not go with the module.
+        MisconfigurationException: the options do not fit the module.
     """
 
     def __init__(self, session: Session, options: CompileOptions) -> None:
@@ -59,13 +59,13 @@ class CompiledLayers:
         )
 
     def end(self) -> None:
-        """Let the layers run as they did before."""
+        """Restore the layers' forwards."""
         for forward in self._forwards:
             forward.put_back()
 
 
 def _chosen(module: LightningModule, options: CompileOptions, on_ranks: bool) -> Iterator[nn.Module]:
-    """The layers that are compiled; none that the user has compiled, or that lies in such a one."""
+    """Yield the layers to compile, except those that the user has compiled."""
     blocks = options.blocks
     if blocks is None:
         blocks = on_ranks
@@ -101,13 +101,13 @@ def _of_classes(module: nn.Module, kinds: tuple[type[nn.Module] | str, ...]) -> 
 
 
 def _from_the_top(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, if it has a forward of its own, and those below it that its steps may call by themselves."""
+    """Yield the module if it has its own forward, and layers below it that its steps may call directly."""
     if isinstance(module, LightningModule) and is_overridden("forward", module, LightningModule):
         yield module
     for child in module.children():
         if is_metric(child) or is_compiled_layer(child):
             continue
-        if type(child).forward is nn.Module.forward:  # a list of layers, which nobody calls
+        if type(child).forward is nn.Module.forward:  # a container of layers, which is never called
             yield from _from_the_top(child)
         elif any(True for _ in child.children()) or not type(child).__module__.startswith("torch."):
             yield child

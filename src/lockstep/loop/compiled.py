@@ -1,4 +1,4 @@
-"""What ``torch.compile`` makes of a LightningModule, as a LightningModule that still runs compiled."""
+"""Conversion of modules compiled by ``torch.compile`` to LightningModules that still run compiled."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict
 
 
 def is_compiled(model: object) -> TypeGuard[OptimizedModule]:
-    """Whether ``model`` is what ``torch.compile(module)`` gave; costs nothing where nobody compiles."""
-    dynamo = sys.modules.get("torch._dynamo")  # torch imports it when something is compiled
+    """Return True if ``model`` is the result of ``torch.compile(module)``. Costs nothing if nothing was compiled."""
+    dynamo = sys.modules.get("torch._dynamo")  # torch imports it at the first compilation
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def from_compiled(model: nn.Module) -> LightningModule:
-    """The LightningModule inside of a compiled one, its ``forward`` and steps compiled.
+    """Return the LightningModule inside of a compiled one, with its ``forward`` and steps compiled.
 
-    ``torch.compile(module)`` is no LightningModule. ``trainer.fit`` and its like call this by themselves.
+    The result of ``torch.compile(module)`` is not a LightningModule. ``trainer.fit`` and the other calls of the Trainer
+    apply this function themselves.
 
     Args:
-        model: what ``torch.compile`` gave; the module inside is changed in place.
+        model: result of ``torch.compile``; the module inside is changed in place.
 
     Raises:
-        ValueError: it is not compiled, or no LightningModule.
+        ValueError: ``model`` is not compiled, or not a LightningModule.
     """
     if not is_compiled(model):
         raise ValueError(f"from_compiled({type(model).__name__}): give what torch.compile(module) returned.")
@@ -44,19 +45,19 @@ def from_compiled(model: nn.Module) -> LightningModule:
         for name in COMPILED:
             if is_overridden(name, module, LightningModule):
                 setattr(module, name, model.dynamo_ctx(getattr(module, name)))
-        # what `log` does is none of the model's, and following it into the loops takes the compiler a minute
+        # `log` is not part of the model, and tracing it into the loops takes the compiler a minute
         module.log = torch.compiler.disable(module.log)  # type: ignore[method-assign, no-untyped-call]
     return module
 
 
 def to_uncompiled(model: nn.Module) -> LightningModule:
-    """The LightningModule as it was before ``torch.compile``, changed in place.
+    """Return the LightningModule as it was before ``torch.compile``, changed in place.
 
     Args:
-        model: what ``torch.compile`` or :func:`from_compiled` gave.
+        model: result of ``torch.compile`` or :func:`from_compiled`.
 
     Raises:
-        ValueError: it is not compiled, or no LightningModule.
+        ValueError: ``model`` is not compiled, or not a LightningModule.
     """
     module = model._orig_mod if is_compiled(model) else model
     if not isinstance(module, LightningModule):
@@ -70,5 +71,5 @@ def to_uncompiled(model: nn.Module) -> LightningModule:
 
 
 def unwrapped(model: object) -> object:
-    """``model``, or the LightningModule inside of it where it is compiled."""
+    """Return ``model``, or the LightningModule inside of it if it is compiled."""
     return from_compiled(model) if is_compiled(model) and isinstance(model._orig_mod, LightningModule) else model

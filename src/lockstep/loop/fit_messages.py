@@ -1,7 +1,7 @@
-"""What every fit says of itself, on rank 0, to the logger ``lockstep``: how it begins, its memory, why it ended.
+"""Log messages of every fit, on rank 0, to the logger ``lockstep``: its start, its memory, the reason of its end.
 
-These are of level INFO where the progress bar, the model's summary or a logger is on. Where a user has switched off all
-three, as in a study of many fits, they are of level DEBUG.
+They have level INFO if the progress bar, the model's summary or a logger is on. If a user has switched off all three,
+as in a study of many fits, they have level DEBUG.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from lockstep.memory.meter import MemoryUse
 
 
 def say(session: Session, text: str) -> None:
-    """Log a message of the kind that every fit has."""
+    """Log one of the messages of every fit."""
     if session.is_global_zero:
         log.log(logging.INFO if _is_watched(session) else logging.DEBUG, text)
 
 
 NOTABLE_MEMORY = 2**26
-"""Bytes on a CPU below which nobody looks for what uses them."""
+"""Bytes on a CPU below which memory is logged at level DEBUG."""
 
 
 def say_memory(session: Session, used: MemoryUse) -> None:
-    """Log what memory is used for; of little memory on a CPU at level DEBUG."""
+    """Log the uses of memory; little memory on a CPU at level DEBUG."""
     if used.device != "cpu" or used.total >= NOTABLE_MEMORY:
         say(session, used.line())
     elif session.is_global_zero:
@@ -34,7 +34,7 @@ def say_memory(session: Session, used: MemoryUse) -> None:
 
 
 def say_start(session: Session) -> None:
-    """Log one line: devices, strategy, precision, and where the run's files go."""
+    """Log one line: devices, strategy, precision, and the folder of the run's files."""
     strategy, world = session.strategy, session.strategy.world
     devices = f"{world.size} x {strategy.root_device.type}"
     if world.num_nodes > 1:

@@ -1,7 +1,4 @@
-"""The hooks of a run, as tables of bound methods that hold only what somebody overrides.
-
-Beside them the hooks on a batch's way to the device.
-"""
+"""The hooks of a run, as tables of bound methods with only the overridden ones, and the hooks of batch transfers."""
 
 from __future__ import annotations
 
@@ -67,29 +64,28 @@ NAMES = (
 OF_SETUP = ("setup", "teardown")
 Method = Callable[..., Any]
 Bound = tuple[tuple[Any, ...], Method | None, tuple[Any, ...]]
-"""Methods of callbacks, the module's own, and methods of callbacks that come behind it."""
+"""Methods of callbacks, the module's own method, and methods of callbacks that run after it."""
 
 
 def is_replaced(name: str, instance: object, base: type) -> bool:
-    """Whether ``instance``, by its class or by itself, has another ``name`` than ``base``, which is to be called."""
+    """Return True if ``instance``, by its class or itself, has another ``name`` than ``base``, so it must be called."""
     found = getattr(instance, name, None)
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:
-    """Return True if ``instance`` means something else by ``method_name`` than its base class.
+    """Return True if ``instance`` replaces ``method_name`` of its base class.
 
-    What goes around the base's own method (`functools.wraps`, `functools.partial`, ``Mock(wraps=...)``), as a helper
-    puts it there that traces calls, means the same: it is called where it is called for (`is_replaced`), and no reason
-    to refuse a module.
+    A wrapper around the base's own method (`functools.wraps`, `functools.partial`, ``Mock(wraps=...)``), such as one
+    that traces calls, does not count: it is called (`is_replaced`), but is no reason to refuse a module.
 
     Args:
         method_name: a method of ``parent``.
-        instance: None has nothing overridden.
-        parent: the base class; None: LightningModule, LightningDataModule or Callback, as the instance is one.
+        instance: an object; None overrides nothing.
+        parent: the base class; None: LightningModule, LightningDataModule or Callback, whichever fits.
 
     Raises:
-        ValueError: ``parent`` is None and the instance is none of them, or the parent has no such method.
+        ValueError: ``parent`` is None and no class fits, or the parent has no such method.
     """
     if instance is None:
         return False
@@ -106,7 +102,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 class CallbackMethod(partial[Any]):
-    """A callback's method of a hook, with the Trainer and the module; it may be no bound method."""
+    """A callback's method for a hook, bound to Trainer and module; it need not be a bound method."""
 
     owner: Callback
 
@@ -117,7 +113,7 @@ class CallbackMethod(partial[Any]):
 
 
 def by_position(owner: object, name: str) -> Method:
-    """A method of a hook. That of `setup` and `teardown` is called by its argument's name, as Lightning does."""
+    """Return a method for a hook. `setup` and `teardown` get ``stage`` by keyword, as in Lightning."""
     method: Method = getattr(owner, name)
     if name not in OF_SETUP or not _takes_stage(method):
         return method
@@ -130,7 +126,7 @@ def by_position(owner: object, name: str) -> Method:
 
 
 def _takes_stage(method: Method) -> bool:
-    """Whether a hook of set-up has its argument by Lightning's name, as it has to there."""
+    """Return True if a hook accepts ``stage`` by keyword, the name that Lightning requires."""
     try:
         inspect.signature(method).bind_partial(stage=None)
     except TypeError:
@@ -139,22 +135,22 @@ def _takes_stage(method: Method) -> bool:
 
 
 class Hooks:
-    """For each hook the callbacks' methods and the module's own, or None where nobody overrides it.
+    """For each hook the callbacks' methods and the module's own, or None if it is not overridden.
 
-    A step asks ``if hooks.on_before_backward is not None`` and pays nothing else. Callbacks come first, in
-    the order of the list, then the module. Callbacks that save come behind the module in ``on_train_batch_end``: what
-    it does there, to an average of its weights say, is of the batch that is saved.
+    A step only checks ``if hooks.on_before_backward is not None``. Callbacks run first, in the order of the list, then
+    the module. Callbacks that save checkpoints run after the module in ``on_train_batch_end``: changes of the module
+    there, such as to an average of its weights, belong to the batch that is saved.
 
     Args:
-        trainer: what the callbacks' methods receive first.
-        module: of the call.
-        callbacks: of the call.
-        results: where hooks log to, until the loop says otherwise.
+        trainer: first argument of the callbacks' methods.
+        module: the module of the call.
+        callbacks: the callbacks of the call.
+        results: collector for what hooks log, until the loop sets another.
 
     Attributes:
-        epoch_end_monitors: callbacks that read metrics see ``on_train_epoch_end`` last, when the module has logged
-            there, too.
-        looked_again: called when what users have changed is called from then on.
+        epoch_end_monitors: methods of callbacks that read metrics: their ``on_train_epoch_end`` runs last, after the
+            module has logged there.
+        looked_again: called after hooks that users have changed were bound again.
     """
 
     on_train_epoch_end: Bound | None
@@ -172,14 +168,14 @@ class Hooks:
         self._bind(callbacks)
 
     def look_again(self, callbacks: Sequence[Callback]) -> None:
-        """Call from here on what users have by now: callbacks in the Trainer's list, hooks of the module's own."""
+        """Bind again if users have changed the Trainer's callbacks, or hooks on the module itself."""
         if [*map(id, callbacks)] != [*map(id, self._callbacks)] or self._given_hooks() != self._given:
             self._bind(callbacks)
             if self.looked_again is not None:
                 self.looked_again()
 
     def _given_hooks(self) -> dict[str, Any]:
-        """The hooks that the module itself was given, and not its class."""
+        """Return the hooks that are attributes of the module itself, not of its class."""
         given = vars(self.module)
         return {name: given[name] for name in NAMES if name in given}
 
@@ -207,7 +203,7 @@ class Hooks:
             method(batch_idx)
 
     def owners(self, names: tuple[str, ...]) -> list[str]:
-        """The classes outside lockstep that override one of these hooks, as ``Class.hook``."""
+        """Return the classes outside of lockstep that override one of these hooks, as ``Class.hook``."""
         found = []
         everybody = [*((callback, Callback) for callback in self._callbacks), (self.module, ModuleHooks)]
         for name in names:
@@ -228,7 +224,7 @@ class Hooks:
         return monitors
 
     def call(self, name: str, *args: object) -> Any:
-        """Run a hook of everybody who overrides it; gives what the module's own returned."""
+        """Run a hook on callbacks and module; return the result of the module's own method."""
         pair = getattr(self, name)
         if pair is None:
             return None
@@ -245,12 +241,12 @@ class Hooks:
         return returned
 
     def callbacks(self, name: str) -> tuple[Method, ...]:
-        """The callbacks' methods of a hook, without the module's."""
+        """Return the callbacks' methods for a hook, without the module's."""
         pair = getattr(self, name)
         return () if pair is None else pair[0] + pair[2]
 
     def before_own(self, name: str) -> str:
-        """The callback's method of this hook from which this is called, where the module's own comes behind it."""
+        """Return the callback's method of this hook that is calling, if the module's own will run after it; else ""."""
         pair = getattr(self, name)
         if pair is None or pair[1] is None or self.results.hook[0] != name:
             return ""
@@ -276,23 +272,23 @@ class Hooks:
 def _split(
     methods: tuple[CallbackMethod, ...], belongs: Callable[[Callback], bool]
 ) -> tuple[tuple[CallbackMethod, ...], tuple[CallbackMethod, ...]]:
-    """The methods of other callbacks, and of those that belong."""
+    """Split methods into those of other callbacks and those of callbacks that belong."""
     chosen = tuple(method for method in methods if belongs(method.owner))
     return tuple(method for method in methods if method not in chosen), chosen
 
 
-# -- a batch's way to the device ------------------------------------------------------------------------------
+# -- transfer of a batch to the device ------------------------------------------------------------------------
 
 
 OF_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class Transfer:
-    """Moves batches to the strategy's device through the hooks that the data module or the module overrides.
+    """Moves batches to the strategy's device by the hooks that the data module or the module overrides.
 
     Attributes:
-        hooks: those that are called, by name.
-        idle: whether a call would give back the batch as it is; the loops then do not call.
+        hooks: the hooks that are called, by name.
+        idle: True if a call would return the batch unchanged; the loops then skip it.
     """
 
     def __init__(self, module: LightningModule, datamodule: LightningDataModule | None, strategy: Strategy) -> None:
@@ -309,18 +305,19 @@ class Transfer:
         self.use(self.hooks)
 
     def use(self, hooks: Mapping[str, Method]) -> None:
-        """Call these from here on."""
+        """Use these hooks from now on."""
         before, move, after = map(hooks.get, OF_TRANSFER)
         moved = None if move is None else _with_device(move, self._device)
         converted = None if self._convert is None else _of_batch(self._convert)
-        # a cast makes memory that is not pinned, which the copy would wait for; a hook of the user's sees the cast
+        # a cast allocates memory that is not pinned, for which the copy would wait; a hook of the user gets the cast
+        # batch
         there = self._device.type != "cpu" and before is None
         order = (moved, converted, after) if there else (converted, before, moved, after)
         self._steps = [step for step in order if step is not None]
         self.idle = not self._steps
 
     def __call__(self, batch: object, dataloader_idx: int = 0) -> Any:
-        """The batch on the device, in the run's precision."""
+        """Return the batch on the device, in the run's precision."""
         for step in self._steps:
             batch = step(batch, dataloader_idx)
         return batch

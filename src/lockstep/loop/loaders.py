@@ -1,4 +1,4 @@
-"""Where the loaders of a call come from: what it was passed, the data module's hooks or the module's."""
+"""Sources of the loaders of a call: its arguments, the data module's hooks or the module's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunLoaders:
     """The loaders of one call of the Trainer, by stage ("train", "val", "test", "predict").
 
     Attributes:
-        given: what was passed to the call.
+        given: the loaders that were passed to the call.
         datamodule: the data module of the call, or None.
         module: the LightningModule of the call; None between calls.
     """
@@ -32,7 +32,7 @@ class RunLoaders:
         return kept(self)
 
     def hook(self, stage: str) -> Callable[[], Any] | None:
-        """The hook that gives a stage's loaders; None where they were passed, or there are none."""
+        """Return the hook that returns a stage's loaders; None if they were passed, or there are none."""
         name, hook = f"{stage}_dataloader", None
         if self.given.get(stage) is not None:
             return None
@@ -43,7 +43,7 @@ class RunLoaders:
         return hook
 
     def check_reload(self, every: int) -> None:
-        """Warn where loaders are to be made anew and the call was given finished ones."""
+        """Warn if loaders are to be reloaded but were passed as objects."""
         given = [f"{stage}_dataloaders" for stage, loaders in self.given.items() if loaders is not None]
         if every and given:
             rank_zero_warn(
@@ -52,10 +52,10 @@ class RunLoaders:
             )
 
     def defined(self, stage: str) -> bool:
-        """Whether there is a loader for this stage."""
+        """Return True if there is a loader for this stage."""
         return self.given.get(stage) is not None or self.hook(stage) is not None
 
     def request(self, stage: str) -> Any:
-        """The loader or loaders of this stage; None where there are none."""
+        """Return the loader or loaders of this stage; None if there are none."""
         hook = self.hook(stage)
         return self.given.get(stage) if hook is None else hook()

@@ -1,4 +1,4 @@
-"""One name that ``self.log`` was given in one hook: where it may be logged, its running reduction, its newest value."""
+"""A name logged in one hook: the hooks that may log, the running reduction and the newest value."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.loop.logged_rows import NEUTRAL, extreme, joined
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-# Where `self.log` may be called, in the order in which hooks run: hook -> (on_step by default, on_epoch by default,
-# whether on_step is allowed). Of hooks that log one name the later one's value is shown.
+# Hooks in which `self.log` may be called, in the order in which they run: hook -> (on_step by default, on_epoch by
+# default, on_step is allowed). If several hooks log one name, the later one's value is shown.
 _STEP, _EPOCH, _EPOCH_ONLY = (True, False, True), (False, True, True), (False, True, False)
 LOGGING: dict[str, tuple[bool, bool, bool]] = {
     "on_train_start": _EPOCH_ONLY,
@@ -49,21 +49,21 @@ LOGGING: dict[str, tuple[bool, bool, bool]] = {
     "on_train_epoch_end": _EPOCH_ONLY,
 }
 
-# prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: as given to `self.log`
+# prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: as passed to `self.log`
 Options = tuple[Any, ...]
 Key = tuple[str, int, str]  # hook, dataloader_idx (-1: only one), name
 
 
 class Entry:
-    """One name logged in one hook: its running reduction and its newest value.
+    """A name logged in one hook: its running reduction and its newest value.
 
     Attributes:
-        step_fresh: the micro-batch in which ``last`` was logged, as `LogCollector.micro_batch` counts; 0 where that is
-            not newer than the last reduction over the ranks (alone: than what loggers have).
-        epoch_fresh: whether anything was collected since the last :meth:`clear`.
-        dtype: of the reduced values: float64 for float64, the default type (or float32) for all others.
-        quick: the type (torch's, or float) of values that ``LightningModule.log`` may take in itself; None: none.
-        each_step: whether the value of every single step shall be reduced over the ranks (``sync_dist=True``).
+        step_fresh: the micro-batch in which ``last`` was logged, as `LogCollector.micro_batch` counts; 0 if it is not
+            newer than the last reduction over the ranks (on one rank: than the loggers' value).
+        epoch_fresh: True if a value was logged since the last :meth:`clear`.
+        dtype: type of the reduced values: float64 for float64, the default type (or float32) for all others.
+        quick: type (torch's, or float) of values that ``LightningModule.log`` may record itself; None: no type.
+        each_step: True if the value of every single step is reduced over the ranks (``sync_dist=True``).
     """
 
     __slots__ = (
@@ -117,25 +117,25 @@ class Entry:
         self.metric: Metric | None = None
         self.dtype = _kept(torch.get_default_dtype())
         self.quick: Any = None
-        # Python numbers where values are on the CPU (double precision, and a fifth of a tensor operation's cost),
-        # 0-dim tensors on the device where they are on one, so that nothing waits for it.
+        # Python numbers if values are on the CPU (double precision, a fifth of a tensor operation's cost), 0-d tensors
+        # on a device otherwise, so that nothing waits for it.
         self.last: Any = 0.0
         self.total: Any = NEUTRAL[self.op]
-        self.lost: Any = 0.0  # of the total, by rounding, where it is float32
+        self.lost: Any = 0.0  # rounding error of the total, if it is float32
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was collected."""
+        """Drop all values."""
         self.epoch_fresh, self.step_fresh = False, 0
         self.weight = self.last_weight = 0.0
         self.total, self.lost = NEUTRAL[self.op], 0.0
 
     def mark(self, micro_batch: int) -> None:
-        """Note that something was logged in this micro-batch, which counts on another rank."""
+        """Record that another rank's value was logged in this micro-batch."""
         self.epoch_fresh, self.step_fresh = self.on_epoch, micro_batch if self.on_step else 0
 
     def learn_quick(self, value: object) -> None:
-        """Let ``LightningModule.log`` take in values like this one itself, where nothing but a mean is kept."""
+        """Let ``LightningModule.log`` record values of this type itself, if only a mean is kept."""
         if self.op == "mean":
             kind = type(value)
             self.quick = (
@@ -143,7 +143,7 @@ class Entry:
             )
 
     def add(self, value: Tensor | float, weight: float, micro_batch: int) -> None:
-        """Take in one value, a number or a tensor of one element, that was logged in this micro-batch."""
+        """Record a value of this micro-batch: a number or a tensor of one element."""
         if isinstance(value, Tensor):
             if value.ndim:
                 value = self._scalar(value)
@@ -169,9 +169,11 @@ class Entry:
                 self.total = self.total + value
 
     def _on_device(self, value: Tensor) -> Tensor:
-        """A copy (the caller may change its loss in place) in double precision, or the widest that the device has.
+        """Return a copy in double precision, or in the widest dtype of the device.
 
-        A DTensor is whole then: a row is made of it, on the device, as of any other.
+        It is a copy because the caller may change its loss in place.
+
+        A DTensor is gathered, since rows are made of plain tensors.
         """
         wide = value.detach().to(widest(value.device), copy=True)
         return wide if type(wide) is Tensor or not hasattr(wide, "full_tensor") else wide.full_tensor()
@@ -186,7 +188,7 @@ class Entry:
 
     def _number(self, value: object) -> float:
         try:
-            if not isinstance(value, (str, bytes)):  # "3" would pass for a number
+            if not isinstance(value, (str, bytes)):  # float() would accept "3"
                 return float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             pass
@@ -201,22 +203,22 @@ class Entry:
         )
 
     def normal(self) -> list[Any]:
-        """The options in plain types, equal for equal meaning; ``sync_dist`` changes when, not what."""
+        """Return the options in plain types, equal for equal meaning; ``sync_dist`` changes when, not what."""
         return [self.prog_bar, self.logger, self.on_step, self.on_epoch, self.op, *self.options[5:7]]
 
     def snapshot(self) -> tuple[Any, ...]:
-        """How far it has come, for :meth:`go_back`."""
+        """Return the values for :meth:`go_back`."""
         return self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh
 
     def go_back(self, snapshot: tuple[Any, ...]) -> None:
-        """Forget what came after :meth:`snapshot`."""
+        """Restore the values of :meth:`snapshot`."""
         self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = snapshot
 
     def state(self, age: int | None) -> dict[str, Any]:
-        """What a checkpoint keeps of an epoch that is not over.
+        """Return the state for a checkpoint in the middle of an epoch.
 
         Args:
-            age: how many micro-batches ago ``last`` was logged; None where loggers have it.
+            age: number of micro-batches since ``last`` was logged; None if loggers have it.
         """
         return {
             "key": list(self.key),
@@ -231,7 +233,7 @@ class Entry:
 
 
 def _kept(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values of ``dtype`` are shown: a mean of whole numbers or flags is none itself."""
+    """Return the type in which values of ``dtype`` are shown: the mean of whole numbers or flags is a float."""
     if dtype in (torch.float32, torch.float64):
         return dtype
     default = torch.get_default_dtype()
@@ -239,23 +241,23 @@ def _kept(dtype: torch.dtype) -> torch.dtype:
 
 
 def _plus(total: Tensor | float, lost: Tensor | float, value: Tensor) -> tuple[Tensor, Tensor]:
-    """``total + value``, and what rounding takes from it, for the next value: sums in float32 that stay exact to a bit.
+    """Return ``total + value`` and its rounding error (Kahan summation in float32).
 
     Args:
-        total: so far.
-        lost: what the last sum gave; 0 at first.
-        value: to be added.
+        total: the sum so far.
+        lost: rounding error of the last sum; 0 at first.
+        value: the next summand.
     """
     rest = value - lost
     found = total + rest
     return found, (found - total) - rest
 
 
-# -- what several ranks, or the parts of a micro-batch, have logged ------------------------------------------
+# -- merged states of several ranks, or of the parts of a micro-batch ----------------------------------------
 
 
 def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What several ranks had collected in an epoch, as one of them goes on with it; see `LogCollector.state_dict`."""
+    """Merge the states of several ranks in an epoch for one that continues; see `LogCollector.state_dict`."""
     found: dict[Key, dict[str, Any]] = {}
     for saved in (each for part in parts for each in part):
         key: Any = tuple(saved["key"])
@@ -270,7 +272,7 @@ def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _newest_step(op: str, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The newest value of a step that two ranks had logged; of one micro-batch, that of both."""
+    """Return the newer step value of two ranks; if both are of one micro-batch, their reduction."""
     ages = [math.inf if saved.get("age") is None else saved["age"] for saved in (one, other)]
     if ages[0] != ages[1] or ages[0] == math.inf:
         newest = one if ages[0] <= ages[1] else other
@@ -281,7 +283,7 @@ def _newest_step(op: str, one: dict[str, Any], other: dict[str, Any]) -> dict[st
 
 
 def joined_values(op: str, one: Any, its_weight: float, other: Any, others_weight: float) -> Any:
-    """Two reduced values as one; weights are those of means."""
+    """Combine two reduced values; weights are those of means."""
     if op == "mean":
         return (one * its_weight + other * others_weight) / (its_weight + others_weight)
     if op == "sum":

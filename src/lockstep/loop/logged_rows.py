@@ -1,9 +1,10 @@
-"""What a rank has logged as a row of numbers, and how rows of several ranks become one of the same form.
+"""Rows of numbers for logged values of a rank, and their combination over ranks.
 
-A row begins with what is compared: a hash of the names, their number, both again below zero, and whether the rank wants
-to reduce each step. Of all five the largest counts, so that ranks that differ are found: the largest and the smallest
-are not the same then. Behind that come the values, their weights, and the micro-batches of steps' values (0: of an
-epoch's). There is room for more names than there are, so that ranks that differ can meet.
+A row starts with a header that is compared: a hash of the names, their number, both again negated, and whether the rank
+wants to reduce each step. The largest value of each of the five counts. So ranks that differ are found: then the
+largest and the smallest value differ. After the header are the values, their weights, and the micro-batches of step
+values (0 for an epoch's). A row has room for more names than there are, so that ranks with different names can be
+combined.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from lockstep.ground.device import widest
 from lockstep.ground.transfer import pinned
 
 Part: TypeAlias = tuple[float, float, float]
-"""Of one name: its value (of a mean, value x weight), the weight, and the micro-batch. Without a weight it is none."""
+"""Value (of a mean, value x weight), weight, and micro-batch of a name. Without a weight there is no value."""
 
 Total: TypeAlias = tuple[float, float]
-"""Of one name: its value (of a mean, value x weight), and the weight."""
+"""Value (of a mean, value x weight) and weight of a name."""
 
 NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 HEAD = 5
@@ -32,12 +33,12 @@ HEAD = 5
 
 @dataclass(frozen=True)
 class Rows:
-    """How rows are read and combined, alike on all ranks that log the same names.
+    """The layout of rows, the same on all ranks that log the same names.
 
     Args:
-        ops: the reduction of each name, as `NEUTRAL` has them.
-        capacity: names for which a row has room.
-        steps: whether values are of single steps: those of the newest micro-batch count.
+        ops: the reduction of each name, as in `NEUTRAL`.
+        capacity: number of names that fit into a row.
+        steps: True for values of single steps: then those of the newest micro-batch count.
     """
 
     ops: Sequence[str]
@@ -45,12 +46,12 @@ class Rows:
     steps: bool
 
     def make(self, names: int, wants_each_step: bool, parts: Sequence[Part]) -> Tensor:
-        """A row: float64, of ``5 + 3 x capacity`` numbers.
+        """Return a row: float64, of ``5 + 3 x capacity`` numbers.
 
         Args:
-            names: a hash of them.
-            wants_each_step: for the header.
-            parts: of each name.
+            names: hash of the names.
+            wants_each_step: flag for the header.
+            parts: the part of each name.
         """
         kept = parts[: self.capacity]
         room = [0.0] * (self.capacity - len(kept))
@@ -60,7 +61,7 @@ class Rows:
         return torch.tensor(numbers, dtype=torch.float64)
 
     def make_on(self, device: torch.device, parts: Sequence[tuple[Any, float, int]]) -> Tensor:
-        """A row on a device, of values that are there or not; without a hash of the names, and nobody waits."""
+        """Return a row on a device, of values on any device, without a hash of the names and without a wait."""
         far = [isinstance(value, Tensor) and value.device.type != "cpu" for value, *_ in parts]
         known = [(0.0 if there else value, *rest) for there, (value, *rest) in zip(far, parts, strict=True)]
         row = self.make(0, False, [part_of(op, *each) for op, each in zip(self.ops, known, strict=True)])
@@ -72,7 +73,7 @@ class Rows:
         return row
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Rows (..., k, n) as one (..., n): sums in their order, from the first on."""
+        """Combine rows (..., k, n) to one (..., n): sums are taken in order, starting with the first row."""
         head = rows[..., :HEAD].amax(-2)
         parts = rows[..., HEAD:].view(*rows.shape[:-1], 3, self.capacity)
         values, weights, newest = parts.unbind(-2)
@@ -91,36 +92,36 @@ class Rows:
             known = torch.where(there, values, NEUTRAL[op])
             several = torch.stack([known[..., place] for place in places], -1).unbind(-2)
             found = functools.reduce(functools.partial(_extreme, op), several)
-            for number, place in enumerate(places):  # a list of places would be copied to the device
+            for number, place in enumerate(places):  # indexing by a list would copy it to the device
                 total[..., 0, place] = found[..., number]
         return torch.cat([head, total.flatten(-2), newest[..., 0, :]], -1)
 
     @functools.cached_property
     def _extremes(self) -> dict[str, list[int]]:
-        """The places of names that are reduced by "min" or "max"."""
+        """Indices of the names that are reduced by "min" or "max"."""
         ops = self.ops[: self.capacity]
         return {op: [place for place, each in enumerate(ops) if each == op] for op in ("min", "max") if op in ops}
 
     def shown(self, row: Tensor) -> list[Tensor]:
-        """What is shown of each name, on the row's device."""
+        """Return the value of each name to show, on the row's device."""
         totals, weights = row[HEAD:].view(3, self.capacity)[:2].unbind()
         totals = totals + 0.0
-        means = totals / weights  # without weight NaN
+        means = totals / weights  # NaN without weight
         return [(means if op == "mean" else totals)[place] for place, op in enumerate(self.ops)]
 
     def ranks_differ(self, row: Tensor) -> bool:
-        """Whether ranks log other names than others, or more than there is room for."""
+        """Return True if the ranks log different names, or more than fit."""
         names, count, least_names, least_count, _ = row[:HEAD].tolist()
         return bool(names != -least_names or count != -least_count or count > self.capacity)
 
     def totals(self, row: Tensor) -> list[Total]:
-        """The value and the weight of each name."""
+        """Return value and weight of each name."""
         numbers = row.tolist()[HEAD:]
         return list(zip(numbers, numbers[self.capacity :], strict=False))[: len(self.ops)]
 
 
 def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
-    """What a value is in a row; that of a mean in an epoch (micro-batch 0) is a sum already."""
+    """Return a value's part of a row. A mean in an epoch (micro-batch 0) is already a sum."""
     if weight == 0.0:
         return NEUTRAL[op], 0.0, 0.0
     number = float(value)
@@ -128,22 +129,22 @@ def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
 
 
 def head(names: int, count: int, wants_each_step: bool) -> list[float]:
-    """What a row begins with: a hash of the names, how many there are, and whether the rank reduces each step."""
+    """Return the header of a row: hash of the names, their number, both negated, and the flag for each step."""
     return [float(names), float(count), -float(names), -float(count), float(wants_each_step)]
 
 
 def largest(rows: Tensor) -> Tensor:
-    """Beginnings of rows (..., k, 5) as one (..., 5)."""
+    """Combine headers of rows (..., k, 5) to one (..., 5)."""
     return rows.amax(-2)
 
 
 def each_step_wanted(row: Tensor) -> bool:
-    """Whether any rank wants to reduce each step."""
+    """Return True if any rank wants to reduce each step."""
     return bool(row[HEAD - 1])
 
 
 def shown_value(op: str, value: float, weight: float) -> float:
-    """The value of what was combined; of a mean without weight NaN."""
+    """Return the value to show for a combined part; NaN for a mean without weight."""
     if op == "mean":
         return (value + 0.0) / weight if weight else math.nan
     if not weight:
@@ -152,7 +153,7 @@ def shown_value(op: str, value: float, weight: float) -> float:
 
 
 def joined(op: str, totals: Sequence[Total]) -> Total:
-    """Several as one."""
+    """Combine several totals to one."""
     values, weights = zip(*totals, strict=True)
     if op in ("min", "max"):
         return functools.reduce(functools.partial(extreme, op), values), sum(weights)
@@ -160,9 +161,9 @@ def joined(op: str, totals: Sequence[Total]) -> Total:
 
 
 def extreme(op: str, one: Any, other: Any) -> Any:
-    """The smaller ("min") or larger ("max") number. NaN wins, as it does in torch; -0.0 is below 0.0.
+    """Return the smaller ("min") or larger ("max") number. NaN wins, as in torch; -0.0 is below 0.0.
 
-    Where the second is a tensor, on a device, so is what comes out.
+    If the second number is a tensor on a device, so is the result.
     """
     if isinstance(other, Tensor):
         pick = torch.minimum if op == "min" else torch.maximum
@@ -176,7 +177,7 @@ def extreme(op: str, one: Any, other: Any) -> Any:
 
 
 def _extreme(op: str, one: Tensor, other: Tensor) -> Tensor:
-    """`extreme`, element by element."""
+    """Apply `extreme` element by element."""
     first, second = (one, other) if op == "min" else (other, one)
     pick = torch.minimum if op == "min" else torch.maximum
     return torch.where(one == other, torch.where(one.signbit(), first, second), pick(one, other))

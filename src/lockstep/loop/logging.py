@@ -1,4 +1,4 @@
-"""What ``self.log`` collects: values by name over the steps, then over the ranks in one row of numbers."""
+"""Collection of logged values: by name over the steps, then over the ranks in one row of numbers."""
 
 from __future__ import annotations
 
@@ -47,47 +47,47 @@ NOT_SAVED = (
 _PLACES = {hook: place for place, hook in enumerate(LOGGING)}
 
 LogSnapshot = dict[Key, tuple[Any, ...]]
-"""How far each entry had come."""
+"""Snapshots of all entries."""
 Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-batch of a step's value; 0: an epoch's)
 
 
 def _place(key: Key) -> tuple[int, Key]:
-    """For an order of what is logged that is the same on all ranks."""
+    """Sort key for logged entries; identical on all ranks."""
     return _PLACES[key[0]], key
 
 
 def _newest(entry: Entry) -> tuple[Any, float, int]:
-    """Of a single step."""
+    """Return value, weight and micro-batch of an entry's newest step."""
     return entry.last, entry.last_weight if entry.step_fresh else 0.0, entry.step_fresh
 
 
 def _hash(fresh: list[Entry]) -> int:
-    """Of what a rank has logged, alike where it is the same."""
+    """Return a hash of a rank's logged entries; ranks with the same entries get the same hash."""
     names = repr([(entry.key, entry.op, entry.metric is not None, entry.dtype) for entry in fresh])
     return zlib.crc32(names.encode())
 
 
 class LogCollector:
-    """What was logged in one stage (training or one evaluation).
+    """The values logged in one stage (training or one evaluation).
 
-    Single steps' values are this rank's own until one of the reductions here, all of them collective:
-    :meth:`reduce_step` at logging intervals; :meth:`agree_on_step` before something is decided by them, and after
-    every micro-batch once any rank has logged one with ``sync_dist=True``. That is agreed on too: each reduction
-    carries whether this rank has, so that ranks that log different names still meet in the same places.
+    Values of single steps are this rank's own until one of these reductions, which are collective: :meth:`reduce_step`
+    at logging intervals; :meth:`agree_on_step` before a decision depends on them, and after every micro-batch once any
+    rank has logged one with ``sync_dist=True``. The ranks agree on that too: each reduction carries whether this rank
+    has, so ranks that log different names still run the same reductions.
 
     Attributes:
-        each_step: whether the loop calls :meth:`agree_on_step` after the micro-batch at hand; the same on all ranks.
-        among_batches: whether an epoch's batches run: who looks then sees single steps' values, else the epoch's.
-        ended: the evaluation is over but for its last hook: a resume does not come back to what metrics hold.
+        each_step: True if the loop calls :meth:`agree_on_step` after the current micro-batch; the same on all ranks.
+        among_batches: True while an epoch's batches run: readers then see values of single steps, else of the epoch.
+        ended: True if the evaluation has ended except for its last hook: a resume does not restore metrics.
 
     Args:
-        combined: float64 vectors of equal length from all ranks, made one by a function.
-        from_zero: what rank 0 makes of a small Python object of each rank, on every rank.
+        combined: combines float64 vectors of equal length from all ranks by a function.
+        from_zero: sends rank 0's result of a function on a small Python object of each rank to every rank.
         world_size: number of ranks.
         rank: this rank.
-        on_cpu: whether values are on the CPU, where a number costs no waiting for a device.
-        counted: the ranks whose values count, one of each replica; None: all ranks see samples of their own.
-        module: whose torchmetrics objects are found by name on ranks that had no data for them.
+        on_cpu: True if values are on the CPU, where reading a number waits for no device.
+        counted: the ranks whose values count, one of each replica; None: all ranks have different samples.
+        module: used to find torchmetrics objects by name on ranks that had no data for them.
     """
 
     def __init__(
@@ -109,18 +109,18 @@ class LogCollector:
         self._counts = counted is None or rank in counted
         self._there: Callable[[Tensor, Combine], Tensor] | None = None
         self._device = torch.device("cpu")
-        self._capacity = 64  # names that fit into a row; grows alike on all ranks
+        self._capacity = 64  # number of names that fit into a row; grows on all ranks together
         self._tables: dict[tuple[str, int], dict[str, Entry]] = {}
-        self._agreed: dict[Key, tuple[Entry, str, Tensor]] = {}  # reduced, and not yet sent to the loggers
+        self._agreed: dict[Key, tuple[Entry, str, Tensor]] = {}  # reduced, but not yet sent to the loggers
         self._by_loader: StatesByLoader | None = None  # metrics' states, in an evaluation of several loaders
         self._wants_each_step = False  # this rank has logged with sync_dist=True
-        self.each_step = world_size > 1  # the first one finds out
+        self.each_step = world_size > 1  # the first reduction decides
         self.table: dict[str, Entry] | None = None
         self.hook: tuple[str, int] = ("", -1)
         self.among_batches = self.ended = False
-        self.show_ahead: Callable[[], int] | None = None  # as `StepParts.show_newest`, where windows are played ahead
+        self.show_ahead: Callable[[], int] | None = None  # `StepParts.show_newest`, if windows are played ahead
         self.shown = 0  # the micro-batch after which users last saw all values
-        self.micro_batch = 1  # counted by the training loop, alike on all ranks
+        self.micro_batch = 1  # counted by the training loop, in the same way on all ranks
         self.weight = 1.0
         self.muted = False
         trainer = getattr(module, "_trainer", None)
@@ -129,7 +129,7 @@ class LogCollector:
 
     @classmethod
     def of(cls, strategy: Strategy, module: nn.Module) -> LogCollector:
-        """A collector of what ``module`` logs, reduced over the ranks of ``strategy``."""
+        """Return a collector for what ``module`` logs, reduced over the ranks of ``strategy``."""
         ranks = strategy.collectives
         device = strategy.root_device
         on_cpu = device.type == "cpu"
@@ -141,30 +141,30 @@ class LogCollector:
         return made
 
     def reduce_there(self, combined: Callable[[Tensor, Combine], Tensor], device: torch.device) -> None:
-        """Reduce values of single steps on the device where they are: a log with ``sync_dist`` waits for nothing."""
+        """Reduce values of single steps on their device, so that a log with ``sync_dist`` waits for nothing."""
         self._there, self._device = combined, device
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
-        """Say in which hook the next ``log`` calls happen."""
+        """Set the hook in which the next ``log`` calls happen."""
         self.hook = (hook, dataloader_idx)
         self.table = self._tables.get(self.hook)
         if self.table is None and hook in LOGGING:
             self.table = self._table_of(self.hook)
 
     def _table_of(self, hook: tuple[str, int]) -> dict[str, Entry]:
-        """What is logged in a hook; tables are in the order of hooks, as the later one's value of a name is shown."""
+        """Return the table of a hook. Tables are in the order of hooks, since the later value of a name is shown."""
         if hook not in self._tables:
             tables = {**self._tables, hook: {}}
             self._tables = {key: tables[key] for key in sorted(tables, key=lambda key: (_PLACES[key[0]], key))}
         return self._tables[hook]
 
     def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
-        """Take in one value of ``name``; what ``LightningModule.log`` does not take in by itself."""
-        if self._barebones:  # nothing is ever kept, so that `LightningModule.log` always comes here
+        """Record one value of ``name`` that ``LightningModule.log`` does not record by itself."""
+        if self._barebones:  # no entry is ever created, so `LightningModule.log` always ends here
             warn_once("self.log(...) keeps nothing under Trainer(barebones=True).", key="log in barebones mode")
             return
         if STATE.recomputing or (self.muted and not is_metric(value)):
-            return  # what a forward computes again was logged by the first one
+            return  # values of a recomputed forward were logged by the first one
         table = self.table
         entry = None if table is None else table.get(name)
         if entry is None or entry.options != options:
@@ -219,12 +219,12 @@ class LogCollector:
         entry.epoch_fresh = entry.on_epoch
         forward = metric._forward_cache
         if entry.on_step and forward is not None and not self.muted:
-            on_epoch, entry.on_epoch = entry.on_epoch, False  # the metric itself keeps the epoch's value
+            on_epoch, entry.on_epoch = entry.on_epoch, False  # the metric keeps the epoch's value itself
             entry.add(forward, weight, self.micro_batch)
             entry.on_epoch = on_epoch
 
     def end_loader(self, loader: int) -> None:
-        """A loader of several is done on this rank: the metrics that were logged there begin anew."""
+        """End one of several loaders on this rank: keep the states of its metrics, and reset them."""
         if self._by_loader is None:
             self._by_loader = StatesByLoader()
         for (_, dataloader_idx), table in self._tables.items():
@@ -236,11 +236,11 @@ class LogCollector:
         return [entry for table in self._tables.values() for entry in table.values()]
 
     def step_values(self, since: int = 0, for_bar: bool = False) -> list[tuple[Entry, str, Tensor]]:
-        """The newest on_step values of this rank, not reduced: (entry, name, value).
+        """Return the newest on_step values of this rank, not reduced: (entry, name, value).
 
         Args:
-            since: only those of later micro-batches.
-            for_bar: only those that the progress bar shows.
+            since: only values of later micro-batches.
+            for_bar: only values for the progress bar.
         """
         entries = [
             entry
@@ -254,7 +254,7 @@ class LogCollector:
         ]
 
     def take_step_values(self) -> list[tuple[Entry, str, Tensor]]:
-        """:meth:`step_values`, each of them once."""
+        """Return :meth:`step_values`, each value once."""
         values = self.step_values()
         for entry, _, _ in values:
             entry.step_fresh = 0
@@ -262,16 +262,16 @@ class LogCollector:
 
     @does("reducing logged values")
     def reduce_step(self) -> list[tuple[Entry, str, Tensor]]:
-        """:meth:`agree_on_step`, with what was agreed on since the last call: what loggers get. Collective."""
+        """Reduce step values, and return all that were reduced since the last call, for loggers. Collective."""
         self.agree_on_step()
         values, self._agreed = list(self._agreed.values()), {}
         return values
 
     def agree_on_step(self) -> list[tuple[Entry, str, Tensor]]:
-        """The on_step values that any rank logged since the last reduction, over all ranks; one packed row.
+        """Reduce the on_step values that any rank logged since the last reduction, in one packed row. Collective.
 
-        Collective. The values of the newest micro-batch in which any rank logged a name count: a rank without samples
-        of it has an older one. The loggers get what comes out by the next :meth:`reduce_step`.
+        For each name, values of the newest micro-batch in which any rank logged it count: a rank without samples of
+        that one has an older value. Loggers get the results by the next :meth:`reduce_step`.
         """
         fresh = [entry for entry in self._entries() if entry.step_fresh]
         reduced = (self._reduce if self._there is None else self._reduce_there)(fresh, _newest)
@@ -283,12 +283,12 @@ class LogCollector:
         return values
 
     def epoch_so_far(self, loader: int = -1) -> list[tuple[Entry, str, Tensor]]:
-        """The on_epoch values of this rank, not reduced, of what was collected since the last :meth:`reduce_epoch`.
+        """Return this rank's on_epoch values, not reduced, since the last :meth:`reduce_epoch`.
 
-        A metric's value needs all ranks, and there are several in an evaluation of several loaders: both are left out.
+        Metrics are left out if there are several ranks, which their value needs, or several loaders.
 
         Args:
-            loader: what was logged from this one; -1: what was logged for no loader of several.
+            loader: only values of this loader; -1: values without a loader number.
         """
         found = []
         for entry in self._entries():
@@ -307,11 +307,11 @@ class LogCollector:
         return found
 
     def snapshot(self) -> LogSnapshot:
-        """How far everything has come, for :meth:`go_back`."""
+        """Return snapshots of all entries, for :meth:`go_back`."""
         return {entry.key: entry.snapshot() for entry in self._entries()}
 
     def go_back(self, snapshot: LogSnapshot) -> None:
-        """Forget what was logged after :meth:`snapshot`, torchmetrics objects' own state excepted."""
+        """Drop what was logged after :meth:`snapshot`, except in torchmetrics objects' own state."""
         for entry in self._entries():
             if entry.key in snapshot:
                 entry.go_back(snapshot[entry.key])
@@ -320,11 +320,11 @@ class LogCollector:
 
     @does("reducing logged values")
     def reduce_epoch(self) -> list[tuple[Entry, str, Tensor]]:
-        """The on_epoch values over all steps and ranks; one packed row, and the metrics' own. Collective.
+        """Reduce the on_epoch values over all steps and ranks, in one packed row, and compute metrics. Collective.
 
-        What is reduced is cleared, so that a second call gives only what was logged in between; so are the newest
-        values of single steps, which the epoch's values replace. Metrics keep what they have collected, of all loaders,
-        for the hooks of the epoch's end, until :meth:`reset_metrics`.
+        Reduced entries are cleared, so a second call returns only what was logged in between. The newest values of
+        single steps are cleared too, since the epoch's values replace them. Metrics keep their states, of all loaders,
+        for the hooks at the epoch's end, until :meth:`reset_metrics`.
         """
         fresh = [entry for entry in self._entries() if entry.epoch_fresh]
         values = self._reduce(fresh, _epochs)
@@ -332,7 +332,7 @@ class LogCollector:
         found = []
         for entry, value in values:
             if entry.metric is not None:
-                if computed[entry.key] is None:  # it has seen nothing, and has no value
+                if computed[entry.key] is None:  # the metric has no data and no value
                     continue
                 number = _one_number(computed[entry.key])
                 if number is None:
@@ -352,17 +352,17 @@ class LogCollector:
 
     @property
     def metrics(self) -> list[Metric]:
-        """The torchmetrics objects that were logged, each once."""
+        """The logged torchmetrics objects, each once."""
         return list({id(entry.metric): entry.metric for entry in self._entries() if entry.metric is not None}.values())
 
     def reset_metrics(self) -> None:
-        """An epoch is over, with the hooks of its end: metrics begin anew, those of single steps, too."""
+        """Reset all metrics after the hooks of the epoch's end, including those of single steps."""
         for metric in self.metrics:
             metric.reset()
 
     def _computed(self, entries: list[Entry]) -> dict[Key, Any]:
-        """What each entry's metric says, over the ranks, of the loader that it was logged from. Collective."""
-        groups: dict[tuple[int, Any], list[Entry]] = {}  # of those that show one number
+        """Compute each entry's metric over the ranks, for the loader that logged it. Collective."""
+        groups: dict[tuple[int, Any], list[Entry]] = {}  # entries that show the same number
         for entry in entries:
             several = self._by_loader is not None and entry.key[1] >= 0
             groups.setdefault((id(entry.metric), entry.name if several else None), []).append(entry)
@@ -377,7 +377,7 @@ class LogCollector:
         return found
 
     def _reduce(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
-        """Reduce entries over the ranks: names travel as a hash, and in full only where the hashes differ."""
+        """Reduce entries over the ranks. Names are sent as a hash, and in full only if hashes differ. Collective."""
         fresh.sort(key=lambda entry: _place(entry.key))
         if self._world_size > 1:
             fresh, totals = self._exchange(fresh, read)
@@ -391,7 +391,7 @@ class LogCollector:
         ]
 
     def _reduce_there(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
-        """:meth:`_reduce` on the device: nobody waits for a value, and what comes out is there, too."""
+        """Do the same as :meth:`_reduce` on the device, without a wait for values or results. Collective."""
         assert self._there is not None
         fresh.sort(key=lambda entry: _place(entry.key))
         mine = torch.tensor(head(_hash(fresh), len(fresh), self._wants_each_step), dtype=torch.float64)
@@ -407,7 +407,7 @@ class LogCollector:
         return [(entry, value.to(entry.dtype)) for entry, value in zip(fresh, shown, strict=True)]
 
     def _locals(self, fresh: list[Entry], read: Reader) -> list[Part]:
-        """What this rank has of each, whose values come by one copy."""
+        """Return this rank's part for each entry; values on a device are read by one copy."""
         parts = [read(entry) for entry in fresh]
         numbers = floats([value if weight else 0.0 for value, weight, _ in parts])
         return [
@@ -424,13 +424,13 @@ class LogCollector:
 
     def _combined_row(self, names: int, fresh: list[Entry], read: Reader) -> tuple[Rows, Tensor]:
         rows = Rows([entry.op for entry in fresh], self._capacity, read is not _epochs)
-        # of ranks that see the same samples one counts
+        # one of the ranks with the same samples counts
         parts = self._locals(fresh, read) if self._counts else [(NEUTRAL[entry.op], 0.0, 0.0) for entry in fresh]
         mine = rows.make(names, self._wants_each_step, parts)
         return rows, self._combined(mine, rows.combine)
 
     def _agree_on_names(self, fresh: list[Entry]) -> list[Entry]:
-        """The union of what any rank logged, in one order; entries that this rank lacks are made, empty."""
+        """Return the union of the ranks' entries, in the same order; missing ones are created empty. Collective."""
         modules = self._modules()
         names = {id(module): name for name, module in modules.items()}
         mine = [
@@ -465,9 +465,10 @@ class LogCollector:
         return entries
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What was collected in an epoch that is not over; plain types and tensors.
+        """Return the values collected in an unfinished epoch, as plain types and tensors.
 
-        What a torchmetrics object has collected is in its own state; here is that it was logged, if it is the module's.
+        The data of a torchmetrics object is in its own state. This state records that it was logged, if the module has
+        it.
         """
         before, micro_batch = self.snapshot(), self.micro_batch
         if self.show_ahead is not None:
@@ -485,7 +486,7 @@ class LogCollector:
                 _say_not_saved(entry)
                 continue
             is_newer = entry.step_fresh > (self.shown if self._world_size == 1 else 0) and entry.last_weight > 0
-            is_logged = entry.epoch_fresh or entry.metric is not None  # which is reset when the epoch is over
+            is_logged = entry.epoch_fresh or entry.metric is not None  # a metric is reset at the end of the epoch
             if is_logged or entry.each_step or is_newer:
                 metric = None if entry.metric is None else names[id(entry.metric)]
                 age = self.micro_batch - entry.step_fresh if is_newer else None
@@ -496,11 +497,12 @@ class LogCollector:
         return {} if self._module is None else dict(self._module.named_modules())
 
     def load_state_dict(self, state: list[dict[str, Any]], micro_batches: int = 0) -> None:
-        """Go on collecting where :meth:`state_dict` was taken.
+        """Continue from the state of :meth:`state_dict`.
 
         Args:
-            state: of this rank.
-            micro_batches: how many the run has had, alike on all ranks: ranks compare whose value is the newest.
+            state: this rank's state.
+            micro_batches: number of micro-batches of the run so far, the same on all ranks: it shows which value is the
+                newest.
         """
         modules = self._modules()
         self.micro_batch += micro_batches
@@ -521,16 +523,16 @@ class LogCollector:
 
 @dataclass
 class _Logged:
-    """One name that any rank has logged."""
+    """A name that any rank has logged."""
 
     options: Options
-    metric: str | None  #: where the module has it; "": nowhere; None: it is none
+    metric: str | None  #: name in the module; "": the module does not have it; None: it is not a metric
     dtype: torch.dtype  #: a rank that logged nothing shows the value in the type of the others
-    ranks: list[int]  #: that have logged it, where that matters
+    ranks: list[int]  #: the ranks that have logged it, if that matters
 
 
 def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
-    """What all ranks have logged."""
+    """Return the union of what all ranks have logged."""
     union: dict[Key, _Logged] = {}
     for rank, theirs in enumerate(of_ranks):
         for (hook, dataloader_idx, name), options, metric, dtype in theirs:
@@ -542,16 +544,16 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
 
 
 def _say_not_saved(entry: Entry) -> None:
-    """A checkpoint does not hold what a metric has collected, as no name leads to it."""
+    """Warn that a checkpoint lacks the state of a metric that the module does not have."""
     if entry.epoch_fresh:
         warn_once(NOT_SAVED.format(name=entry.key[2], metric=type(entry.metric).__name__))
 
 
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
-    """What several loaders logged as one name (``add_dataloader_idx=False``): each shows the value over all of them.
+    """Join values that several loaders logged under one name (``add_dataloader_idx=False``): each shows the total.
 
     Raises:
-        MisconfigurationException: they mean different things by it.
+        MisconfigurationException: the loaders log it in different ways.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for place, entry in enumerate(entries):
@@ -574,10 +576,10 @@ def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
 
 
 def checked_size(name: str, batch_size: object) -> float:
-    """The weight that `self.log` was given.
+    """Return the ``batch_size`` of a `self.log` call as a weight.
 
     Raises:
-        MisconfigurationException: it is no number of samples.
+        MisconfigurationException: it is not a number of samples.
     """
     try:
         size = float(batch_size)  # type: ignore[arg-type]
@@ -592,7 +594,7 @@ def checked_size(name: str, batch_size: object) -> float:
 
 
 def _one_number(value: object) -> Tensor | None:
-    """What a metric says, as a tensor without dimensions; None where it is no single number."""
+    """Return a metric's value as a 0-d tensor; None if it is not a single number."""
     return value.detach().reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else None
 
 

@@ -1,4 +1,4 @@
-"""The memory of a run: what it is used for."""
+"""The uses of a run's memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lockstep.memory.meter import Activations, MemoryUse
 
 
 def memory_of(session: Session) -> MemoryUse:
-    """What this rank's memory is used for; after a fit, what it was when that ended.
+    """Return the uses of this rank's memory; after a fit, those at its end.
 
     Raises:
-        MisconfigurationException: before the first call of the Trainer.
+        MisconfigurationException: no call of the Trainer has set up a module.
     """
     strategy = session.strategy
     if session.state.stage is None and session.used is not None:
@@ -35,9 +35,9 @@ def memory_of(session: Session) -> MemoryUse:
 
 
 def countable(session: Session) -> Activations | None:
-    """What counts the activations of this session's module; None where they cannot be told from outside.
+    """Return a counter for the activations of this session's module; None if they cannot be observed.
 
-    So it is in compiled modules, and where one process drives several devices in threads.
+    That is so in compiled modules, and if one process drives several devices in threads.
     """
 
     def gathered() -> list[Tensor]:
@@ -48,12 +48,12 @@ def countable(session: Session) -> Activations | None:
 
 
 def watch_first_window(session: Session, step: Step, told: Callable[[], None]) -> None:
-    """Count what the first forward of a fit keeps; later ones are as they are without this.
+    """Count the activations that the first forward of a fit keeps; later forwards are not changed.
 
     Args:
-        session: keeps what was counted.
-        step: of the fit, set up.
-        told: called when the first window is over.
+        session: stores the count.
+        step: the fit's step, set up.
+        told: called after the first window.
     """
     session.used = session.activations = None
     activations = countable(session)
@@ -82,6 +82,6 @@ def watch_first_window(session: Session, step: Step, told: Callable[[], None]) -
 
 
 def keep(session: Session) -> None:
-    """A fit is over, and its buckets will be gone: keep what memory was used for."""
+    """Keep the uses of memory at the end of a fit, before its buckets are released."""
     if session.fitting and session.activations is not None:
         session.used = memory_of(session)

@@ -1,4 +1,4 @@
-"""States of torchmetrics objects: kept by loader, put back, and made ready for the reduction over the ranks."""
+"""States of torchmetrics objects: kept by loader, restored, and prepared for the reduction over the ranks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
     from lockstep.engines.strategy import Strategy
 
-# of a metric and the metrics inside it: (metric, states, updates, last result, last forward's result)
+# for a metric and the metrics inside it: (metric, states, number of updates, last result, last forward's result)
 Snapshot = list[tuple["Metric", dict[str, Any], int, Any, Any]]
 
 
 def is_metric(value: object) -> TypeGuard[Metric]:
-    """Whether ``value`` is a torchmetrics object (never imports torchmetrics: who has one has imported it)."""
+    """Return True if ``value`` is a torchmetrics object. Never imports torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def parts_of(metric: Metric) -> list[Metric]:
-    """The metric and those inside it, in one order on all ranks."""
+    """Return the metric and those inside it, in the same order on all ranks."""
     return [part for part in metric.modules() if is_metric(part)]
 
 
 def snapshot(metric: Metric) -> Snapshot:
-    """What a metric has collected."""
+    """Return the states of a metric."""
     return [
         (part, part._copy_state_dict(), part._update_count, part._computed, part._forward_cache)
         for part in parts_of(metric)
@@ -43,7 +43,7 @@ def snapshot(metric: Metric) -> Snapshot:
 
 
 def put_back(saved: Snapshot) -> None:
-    """Let a metric have what it had when the snapshot was taken."""
+    """Restore the states of a snapshot."""
     for part, states, count, computed, cache in saved:
         for name, value in states.items():
             setattr(part, name, [*value] if isinstance(value, list) else value)  # a reset empties lists in place
@@ -51,25 +51,25 @@ def put_back(saved: Snapshot) -> None:
 
 
 class StatesByLoader:
-    """What metrics have collected in the loaders of an evaluation that are done, each for itself.
+    """States of metrics from the finished loaders of an evaluation, one for each loader.
 
-    One metric object may be logged from several loaders; it begins anew with each, and what it had stays here.
+    One metric object may be logged from several loaders. It is reset after each, and its states are kept here.
     """
 
     def __init__(self) -> None:
-        self._saved: dict[tuple[int, int], Snapshot] = {}  # by the metric's id: a snapshot holds the metric
+        self._saved: dict[tuple[int, int], Snapshot] = {}  # by the metric's id; the snapshot keeps the metric alive
 
     def keep(self, metric: Metric, loader: int) -> None:
-        """A loader is done: keep what the metric has collected, and let it begin anew."""
+        """Keep a metric's states at the end of a loader, and reset it."""
         if (id(metric), loader) not in self._saved:
             self._saved[id(metric), loader] = snapshot(metric)
             metric.reset()
 
     def show(self, metric: Metric, loaders: Iterable[int], name: str) -> None:
-        """Let the metric have what it collected in some loaders together.
+        """Set the metric to its states from some loaders together.
 
         Raises:
-            MisconfigurationException: it cannot join what it collected.
+            MisconfigurationException: the metric cannot merge its states.
         """
         metric.reset()
         found = [self._saved[id(metric), loader] for loader in loaders if (id(metric), loader) in self._saved]
@@ -89,23 +89,23 @@ class StatesByLoader:
                 ) from error
 
     def show_all(self, metric: Metric) -> None:
-        """Let the metric have what it collected in all loaders; nothing where it cannot join that."""
+        """Set the metric to its states from all loaders; reset it if it cannot merge them."""
         loaders = [loader for which, loader in self._saved if which == id(metric)]
         try:
             self.show(metric, loaders, type(metric).__name__)
         except MisconfigurationException:
             metric.reset()
         for part in parts_of(metric):
-            part._computed = None  # a loader's own
+            part._computed = None  # it is a single loader's
 
 
 @contextmanager
 def lists_made_alike(strategy: Strategy) -> Iterator[None]:
-    """While a call of the Trainer lasts: torchmetrics exchanges lists that are empty on some ranks, too.
+    """Let torchmetrics exchange lists that are empty on some ranks, during a call of the Trainer.
 
-    That goes for each metric that is computed over the ranks, by `self.log` or by the user's own `compute()`, in a
-    module or in a callback: a rank without samples is the rule here, where no sample is repeated to fill it. Of the
-    ranks that see the same samples one takes part.
+    That holds for each metric computed over the ranks, by `self.log` or by the user's own `compute()`, in a module or a
+    callback. Ranks without samples are common here, since no sample is repeated to fill them. One of the ranks with the
+    same samples takes part.
     """
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
@@ -127,14 +127,14 @@ def lists_made_alike(strategy: Strategy) -> Iterator[None]:
 
 _lock = threading.Lock()
 _sessions: list[Strategy] = []
-"""The strategies of Trainers' calls, of which one may be inside another."""
+"""Strategies of the running calls of Trainers; a call may run inside another."""
 _plain: list[Callable[..., None]] = []
 
 
 def _sync_dist(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None) -> None:
-    """Stands for `torchmetrics.Metric._sync_dist` while a call of the Trainer lasts."""
+    """Replace `torchmetrics.Metric._sync_dist` during a call of the Trainer."""
     own = sys.modules["torchmetrics.utilities.distributed"].gather_all_tensors
-    if dist_sync_fn is None or dist_sync_fn is own:  # else the user's own exchange: it may need no process group
+    if dist_sync_fn is None or dist_sync_fn is own:  # else the user's own exchange, which may need no process group
         group = process_group = process_group or metric.process_group or _sessions[-1].peers
 
         def gather_objects(mine: object) -> list[Any]:
@@ -147,17 +147,17 @@ def _sync_dist(metric: Metric, dist_sync_fn: Any = None, process_group: Any = No
 
 
 def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]]) -> None:
-    """Before a metric is reduced over the ranks: let one that collected nothing in a list take part. Collective.
+    """Prepare a metric whose list is empty on this rank for a reduction over the ranks. Collective.
 
-    torchmetrics sends one message for each tensor in a list, so that ranks whose lists are of other lengths would wait
-    for each other, or be aborted by gloo.
+    torchmetrics sends one message for each tensor in a list. With lists of different lengths the ranks would wait for
+    each other, or gloo would abort them.
 
     Args:
-        metric: alike on all ranks.
+        metric: the same on all ranks.
         gather_objects: all_gather of a small Python object.
 
     Raises:
-        MisconfigurationException: lists that are not joined to one tensor are of other lengths.
+        MisconfigurationException: lists that are not concatenated to one tensor have different lengths.
     """
     names = _lists(metric)
     if not names:
@@ -184,7 +184,7 @@ def _lists(metric: Metric) -> list[str]:
 
 
 def _described(value: Any) -> tuple[int, Any]:
-    """(length of a list, type and shape of a row in it)."""
+    """Return the length of a list, and type and shape of a row in it."""
     if isinstance(value, Tensor):
         value = [value]
     tensors = [item for item in value if isinstance(item, Tensor)]
@@ -193,7 +193,7 @@ def _described(value: Any) -> tuple[int, Any]:
 
 
 def leave_inference_mode(module: nn.Module) -> None:
-    """Let metrics and buffers be tensors that a later fit can change; those made in inference mode cannot be."""
+    """Clone the inference tensors in metrics and buffers, which a later fit could not change."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else _ordinary(buffer)
@@ -207,10 +207,10 @@ def _ordinary(value: Any) -> Any:
 
 
 def find_metric(module: nn.Module, name: str) -> Metric | None:
-    """The metric that a checkpoint names; None where the module has none.
+    """Return the metric that a checkpoint names; None if the module has none.
 
-    What tracks a metric over epochs (torchmetrics' `MetricTracker`) makes another one with each, and makes here those
-    of the epochs that are over.
+    A tracker of a metric over epochs (torchmetrics' `MetricTracker`) adds a copy for each epoch; those of past epochs
+    are created here.
     """
     owner: Any = module
     for part in name.split("."):
@@ -224,7 +224,7 @@ def find_metric(module: nn.Module, name: str) -> Metric | None:
 
 
 def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
-    """A torchmetrics object's state, from one rank or from several whose states can be put together."""
+    """Load a torchmetrics object's state, from one rank, or merged from several if possible."""
     reductions = {key: getattr(reduce, "__name__", "") for key, reduce in metric._reductions.items()}
     if len(saved) > 1 and not set(reductions.values()) <= MERGES.keys():
         warn_once(
@@ -241,7 +241,7 @@ def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
     metric._update_count, metric._computed = sum(part["count"] for part in saved), None
 
 
-# by the names of torchmetrics' functions
+# by name of torchmetrics' functions
 MERGES: dict[str, Callable[[Any, Any], Any]] = {
     "dim_zero_sum": torch.add,
     "dim_zero_max": torch.maximum,

@@ -1,4 +1,4 @@
-"""The optimizers and schedulers of a run: what ``configure_optimizers`` returned, as lists that the loops play."""
+"""The optimizers and schedulers of a run: the result of ``configure_optimizers`` as lists for the loops."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SHAPES = (
 
 
 class LightningOptimizer:
-    """An optimizer as ``self.optimizers()`` gives it: stepping it runs the hooks and counts the step.
+    """The object that ``self.optimizers()`` returns: stepping it runs the hooks and counts the step.
 
-    Everything else is the wrapped optimizer's own.
+    All other attributes are those of the wrapped optimizer.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LightningOptimizer:
         self._sync = sync
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # `isinstance(optimizer, torch.optim.SGD)` is about the wrapped one
+    def __class__(self) -> type:  # so that `isinstance(optimizer, torch.optim.SGD)` checks the wrapped optimizer
         return type(self._optimizer)
 
     @property
@@ -52,22 +52,22 @@ class LightningOptimizer:
         return self._optimizer
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
-        """One update of the parameters, with the hooks around it; returns what the closure returns."""
+        """Update the parameters, with the hooks around it; return the result of the closure."""
         if closure is not None and not callable(closure):
             raise MisconfigurationException(f"optimizer.step(closure={closure!r}): the closure must be callable.")
         return self._step(self._optimizer, closure, kwargs)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Only this optimizer's parameters need gradients inside; ``sync_grad=False`` does not reduce them."""
+        """Require gradients only for this optimizer's parameters inside; ``sync_grad=False`` does not reduce them."""
         if self._module is None or self._sync is None:
             raise MisconfigurationException("optimizer.toggle_model(): this is a copy, which belongs to no fit")
-        this: Any = self  # which stands for an Optimizer
+        this: Any = self  # it passes as an Optimizer
         with self._sync(sync_grad), self._module.toggled_optimizer(this):
             yield
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # of an object that is being made
+        if name == "_optimizer":  # of an object under construction
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
@@ -84,40 +84,40 @@ def _step_alone(optimizer: Optimizer, closure: Callable[[], Any] | None, kwargs:
 
 
 class NoOptimizer(Optimizer):
-    """Stands in where ``configure_optimizers`` returned None: the loop runs and nothing is updated."""
+    """Replacement for a ``configure_optimizers`` that returned None: the loop runs and nothing is updated."""
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
-        self.param_groups = []  # of which callbacks would ask the rate
+        self.param_groups = []  # callbacks would read a learning rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to save."""
+        """Return an empty dict."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        """Do nothing."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, update nothing."""
+        """Run the closure, without an update."""
         return closure() if closure is not None else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """No gradients to drop."""
+        """Do nothing: there are no gradients."""
 
 
 def parse(
     returned: object, *, automatic: bool, custom_scheduler_step: bool
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Read what ``configure_optimizers`` returned.
+    """Parse the result of ``configure_optimizers``.
 
     Args:
         returned: any of the shapes that Lightning documents.
         automatic: the module's ``automatic_optimization``.
-        custom_scheduler_step: whether the module overrides ``lr_scheduler_step``, so that any scheduler will do.
+        custom_scheduler_step: True if the module overrides ``lr_scheduler_step``, so any scheduler is accepted.
 
     Raises:
-        MisconfigurationException: for another shape, a scheduler without its metric or optimizer, or several
-            optimizers under automatic optimization.
+        MisconfigurationException: the shape is unknown, a scheduler lacks its metric or optimizer, or there are
+            several optimizers under automatic optimization.
     """
     if returned is None:
         rank_zero_warn("`configure_optimizers` returned None: this run updates no parameters.")
@@ -164,7 +164,7 @@ def _unpack_dicts(returned: Sequence[dict[str, Any]]) -> tuple[list[Any], list[A
 
 
 def _unpack_sequence(returned: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
-    """The optimizers and schedulers of a sequence of a known shape; None for another one."""
+    """Return the optimizers and schedulers of a sequence of a known shape; None for another one."""
     if not returned:
         return None
     if len(returned) == 2 and isinstance(returned[0], (list, tuple)) and all(map(_is_optimizer, returned[0])):
@@ -233,7 +233,7 @@ def _scheduler_config(scheduler: object, automatic: bool) -> LRSchedulerConfig:
 
 
 def _warn_of_epochs(config: LRSchedulerConfig) -> None:
-    """Say so where a schedule that counts steps is stepped once an epoch."""
+    """Warn if a schedule that counts steps is stepped once per epoch."""
     if config.interval == "epoch" and isinstance(config.scheduler, OneCycleLR):
         rank_zero_warn(
             "OneCycleLR counts steps, and is stepped once an epoch: return "
@@ -267,7 +267,11 @@ def _check_scheduler(
 
 
 def refuse_loss(loss: Tensor, who: str, error: RuntimeError) -> None:
-    """Say what is wrong with a loss that torch cannot go back from; nothing where it is not the loss."""
+    """Explain why backward failed, if the loss is to blame. Return None otherwise.
+
+    Raises:
+        MisconfigurationException: the loss is detached, or not a single number.
+    """
     if not loss.requires_grad:
         raise MisconfigurationException(
             f"{who} a loss that no parameter can learn from: it was detached (`.detach()`, `.item()`, `no_grad`), or "

@@ -1,17 +1,17 @@
-"""A padding batch leaves no trace: what a step on it writes in the module is put back.
+"""Padding batches: changes that a step on one makes to the module are undone.
 
-Manual optimization runs ``training_step`` on every rank, also where a rank has no samples of a batch: there it is given
-a sample of another rank's. So does an engine whose forwards communicate, in evaluations, too. Put back are, in the
-module and all modules inside it:
+Manual optimization runs ``training_step`` on every rank, even if a rank has no samples of a batch: it then gets a
+sample of another rank. An engine whose forwards communicate does so in evaluations too. Restored are, in the module and
+all modules inside it:
 
 - buffers, and the random states of this process;
-- metrics of torchmetrics, as submodules or anywhere in what follows;
-- attributes that hold numbers, strings, tensors, or lists, dicts, sets and deques of such. Containers stay the objects
-  that they are. Attributes that were not there before are gone;
-- the same attributes of objects whose class comes from the module's own package, wherever they are found in these.
+- metrics of torchmetrics, as submodules or anywhere in the following;
+- attributes that are numbers, strings, tensors, or lists, dicts, sets and deques of these. Containers stay the same
+  objects. New attributes are removed;
+- the same attributes of objects whose class is from the module's own package, wherever they are found in these.
 
-Not put back are parameters and optimizers, which take the other ranks' gradients; what objects of other packages keep;
-globals; files, and what was sent elsewhere. Code that writes there may ask ``trainer.is_padding_batch``.
+Not restored are parameters and optimizers, which get the other ranks' gradients; states of objects from other packages;
+globals; files, and data that was sent elsewhere. Code that writes there may check ``trainer.is_padding_batch``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Restore = Callable[[], None]
 
 @contextmanager
 def padding(session: Session) -> Iterator[None]:
-    """Run a step on a padding batch: this rank has no samples, and nothing of it stays."""
+    """Run a step on a padding batch in the block: this rank has no samples, and the module is restored."""
     session.is_padding = True
     try:
         with session.strategy.zero_weight() as own_buffers, without_trace(session.module, own_buffers):
@@ -52,37 +52,38 @@ def padding(session: Session) -> Iterator[None]:
 
 
 NONE_LEFT = 2**62
-"""In place of a loader's number: this rank has no further batch."""
+"""Replaces a loader's number: this rank has no further batch."""
 
 
 def _borrowers(has: list[bool], of_loader: list[int], loader: int) -> list[bool]:
-    """By rank: it has no batch left of this loader, and has had none."""
+    """Return for each rank whether it has no batch left of this loader, and had none before."""
     return [not own and latest != loader for own, latest in zip(has, of_loader, strict=True)]
 
 
 def in_step(
     batches: Iterable[tuple[Any, int, int, float]], strategy: Strategy
 ) -> Iterator[tuple[Any, int, int, float, bool]]:
-    """The batches of an evaluation, with padding ones where other ranks still have some. Collective at each batch.
+    """Yield the batches of an evaluation, padded while other ranks still have some. Collective at each batch.
 
     Args:
-        batches: of this rank: batch, its number in the loader, the loader's number, weight.
-        strategy: of the run.
+        batches: this rank's: batch, its number in the loader, the loader's number, weight.
+        strategy: the strategy of the run.
 
     Yields:
-        the same, and whether it is a padding batch: an earlier one of this rank from that loader, else another rank's.
+        The same values, and True for a padding batch: an earlier one of this rank from that loader, else another
+            rank's.
     """
     rank, mine = strategy.world.rank, iter(batches)
     item = next(mine, None)
     latest: Any = None
-    of_loader = [NONE_LEFT] * strategy.world.size  # by rank, the loader of its latest batch
+    of_loader = [NONE_LEFT] * strategy.world.size  # by rank: the loader of its latest batch
     while True:
         here, own = ((NONE_LEFT, 0), None) if item is None else ((item[2], item[1]), item[0])
         ahead = [tuple(row) for row in strategy.gather_stacked(torch.tensor(here)).tolist()]
         loader, number = first = min(ahead)
         if loader == NONE_LEFT:
             return
-        has = [at == first for at in ahead]  # the ranks that still have this batch, one at least
+        has = [at == first for at in ahead]  # the ranks that still have this batch, at least one
         borrows = _borrowers(has, of_loader, loader)
         if any(borrows):
             lent = strategy.broadcast(own if has[rank] else None, has.index(True))
@@ -99,17 +100,17 @@ def in_step(
 
 @contextmanager
 def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None]:
-    """Put back what happens inside to the module's state; see above.
+    """Restore the module's state after the block; see the module's docstring.
 
     Args:
-        module: the user's.
-        buffers: of it, those that this rank alone changes.
+        module: the user's module.
+        buffers: those of its buffers that only this rank changes.
     """
     states = random_states()
     packages = (kind.__module__.partition(".")[0] for kind in type(module).__mro__)
     seen = _SeenObjects(
         next(package for package in packages if package != "torch")
-    )  # torch's FSDP derives a class of its own
+    )  # torch's FSDP derives its own class
     restores = [_of_tensor(buffer) for buffer in buffers]
     for part in module.modules():
         restores.append(_of_metric(part, seen) if is_metric(part) else _of_attributes(part, seen))
@@ -122,10 +123,10 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
 
 
 class _SeenObjects(dict[int, Any]):
-    """What has been looked at, by id, which keeps it alive, so that no other gets its id.
+    """Visited objects by id, kept alive so that no other object gets their id.
 
     Args:
-        package: that of the user's module, whose objects are looked into.
+        package: package of the user's module, whose objects are visited.
     """
 
     def __init__(self, package: str) -> None:
@@ -133,7 +134,7 @@ class _SeenObjects(dict[int, Any]):
         self.package = package
 
     def looks_into(self, value: object) -> bool:
-        """Whether this is an object of the user's, whose attributes are state."""
+        """Return True if this is an object of the user's package, whose attributes are state."""
         kind = type(value)
         own = kind.__module__.partition(".")[0] == self.package and self.package not in ("lockstep", "torch")
         return own and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
@@ -161,7 +162,7 @@ def _is_state(value: object, seen: _SeenObjects) -> bool:
 
 
 def _of_value(value: object, seen: _SeenObjects) -> Restore:
-    """Puts the inside of a value back; what it is bound to is its owner's affair."""
+    """Return a function that restores the contents of a value; its owner restores the reference to it."""
     if isinstance(value, (*PLAIN, nn.Parameter)) or id(value) in seen:
         return _nothing
     seen[id(value)] = value

@@ -1,8 +1,8 @@
-"""Tells a profiler of the actions of a run, by the names that Lightning's profilers report them under.
+"""Reports the actions of a run to a profiler, under the names of Lightning's profilers.
 
-With a profiler, :func:`instrument` puts timed versions in the place of the run's bound methods, once, before the
-first hook, and `Instruments.conclude` takes them away at the end. Without one nothing is touched: no step asks whether
-there is a profiler. An action that is under way is not opened a second time by what it calls.
+With a profiler, :func:`instrument` replaces bound methods of the run by timed versions, once, before the first hook,
+and `Instruments.conclude` removes them at the end. Without a profiler nothing is changed, and no step checks for one.
+An action that is running is not started a second time by its own calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _END = object()
 
 
 def instrument(session: Session) -> Instruments:
-    """Have the run's profiler told of this call's actions, until ``conclude()`` of what this gives."""
+    """Report this call's actions to the run's profiler, until ``conclude()`` of the returned object."""
     profiler, module = session.profiler, session.module
     rank = session.strategy.world.rank if session.world_size > 1 else None
     profiler.setup(stage=str(session.state.fn), local_rank=rank, log_dir=session.trainer.log_dir)
@@ -45,7 +45,7 @@ def instrument(session: Session) -> Instruments:
 
 
 class Loop(Protocol):
-    """A loop that asks for its loaders."""
+    """A loop with a feed of batches."""
 
     @property
     def feed(self) -> Feed | EvaluationFeed | None: ...
@@ -57,11 +57,11 @@ class Instruments:
     """The timed methods of one call of the Trainer.
 
     Args:
-        session: with its hooks, loaders and strategy ready, and nothing of the loop begun.
+        session: the session, with hooks, loaders and strategy ready, before the loop starts.
     """
 
     def __init__(self, session: Session) -> None:
-        trainer = session.trainer  # its loops, whose methods are timed; the rest of loop/ leaves them alone
+        trainer = session.trainer  # for its loops, whose methods are timed; the rest of loop/ does not access them
         self._session = session
         self._profiler = session.profiler
         self._open: set[str] = set()
@@ -84,7 +84,7 @@ class Instruments:
     # -- actions -------------------------------------------------------------------------------------------
 
     def start(self, action: str) -> bool:
-        """Begin an action; False if it is under way."""
+        """Start an action. Return False if it is already running."""
         if action in self._open:
             return False
         self._open.add(action)
@@ -92,13 +92,13 @@ class Instruments:
         return True
 
     def stop(self, action: str) -> None:
-        """End an action that is under way; nothing otherwise."""
+        """Stop an action if it is running."""
         if action in self._open:
             self._open.discard(action)
             self._profiler.stop(action)
 
     def timed(self, action: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``fn`` as an action."""
+        """Wrap ``fn`` as an action."""
 
         @wraps(fn)
         def run(*args: object, **kwargs: object) -> Any:
@@ -112,19 +112,19 @@ class Instruments:
         return run
 
     def _timed_iterator(self, action: str, items: Iterator[Any]) -> Iterator[Any]:
-        """Each step of an iterator as an action."""
+        """Yield the items of an iterator; each step is an action."""
         fetch = self.timed(action, lambda: next(items, _END))
         while (item := fetch()) is not _END:
             yield item
 
     def _replace(self, owner: object, name: str, value: object) -> None:
-        """Set an attribute of an object, until :meth:`conclude`."""
+        """Set an attribute of an object until :meth:`conclude`."""
         replace_until(self._end, owner, name, value)
 
     def conclude(self) -> None:
-        """Take the timed methods away, and have the profiler report if the call came to its end."""
+        """Remove the timed methods; let the profiler report if the call has finished."""
         session = self._session
-        for action in list(self._open):  # an error has left them open
+        for action in list(self._open):  # left open by an error
             self.stop(action)
         self._end.close()
         if session.state.status is TrainerStatus.FINISHED:
@@ -132,7 +132,7 @@ class Instruments:
         else:
             self._profiler.teardown(str(session.state.fn))
 
-    # -- where they are ------------------------------------------------------------------------------------
+    # -- the timed methods -----------------------------------------------------------------------------------
 
     def _time_hooks(self, hooks: Hooks) -> None:
         def of_callback(call: CallbackMethod, name: str) -> Callable[..., Any]:
@@ -168,7 +168,7 @@ class Instruments:
 
         self._replace(strategy, "run", timed_run)
         self._replace(strategy, "backward", self.timed(f"{self._strategy}backward", strategy.backward))
-        # on the plain road, where nobody overrides `optimizer_step`, this is the update
+        # on the default path, if `optimizer_step` is not overridden, this is the update
         self._replace(strategy, "step", self.timed(f"{self._module}optimizer_step", strategy.step))
 
     def _time_fit(self, trainer: Trainer) -> None:
@@ -178,7 +178,7 @@ class Instruments:
             make_step()
             update = fit_loop.step.update
             self._replace(update, "module", _TimedModule(update.module, self))
-            # the module's own methods do what the update does itself where nobody overrides them
+            # the module's own methods do what the update does itself if they are not overridden
             update.own_zero_grad = update.own_clipping = update.schedulers.own_step = True
             update.schedulers.module = update.module
             self._time_batches(fit_loop.step)
@@ -204,7 +204,7 @@ class Instruments:
         self._time_transfer(step.transfer)
 
     def _time_transfer(self, transfer: Transfer) -> None:
-        """The transfer hooks of training; an evaluation makes its own way to the device, which is not timed."""
+        """Time the transfer hooks of training; an evaluation's own transfer is not timed."""
         timed = {name: self.timed(f"{self._owner(own)}{name}", own) for name, own in transfer.hooks.items()}
         if MOVE in timed:
             timed[MOVE] = self.timed(f"{self._strategy}batch_to_device", timed[MOVE])
@@ -229,7 +229,7 @@ class Instruments:
                 self._replace(datamodule, name, self.timed(action, getattr(datamodule, name)))
 
     def _time_feed(self, loop: Loop, action: str) -> None:
-        """Time each batch that the loop's loaders give, from when the loop has them."""
+        """Time each batch from the loop's loaders, once the loop has them."""
         setup_data = loop.setup_data
 
         def timed_setup_data() -> None:
@@ -250,7 +250,7 @@ class Instruments:
 
 
 class _TimedModule:
-    """Stands for the user's module in a step: the same, its optimizer methods timed."""
+    """Replacement for the user's module in a step, with timed optimizer methods."""
 
     def __init__(self, module: LightningModule, instruments: Instruments) -> None:
         self._module = module

@@ -1,4 +1,4 @@
-"""How far a fit has come: the counters that a checkpoint restores."""
+"""Progress of a fit: the counters that a checkpoint restores."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from dataclasses import asdict, dataclass, fields, replace
 from types import NoneType
 from typing import Any
 
-# Where in an epoch a checkpoint was taken, and so where a resumed run goes on.
+# The point in an epoch at which a checkpoint was taken, and from which a resumed run continues.
 EPOCH_START = "epoch_start"  # before the epoch's first batch
-BATCH_END = "batch_end"  # after a training batch; a validation due at it is still to come
+BATCH_END = "batch_end"  # after a training batch, before a validation that is due
 VALIDATED = "validated"  # after the validation that followed a batch
-WINDOW_END = "window_end"  # after all that a boundary brings
+WINDOW_END = "window_end"  # after everything at a boundary
 EPOCH_END = "epoch_end"  # after the last batch and its validation
 
 
 @dataclass
 class Progress:
-    """How far a fit has come.
+    """The counters of a fit.
 
     Attributes:
-        epoch: the epoch that runs, counted from 0; the number of finished epochs between two.
-        batch: training batches finished in this epoch (the one whose ``on_train_batch_end`` runs included).
+        epoch: the running epoch, counted from 0; between two epochs the number of finished ones.
+        batch: training batches finished in this epoch (including the one whose ``on_train_batch_end`` runs).
         total_batches: training batches finished in all epochs.
-        earlier: those of the epochs before this one, counted as the run's plan counts them.
-        validated: batches of this epoch up to its last validation, counted as the run's plan counts them.
-        global_step: optimizer steps, of all optimizers, as ``trainer.global_step``.
-        windows: windows finished; the x axis of the loggers.
-        last: whether the batch that was begun last is its epoch's last, as ``trainer.is_last_batch``.
-        phase: where in the epoch, see the constants of this file.
-        seconds: time spent fitting, earlier attempts of the run included.
-        train_loaded: the epoch for which the training loaders were asked for last, where they are reloaded.
-        val_loaded: the same of the validation loaders.
+        earlier: those of earlier epochs, as the run's plan counts them.
+        validated: batches of this epoch up to its last validation, as the run's plan counts them.
+        global_step: steps of all optimizers, as ``trainer.global_step``.
+        windows: finished windows; the x axis of the loggers.
+        last: True if the batch that was started last is its epoch's last, as ``trainer.is_last_batch``.
+        phase: point in the epoch, see the constants of this file.
+        seconds: time spent fitting, including earlier attempts of the run.
+        train_loaded: the epoch for which the training loaders were last requested, if they are reloaded.
+        val_loaded: the same for the validation loaders.
     """
 
     epoch: int = 0
@@ -46,16 +46,16 @@ class Progress:
     earlier: int = 0
     validated: int = 0
 
-    # What follows says nothing to a resumed fit, so these are no fields.
-    ended = False  # whether this fit ended by itself
-    under_way = False  # a batch has begun and has not ended
-    runs = False  # its `training_step` may have begun, too
+    # Not fields: a resumed fit does not need them.
+    ended = False  # this fit ended by itself
+    under_way = False  # a batch has started and has not ended
+    runs = False  # its `training_step` may have started too
 
     def go_on(self) -> Progress:
-        """The counters for another fit of the same Trainer, which begins with an epoch.
+        """Return the counters for another fit of the same Trainer, which starts with an epoch.
 
-        Epochs and steps go on, as in Lightning. An epoch that the earlier fit left in its middle is over if that
-        fit ended there by itself, and is begun anew if an error or Ctrl-C ended it.
+        Epochs and steps continue, as in Lightning. If the earlier fit stopped in the middle of an epoch, that epoch
+        counts as finished if the fit ended there by itself. It is repeated if an error or Ctrl-C ended the fit.
         """
         begun = self.phase != EPOCH_START
         return Progress(
@@ -67,24 +67,24 @@ class Progress:
         )
 
     def saved(self) -> Progress:
-        """The counters as a checkpoint holds them: a batch that is under way is still to come."""
+        """Return the counters for a checkpoint: the current batch does not count as finished."""
         return replace(self, last=self.last and not self.under_way)
 
     def go_back(self, batches: int) -> None:
-        """So many batches are to be played again: those of the window that is under way."""
+        """Subtract the batches of the current window, which will be repeated."""
         self.batch -= batches
         self.total_batches -= batches
         self.phase = WINDOW_END if self.batch else EPOCH_START
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters as a plain dict."""
+        """Return the counters as a plain dict."""
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over the counters of :meth:`state_dict`.
+        """Load the counters of :meth:`state_dict`.
 
         Raises:
-            ValueError: one is none.
+            ValueError: a value is not valid for its counter.
         """
         for each in fields(self):
             value: Any = state.get(each.name, each.default)
@@ -97,11 +97,11 @@ class Progress:
             setattr(self, each.name, value)
 
     def reshare(self, boundary: int, number: int | None) -> None:
-        """Go on with other ranks or batches than those that came so far, from the last boundary on.
+        """Continue with other ranks or batches than before, from the last boundary on.
 
         Args:
-            boundary: batches of the epoch up to there; what came after it is lost.
-            number: the same by the count that holds from here on; None: the epoch begins anew.
+            boundary: batches of the epoch up to there; later ones are lost.
+            number: the same batches in the new count; None: the epoch starts again.
         """
         if self.last and number is not None:
             self.batch = max(number, 1)
@@ -114,7 +114,7 @@ class Progress:
             self.phase = EPOCH_START
 
     def load_lightning(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the counters of a checkpoint that Lightning 2.x wrote.
+        """Load the counters of a checkpoint that Lightning 2.x wrote.
 
         Lightning counts a batch as ready, started, processed and completed; a checkpoint taken in the middle of
         an epoch has fewer processed epochs than started ones.
@@ -136,7 +136,7 @@ class Progress:
             self.phase = BATCH_END if _validation_is_due(batches.get("current", {}), validation) else VALIDATED
 
     def lightning_loops(self) -> dict[str, Any]:
-        """The counters under the names that Lightning's checkpoints give them."""
+        """Return the counters under the names in Lightning's checkpoints."""
         ended = self.phase == EPOCH_END
         batch = {"ready": self.batch, "started": self.batch, "processed": self.batch, "completed": self.batch}
         total = dict.fromkeys(batch, self.total_batches)
@@ -147,7 +147,7 @@ class Progress:
         dropped = {"total": {**steps, "started": self.global_step}, "current": {**steps, "started": self.global_step}}
         return {
             "fit_loop": {
-                # one of the two is read, by how the module optimizes
+                # one of the two is read, depending on the module's optimization
                 "epoch_loop.automatic_optimization.optim_progress": {
                     "optimizer": {"step": stepped, "zero_grad": dropped}
                 },
@@ -165,16 +165,16 @@ _KINDS: dict[str, tuple[type[float] | type[None], ...]] = {
     "float": (int, float),
     "int | None": (int, NoneType),
 }
-"""What a checkpoint may hold of a counter, by the type that the counter has."""
+"""Valid types of a counter in a checkpoint, by the counter's annotation."""
 
 
 def _validation_is_due(batches: dict[str, Any], validation: dict[str, Any] | None) -> bool:
-    """Whether Lightning saved before or within the validation that follows a batch, if one does."""
+    """Return True if Lightning saved before or during the validation that follows a batch, if there is one."""
     processed = batches.get("processed", 0)
     if batches.get("completed", processed) < processed:
         return True  # in `on_train_batch_end`
     if validation is None or batches.get("ready", processed) > processed:
-        return False  # another batch had begun
-    done = validation.get("total", {})  # of this validation; Lightning begins each anew
+        return False  # another batch had started
+    done = validation.get("total", {})  # of this validation: Lightning resets the counts for each
     is_over = validation.get("is_last_batch", False) and done.get("ready", 0) == done.get("completed", 0) > 0
     return not is_over

@@ -1,4 +1,4 @@
-"""The learning rate schedulers of a fit: which is stepped when."""
+"""The learning rate schedulers of a fit, and when they are stepped."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Schedulers:
     """Steps the schedulers of a fit; under manual optimization the user does.
 
     Attributes:
-        by_step: those that are stepped after updates.
-        own_step: whether the module says how.
-        module: of the fit.
-        by_metric: those that watch a metric, by the interval at which they are stepped.
+        by_step: schedulers that are stepped after updates.
+        own_step: True if the module overrides ``lr_scheduler_step``.
+        module: the module of the fit.
+        by_metric: schedulers that watch a metric, by the interval at which they are stepped.
     """
 
     def __init__(self, session: Session) -> None:
@@ -32,7 +32,7 @@ class Schedulers:
         self.use(session.strategy.lr_scheduler_configs)
 
     def use(self, configs: list[LRSchedulerConfig]) -> None:
-        """Step these from here on."""
+        """Use these schedulers from now on."""
         of: dict[tuple[str, bool], list[LRSchedulerConfig]] = defaultdict(list)
         if self._session.module.automatic_optimization:
             for config in configs:
@@ -41,11 +41,11 @@ class Schedulers:
         self.by_metric = {interval: of[interval, True] for interval in ("step", "epoch")}
 
     def after_update(self, count: int) -> None:
-        """An update was made, by this count of micro-batches."""
+        """Step schedulers after an update; ``count`` is the number of micro-batches."""
         self._step_all(self.by_step, count)
 
     def after_epoch(self) -> None:
-        """The epoch has had its last update."""
+        """Step schedulers after the last update of the epoch."""
         self._step_all(self._by_epoch, self._session.fit.progress.epoch + 1)
 
     def _step_all(self, configs: Iterable[LRSchedulerConfig], count: int) -> None:
@@ -66,7 +66,7 @@ class Schedulers:
             raise MisconfigurationException(told) from error
 
     def watch_metric(self, interval: str, count: int) -> None:
-        """Step those that watch a metric; after the validation that may have logged it."""
+        """Step the schedulers that watch a metric, after the validation that may have logged it."""
         session = self._session
         due = [config for config in self.by_metric[interval] if count % config.frequency == 0]
         if due and session.world_size > 1 and interval == "step":
@@ -93,7 +93,7 @@ class Schedulers:
 
 
 def _of_new_groups(scheduler: object) -> str | None:
-    """What to say of a scheduler that fails since its optimizer has more groups than it knows; None: it has not."""
+    """Explain why a scheduler fails if its optimizer has more groups than it knows. Return None otherwise."""
     optimizer = getattr(scheduler, "optimizer", None)
     parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
     known = [len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")]

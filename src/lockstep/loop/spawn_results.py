@@ -1,4 +1,4 @@
-"""What a run in spawned or forked processes brings back to the process that called it."""
+"""Results of a run in spawned or forked processes, for the calling process."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from lockstep.loop.session import Session
 
 Loop = FitLoop | EvaluationLoop
 
-# Parts of a torch module that its state_dict carries, or that belong to one process.
+# Attributes of a torch module that its state_dict contains, or that belong to one process.
 _TORCH_OWN = ("_parameters", "_buffers", "_modules", "_trainer", "training")
 
 
 _parents: list[Any] = []
-"""In a forked rank: what its parent's objects held, files and threads say. Nothing of it may be tidied up here."""
+"""In a forked rank: attributes of its parent's objects, such as files and threads, which must not be finalized here."""
 
 
 @dataclass
 class SpawnResults:
-    """Rank 0's side of a call, as it travels back.
+    """The results of a call on rank 0, in the form in which they are sent back.
 
     Attributes:
-        returned: what the loop gave.
-        grown: layers, parameters and buffers that the call gave the module (in ``setup``, in ``configure_model``), or
-            that it changed; None: ranks have parts of them, which stay there.
+        returned: result of the loop.
+        grown: layers, parameters and buffers that the call added to the module (in ``setup``, in ``configure_model``)
+            or changed; None if the ranks have only parts of them.
         weights: the module's state dict, whole and on the CPU.
-        attributes: what else the module holds.
-        callbacks: the callbacks, in the Trainer's order; of one that cannot travel, what of it can.
+        attributes: the module's other attributes.
+        callbacks: the callbacks, in the Trainer's order; for one that cannot be pickled, its attributes that can.
         progress: counters of the fit.
         published: the metrics that users read.
-        state: what the Trainer was doing last.
+        state: last state of the Trainer.
     """
 
     returned: Any
@@ -65,16 +65,16 @@ class SpawnResults:
 
 
 def _predictions_of_all(session: Session, loop: Loop, returned: Any) -> Any:
-    """The predictions of all ranks in the order of the samples, on ranks that hand them to their caller."""
+    """Return the predictions of all ranks in the order of the samples, on ranks that return to a caller. Collective."""
     several = isinstance(loop, EvaluationLoop) and len(loop.num_batches) > 1
     strategy = session.strategy
-    first = strategy.replicas.first_ranks  # of ranks that see the same samples
+    first = strategy.replicas.first_ranks  # of the ranks with the same samples
     of_ranks = strategy.collectives.gather_on_callers(returned if strategy.global_rank in first else None)
     return in_turns([of_ranks[rank] for rank in first], several) if of_ranks else None
 
 
 def call(session: Session, loop: Loop, *args: Any) -> SpawnResults:
-    """In a rank: run a loop of its Trainer, and pack what the calling process is to know."""
+    """Run a loop of a rank's Trainer, and pack the results for the calling process."""
     before = _build(session.module)
     returned = loop.run(*args)
     predicted = isinstance(loop, EvaluationLoop) and loop.stage is RunningStage.PREDICTING
@@ -95,13 +95,13 @@ def call(session: Session, loop: Loop, *args: Any) -> SpawnResults:
 
 
 def _is_torchs(attribute: str) -> bool:
-    # hooks, and notes on them by number; what `fully_shard` keeps
+    # hooks and their numbered records; states of `fully_shard`
     hooks = attribute.startswith("_") and "_hooks" in attribute
     return attribute in (*_TORCH_OWN, ENTRY) or hooks or attribute.startswith("__composable_api_state")
 
 
 def _build(module: nn.Module) -> dict[str, list[str]]:
-    """What hangs at each name of a module: names and classes of layers, names and shapes of parameters and buffers."""
+    """Return by attribute the names and classes of layers, and the names and shapes of parameters and buffers."""
     parts: dict[str, list[str]] = {}
     layers = ((name, type(layer).__qualname__) for name, layer in module.named_modules() if name)
     tensors = ((name, str(tuple(t.shape))) for name, t in chain(module.named_parameters(), module.named_buffers()))
@@ -111,11 +111,11 @@ def _build(module: nn.Module) -> dict[str, list[str]]:
 
 
 def in_turns(parts: list[list[Any]], several: bool) -> list[Any]:
-    """What all ranks predicted, in the order of the loader, whose batches they were dealt in turn.
+    """Merge the predictions of all ranks in the order of the loader, whose batches were dealt in turn.
 
     Args:
-        parts: the list of each rank: an entry for each batch, or a list of such for each loader.
-        several: whether there are several loaders.
+        parts: each rank's list: an entry for each batch, or a list of entries for each loader.
+        several: True if there are several loaders.
 
     Example:
         >>> in_turns([["a", "c", "e"], ["b", "d"]], several=False)
@@ -129,9 +129,9 @@ def in_turns(parts: list[list[Any]], several: bool) -> list[Any]:
 
 
 def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
-    """In the process that is about to be forked: what its copies are to call in place of :func:`call`.
+    """Return the function that forked copies of this process call instead of :func:`call`.
 
-    There the Trainer and its parts let go of what is bound to this process, as if they had been pickled.
+    In the copy, the Trainer and its parts drop what is bound to this process, as if they had been pickled.
     """
     if session.state.fn == "fit":  # torch's optimizers import it, which takes a second: once here, not in each copy
         import torch._dynamo  # noqa: F401
@@ -148,7 +148,7 @@ def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
             if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]  # all ranks would step on the same numbers
                 tensor.data = tensor.data.clone()
         results = call(session, loop, *args)
-        # what could not have travelled here need not be able to travel back
+        # attributes that could not have been sent here need not be sent back
         results.attributes = _portable(results.attributes)
         results.callbacks = [c if _travels(c) else _portable(vars(c)) for c in results.callbacks]
         return results
@@ -157,7 +157,7 @@ def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
 
 
 def take_over(session: Session, results: SpawnResults) -> Any:
-    """In the calling process: go on as if the loop had run here; gives what it returned."""
+    """Apply the results in the calling process, as if the loop had run here; return the loop's result."""
     module = session.module
     if results.grown is None and results.weights.keys() - module.state_dict().keys():
         _make_layers(session)
@@ -166,7 +166,7 @@ def take_over(session: Session, results: SpawnResults) -> Any:
             module.register_buffer(name, part)
         else:
             setattr(module, name, part)
-    fill_whole(module)  # what is on the meta device takes no values
+    fill_whole(module)  # tensors on the meta device accept no values
     module.load_state_dict(results.weights)
     for name, value in results.attributes.items():
         object.__setattr__(module, name, value)
@@ -178,7 +178,7 @@ def take_over(session: Session, results: SpawnResults) -> Any:
 
 
 def session_here(session: Session) -> Session:
-    """A session of one process, with the weights that have come back, for what is saved after the call."""
+    """Return a session of one process with the returned weights, for checkpoints saved after the call."""
     strategy, io = SingleDeviceStrategy(), session.strategy.checkpoint_io
     strategy.connect(World.single(), torch.device("cpu"), session.strategy.precision)
     strategy.module, session.module.trainer = session.module, session.trainer
@@ -190,7 +190,7 @@ def session_here(session: Session) -> Session:
 
 
 def _make_layers(session: Session) -> None:
-    """Make the layers whose weights have come, as ``configure_model`` did in the ranks."""
+    """Create the layers for the returned weights, as ``configure_model`` did in the ranks."""
     module = session.module
     try:
         module.trainer = session.trainer
@@ -205,7 +205,7 @@ def _make_layers(session: Session) -> None:
 
 
 def _says_what_travels(part: object) -> bool:
-    """Whether its class says what of it travels; from Python 3.11 on `object` has the method, too."""
+    """Return True if the class defines how it is pickled; since Python 3.11 `object` has ``__getstate__`` too."""
     return getattr(type(part), "__getstate__", None) is not getattr(object, "__getstate__", None)
 
 

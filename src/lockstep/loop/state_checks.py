@@ -1,7 +1,7 @@
-"""What of a checkpoint does not fit this run: weights of another model, another optimizer, values of other types.
+"""Checks that a checkpoint fits this run: weights of another model, another optimizer, values of other types.
 
-Each part of a checkpoint is taken over by a function of this file, or inside `taking`. What is malformed ends in one
-kind of error, and what is of another run in a sentence that names the first difference.
+Each part of a checkpoint is loaded by a function of this file, or inside `taking`. A malformed checkpoint raises one
+kind of error; one of another run raises an error that names the first difference.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lockstep.module import LightningModule
 
 @contextmanager
 def taking(path: object, what: str) -> Iterator[None]:
-    """While a part of a checkpoint is taken over: what a malformed one makes of it is one kind of error.
+    """Raise one kind of error for a malformed part of a checkpoint, which is loaded inside the block.
 
     Args:
-        path: of the file, for the message.
-        what: the part.
+        path: path of the file, for the message.
+        what: name of the part.
 
     Raises:
-        CorruptCheckpoint: in place of any other error.
+        CorruptCheckpoint: replaces any other error.
     """
     try:
         yield
@@ -47,15 +47,15 @@ def taking(path: object, what: str) -> Iterator[None]:
 
 
 def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str] = ()) -> None:
-    """The module's ``load_state_dict``, by its own ``strict_loading``.
+    """Load the module's weights, according to its ``strict_loading``.
 
     Args:
-        session: whose module gets them.
+        session: the session of the module.
         saved: a state dict.
         absent: parameters that were left out of it.
 
     Raises:
-        MisconfigurationException: for the weights of another model, with the first tensor that differs.
+        MisconfigurationException: the weights are of another model; names the first tensor that differs.
     """
     module = session.module
     cause: RuntimeError | None = None
@@ -85,20 +85,20 @@ def _shown_shape(shape: torch.Size | None) -> tuple[int, ...]:
 def _first_difference(
     module: LightningModule, saved: dict[str, Any], absent: Collection[str], certain: bool = False
 ) -> str | None:
-    """The first tensor that does not match, and what to do about it.
+    """Return the first tensor that does not match, and the way out; None if all match.
 
     Args:
-        module: with a flag ``strict_loading``.
+        module: module with a flag ``strict_loading``.
         saved: a state dict.
         absent: parameters that were left out of it.
-        certain: leave out what torch may forgive.
+        certain: ignore differences that torch may accept.
     """
     own, strict = frozen.without(module.state_dict(), absent), module.strict_loading
     wholes = {name: whole_shape(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
     way_out = "make the module as it was saved, or set its `strict_loading = False` to leave out what differs"
     for name, value in own.items():
         if name not in saved:
-            if strict and not (certain and name.endswith("num_batches_tracked")):  # which old checkpoints do not have
+            if strict and not (certain and name.endswith("num_batches_tracked")):  # missing in old checkpoints
                 return f"the checkpoint has no {name!r}; {way_out}"
             continue
         there, here = getattr(saved[name], "shape", None), wholes.get(name, getattr(value, "shape", None))
@@ -111,16 +111,16 @@ def _first_difference(
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None, load: Callable[[], object]) -> None:
-    """Load an optimizer's state; torch alone would take the state of another class of optimizer without a word.
+    """Load an optimizer's state, after a check that torch lacks: it accepts the state of another optimizer class.
 
     Args:
-        optimizer: of this run.
-        saved: what was saved of the optimizer in its place.
-        kind: the name of that one's class; None where the checkpoint does not say (Lightning's).
-        load: does it.
+        optimizer: an optimizer of this run.
+        saved: the saved state of the optimizer in its place.
+        kind: class name of the saved optimizer; None if the checkpoint lacks it (Lightning's).
+        load: loads the state.
 
     Raises:
-        MisconfigurationException: with what is different.
+        MisconfigurationException: names the difference.
     """
     difference, cause = _other_class(optimizer, saved, kind), None
     if difference is None:
@@ -136,7 +136,7 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None
 def _loaded(
     optimizer: Optimizer, saved: dict[str, Any], load: Callable[[], object]
 ) -> tuple[str | None, ValueError | None]:
-    """Load a state; gives in which groups it differs, if the optimizer refuses it for that, and the error."""
+    """Load a state. If the optimizer refuses it because its groups differ, return the difference and the error."""
     other_groups = _other_groups(optimizer, saved)
     if other_groups is None:
         _check_optimizer(optimizer, saved)
@@ -183,16 +183,16 @@ def _other_groups(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
 
 
 def check_types(saved: object, own: dict[str, Any], owner: type, *, optional: bool = False) -> None:
-    """Refuse a state whose values are of other types than those that this run would save in their place.
+    """Refuse a state whose values have other types than those that this run would save in their place.
 
     Args:
-        saved: from a checkpoint.
-        own: the state of the same object in this run.
-        owner: its class, whose methods no value may hide.
-        optional: whether None may stand for any value: a callback may have chosen it since, in another fit.
+        saved: state from a checkpoint.
+        own: state of the same object in this run.
+        owner: class of the object, whose methods no value may hide.
+        optional: accept None for any value: a callback may have set it since, in another fit.
 
     Raises:
-        TypeError: with the first key.
+        TypeError: names the first key.
     """
     if not isinstance(saved, dict):
         raise TypeError(f"it is a {type(saved).__name__}, not a dict")
@@ -205,7 +205,7 @@ def check_types(saved: object, own: dict[str, Any], owner: type, *, optional: bo
 
 
 def _alike(own: object, saved: object) -> bool:
-    if own is None:  # what is not chosen yet; of tensors, one number
+    if own is None:  # a value that is not set yet; of tensors, only one number
         return not isinstance(saved, torch.Tensor) or saved.numel() == 1
     if isinstance(own, bool):
         return isinstance(saved, int) and saved in (True, False)
@@ -222,21 +222,21 @@ def _is_number(value: Any) -> bool:
 
 
 _KINDS: tuple[tuple[type, ...], ...] = ((int, float, torch.Tensor), (list, tuple), (dict,), (str,))
-"""Types of which one may stand for another."""
+"""Groups of types that are interchangeable."""
 
 
 def _may_be(name: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Whether this can be what an optimizer keeps of a parameter: a count, or a tensor of its shape."""
+    """Return True if an optimizer may store this for a parameter: a count, or a tensor of its shape."""
     if name not in _NUMBERS:
         return value is None or (isinstance(value, torch.Tensor) and value.shape == whole_shape(parameter))
     return _is_number(value) and float(value) >= 0
 
 
 def _check_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Refuse a malformed state of one of torch's optimizers; others keep what they like.
+    """Refuse a malformed state of one of torch's optimizers; states of others are not checked.
 
     Raises:
-        TypeError: with what is wrong.
+        TypeError: names what is wrong.
     """
     if not type(optimizer).__module__.startswith("torch.optim.") or type(optimizer).__name__ in NOT_ELEMENTWISE:
         return
@@ -247,7 +247,7 @@ def _check_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def _check_states(states: dict[int, Any], parameters: list[torch.Tensor]) -> None:
-    """Refuse what an optimizer cannot keep of the parameters of a group, by their numbers."""
+    """Refuse states that an optimizer cannot have for the parameters of a group, by parameter number."""
     for number, state in states.items():
         if not isinstance(state, dict):
             raise TypeError(f"the state of parameter {number} is a {type(state).__name__}, not a dict")
@@ -263,6 +263,6 @@ def _check_states(states: dict[int, Any], parameters: list[torch.Tensor]) -> Non
 
 
 _TORCH_CHOOSES = ("foreach", "fused")
-"""Of an optimizer's options those that are None where torch chooses, which may be so in either run."""
+"""Options of an optimizer that are None if torch chooses them, which may be so in either run."""
 _NUMBERS = ("step", "eta", "mu", "mu_product")
-"""What torch's optimizers keep of a parameter as one number; all else has the parameter's shape."""
+"""Single numbers in the states of torch's optimizers; all other entries have the parameter's shape."""

@@ -1,4 +1,4 @@
-"""Steps of the optimizers themselves, whoever makes them: counted, and left out where gradients overflowed."""
+"""Steps of optimizers, whoever calls them: they are counted, and skipped if gradients have overflowed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ UNSEEN = (
 class StepWatch:
     """Hooks on the optimizers of a fit.
 
-    Under manual optimization each step of an optimizer counts, through ``self.optimizers()`` or past it: an optimizer
-    that lies in another one's attributes (the ``base_optimizer`` of SAM) stands for that one.
+    Under manual optimization each step of an optimizer counts, through ``self.optimizers()`` or directly. An optimizer
+    in an attribute of another one (the ``base_optimizer`` of SAM) counts as that one.
 
-    With a loss scale, gradients are scaled only while a backward runs: `enlarge` and `reduce` are around each backward
-    of manual optimization. So whoever reads, clips or adds up gradients sees the true ones. A step with gradients that
-    are not finite is left out: while such an optimizer steps, its parameters have no gradients.
+    With a loss scale, gradients are scaled only while a backward runs: `enlarge` and `reduce` are called around each
+    backward of manual optimization. So code that reads, clips or accumulates gradients sees the true ones. A step with
+    non-finite gradients is skipped: while such an optimizer steps, its parameters have no gradients.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class StepWatch:
         self._mean_loss = mean_loss
         self._begun_at = self._progress.global_step
         self._apart = False  # a backward was not reduced: ranks may find different overflows
-        self._stepping: Optimizer | None = None  # the outermost that is in its step now
-        self._depth = 0  # a subclass's step may call that of its base, which runs all hooks once more
+        self._stepping: Optimizer | None = None  # the outermost optimizer in its step
+        self._depth = 0  # a subclass's step may call its base's, which runs all hooks again
         self._seen = False
         self._held: list[tuple[Tensor, Tensor]] = []
         self._handles: list[Any] = []
@@ -58,7 +58,7 @@ class StepWatch:
                     ]
 
     def detach(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -66,12 +66,12 @@ class StepWatch:
     # -- around a backward of manual optimization
 
     def enlarge(self) -> None:
-        """Before a backward whose loss is scaled: what it is added to is scaled, too."""
+        """Scale accumulated gradients, before a backward with a scaled loss adds to them."""
         assert self._scaler is not None
         self._scaler.multiply(self._strategy.gradients.local())
 
     def reduce(self) -> None:
-        """After it: gradients are the true ones, and it is known which optimizers must not step with them."""
+        """Unscale gradients after the backward, and record the optimizers that must not step with them."""
         scaler, strategy = self._scaler, self._strategy
         assert scaler is not None
         scaler.divide(strategy.gradients.local())
@@ -80,11 +80,11 @@ class StepWatch:
             scaler.look(optimizer)
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Before a step of manual optimization, when gradients are whole: whether it may be made."""
+        """Decide whether a step of manual optimization may be made, when gradients are complete. May be collective."""
         scaler = self._scaler
         if scaler is None:
             return
-        if not scaler.knows(optimizer):  # gradients of `loss.backward()`, which nobody has scaled
+        if not scaler.knows(optimizer):  # gradients of `loss.backward()`, which were not scaled
             scaler.look(optimizer)
         if self._apart and self._strategy.world_size > 1:
             scaler.share_overflow(optimizer, partial(comm.all_reduce, op="max"), self._strategy.root_device)
@@ -92,7 +92,7 @@ class StepWatch:
     # -- the optimizers' hooks
 
     def forget_depth(self) -> None:
-        """A batch begins: a step that raised, and was caught, is over."""
+        """Reset at the start of a batch: a step that raised an error, which was caught, has ended."""
         self._stepping, self._depth = None, 0
 
     def _begin(self, owner: Optimizer, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ class StepWatch:
         return result
 
     def _run_for_all(self, closure: Callable[[], Any]) -> Any:
-        """Run a closure whose loss decides what comes next; where it has reduced gradients, the loss is the mean."""
+        """Run a closure whose loss decides what follows; if it has reduced gradients, return the loss's mean."""
         rounds = self._strategy.rounds
         loss = closure()
         return loss if loss is None or self._strategy.rounds == rounds else self._mean_loss(loss)
@@ -141,17 +141,17 @@ class StepWatch:
             self._progress.global_step += 1
 
     def epoch_ended(self) -> None:
-        """Say once that the user's steps are not seen."""
+        """Warn once if none of the user's steps was seen."""
         if self._counts and not self._seen and self._progress.global_step == self._begun_at:
             warn_once(UNSEEN.format(kind=type(self._strategy.module).__name__, step=self._begun_at))
 
     @property
     def left_out(self) -> bool:
-        """Whether the last step was left out, on all ranks alike; where weights differ between nodes, none is."""
+        """True if the last step was skipped, on all ranks; always False if weights differ between nodes."""
         return self._scaler is not None and self._scaler.left_out and self._strategy.copies.local_steps is None
 
     def _hold_back(self, owner: Optimizer) -> None:
-        """A step past the loss scale begins: let it find no gradients where they are not finite."""
+        """Remove non-finite gradients at the start of a step that bypasses the loss scale."""
         scaler = self._scaler
         assert scaler is not None
         if self._counts:
@@ -171,7 +171,7 @@ class StepWatch:
 
 
 def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """An optimizer, and those that lie in its attributes, at any depth."""
+    """Iterate over an optimizer and those in its attributes, at any depth."""
     found: dict[int, Optimizer] = {}
     waiting = [optimizer]
     while waiting:

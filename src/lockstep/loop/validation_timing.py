@@ -1,4 +1,4 @@
-"""When a fit validates: the flags ``val_check_interval`` and ``check_val_every_n_epoch``."""
+"""Times of validation in a fit: the flags ``val_check_interval`` and ``check_val_every_n_epoch``."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ class ValidationTiming:
         self._flag = 0
 
     def start(self) -> None:
-        """The fit begins; the ranks can agree on things."""
+        """Start the fit's clock and register the flag; ranks can communicate."""
         interval = self._session.config.val_check_interval
         self._seconds = interval.total_seconds() if isinstance(interval, timedelta) else math.inf
         self._since = time.monotonic()
         self._flag = self._session.agreement.register("validate")
 
     def plan(self, batches: int | float) -> None:
-        """Take in how many training batches an epoch has, by the count of the run's plan.
+        """Set the number of training batches of an epoch, as the run's plan counts them.
 
         Raises:
-            MisconfigurationException: an interval that does not go with this number.
+            MisconfigurationException: the interval does not fit this number.
         """
         interval = self._session.config.val_check_interval
         self.every = _interval(self._session.config, batches)
         self._at_end = self.every == math.inf or (isinstance(interval, float) and interval == 1.0)
 
     def in_epoch(self, epoch: int) -> bool:
-        """Whether this epoch is validated at all."""
+        """Return True if this epoch is validated at all."""
         every = self._session.config.check_val_every_n_epoch
         return self._session.enable_validation and (every is None or (epoch + 1) % every == 0)
 
     def due(self, progress: Progress, at_window_end: bool, batches: int = 1) -> bool:
-        """Whether the interval is over after a training batch, or within the last ones, which were played at once."""
+        """Return True if the interval has ended with the last training batch, or with one of the last ``batches``."""
         every = self.every
         if every is None:
             return at_window_end and self._time_is_up()
         if self._at_end:
-            return progress.last  # which may come before the length that a loader has told
+            return progress.last  # which may be true before the length that a loader has reported
         earlier = progress.earlier if self._session.config.check_val_every_n_epoch is None else 0
         counted = self._session.fit.resume.counted
         before, after = (earlier + counted(number) for number in (progress.batch - batches, progress.batch))
-        if progress.validated:  # and a window that is played again may have been validated within
+        if progress.validated:  # a window that is repeated may contain a validation
             before = max(before, earlier + progress.validated)
-        return before // every < after // every  # a batch of ours may step over the one at which it is due
+        return before // every < after // every  # a batch in our count may skip the one at which it is due
 
     def _time_is_up(self) -> bool:
-        """Rank 0's clock decides, and all ranks learn of it at the same boundary."""
+        """Return True if rank 0's clock has run out; all ranks agree at the same boundary."""
         session, up = self._session, time.monotonic() - self._since >= self._seconds
         if session.world_size == 1:
             return up
@@ -73,7 +73,7 @@ class ValidationTiming:
         return bool(session.agreement.is_up(self._flag))
 
     def done(self) -> None:
-        """A validation has ended; the clock begins anew."""
+        """Restart the clock after a validation."""
         self._since = time.monotonic()
         self._session.agreement.lower(self._flag)
 

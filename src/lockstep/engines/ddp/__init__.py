@@ -1,1 +1,1 @@
-"""Data parallel over ranks: buckets, the reducer and its transports, the strategy."""
+"""Data parallel training over ranks: buckets, the reducer and its transports, the strategy."""

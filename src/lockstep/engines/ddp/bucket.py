@@ -1,4 +1,4 @@
-"""Buckets: which gradients travel together (a plan, made by pure functions), and one bucket of a plan at work."""
+"""Buckets: plans of the gradients that are sent together (pure functions), and the buckets of a plan."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Plan = list[list[str]]
 
 
 ALIGNMENT = 16
-"""Bytes at whose multiples a gradient starts in its buffer: vectorised kernels want it."""
+"""Alignment of gradients in a buffer, in bytes, for vectorized kernels."""
 
 
 class ParameterInfo(NamedTuple):
-    """What a plan needs to know of a parameter."""
+    """The properties of a parameter that a plan depends on."""
 
     name: str
     numel: int
@@ -38,10 +38,10 @@ class ParameterInfo(NamedTuple):
 
 
 def distinct(named_parameters: Iterable[tuple[str, Any]]) -> dict[str, Parameter]:
-    """Each parameter once, by its first name.
+    """Return each parameter once, by its first name.
 
     Raises:
-        ValueError: one belongs to a lazy module that has not seen a batch.
+        ValueError: a parameter belongs to a lazy module that has not seen a batch.
     """
     found: dict[str, Parameter] = {}
     seen: set[int] = set()
@@ -58,22 +58,22 @@ def distinct(named_parameters: Iterable[tuple[str, Any]]) -> dict[str, Parameter
 
 
 def infos_of(parameters: Iterable[tuple[str, Parameter]]) -> list[ParameterInfo]:
-    """What a plan needs to know of these parameters."""
+    """Return the properties of these parameters that a plan depends on."""
     return [ParameterInfo(name, p.numel(), p.dtype, p.device) for name, p in parameters]
 
 
 def plan_buckets(parameters: Sequence[ParameterInfo], caps: Sequence[float]) -> Plan:
-    """Cut ``parameters`` into buckets for a backward that reaches them last to first.
+    """Divide ``parameters`` into buckets for a backward that reaches them last to first.
 
-    A bucket holds parameters of one dtype and device, up to its size (a larger parameter has one for itself).
-    Buckets and the parameters in them stand in reverse order of registration, which is about the order in which
-    gradients come. The bucket of the parameters that were registered first, whose gradients come last, had better be
-    short: nothing is left to overlap its reduction with.
+    A bucket holds parameters of one dtype and device, up to its size. A larger parameter has its own bucket. Buckets,
+    and the parameters in them, are in reverse order of registration, which is roughly the order of their gradients.
+    The bucket of the parameters registered first should be small: their gradients are last, and nothing is left to
+    overlap its reduction with.
 
     Args:
         parameters: in order of registration, with distinct names.
-        caps: bytes of the buckets, that of the first-registered parameters in front, for each dtype and device; the
-            last one holds for all further ones.
+        caps: bytes of the buckets, starting with that of the parameters registered first, for each dtype and device;
+            the last value is used for all further buckets.
 
     Example:
         >>> cpu = torch.device("cpu")
@@ -93,24 +93,24 @@ def plan_buckets(parameters: Sequence[ParameterInfo], caps: Sequence[float]) -> 
             buckets.append(bucket)
         bucket.append(index)
         last[kind] = bucket, number, room - parameter.nbytes
-    buckets.sort(key=lambda bucket: -bucket[0])  # a bucket is complete when its first-registered parameter is
+    buckets.sort(key=lambda bucket: -bucket[0])  # a bucket is complete when its first registered parameter is
     return [[parameters[index].name for index in reversed(bucket)] for bucket in buckets]
 
 
 def fit_plan(
     plan: Plan, parameters: Sequence[ParameterInfo], caps: Sequence[float], frozen: Iterable[str] = ()
 ) -> Plan:
-    """``plan`` for ``parameters``: without what is ``frozen`` now, with buckets for what it does not name.
+    """Adapt ``plan`` to ``parameters``: leave out ``frozen`` ones, and add buckets for parameters that it lacks.
 
     Args:
-        plan: as another run made it, perhaps with parameters frozen or thawed that are not so now.
-        parameters: those that will get gradients.
-        caps: of `plan_buckets`, for the parameters that ``plan`` does not name.
-        frozen: names that ``plan`` may hold although they get no gradients.
+        plan: plan of another run, in which other parameters may have been frozen.
+        parameters: the parameters that will get gradients.
+        caps: as in `plan_buckets`, for the parameters that ``plan`` lacks.
+        frozen: names that ``plan`` may contain although they get no gradients.
 
     Raises:
-        ValueError: if the plan names a parameter twice or one that does not exist, or puts two dtypes or
-            devices into a bucket.
+        ValueError: the plan names a parameter twice or one that does not exist, or a bucket has two dtypes or
+            devices.
     """
     by_name = {parameter.name: parameter for parameter in parameters}
     asleep = set(frozen)
@@ -137,15 +137,15 @@ def fit_plan(
 
 
 def in_order_of_arrival(parameters: Sequence[ParameterInfo], arrived: Sequence[str]) -> list[ParameterInfo]:
-    """``parameters`` as `plan_buckets` wants them, for a backward whose gradients came in another order.
+    """Return ``parameters`` in the order that `plan_buckets` expects, for gradients that arrived in another order.
 
     Args:
         parameters: in order of registration.
-        arrived: names in the order in which their gradients came; a parameter that is not among them (nothing
-            used it) is taken to come where its neighbour in registration comes.
+        arrived: names in the order in which their gradients arrived. A parameter that is not among them (because it
+            was not used) is placed next to its neighbor in registration.
 
     Returns:
-        The same parameters: the one whose gradient came first stands last.
+        The same parameters; the one whose gradient arrived first is last.
 
     Example:
         >>> cpu = torch.device("cpu")
@@ -163,12 +163,12 @@ def in_order_of_arrival(parameters: Sequence[ParameterInfo], arrived: Sequence[s
 
 
 def offsets(numels: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) -> tuple[list[int], int]:
-    """Where each gradient starts in its buffer, in elements, and how long they are together.
+    """Return where each gradient starts in its buffer, in elements, and the total length.
 
     Args:
-        numels: elements of each gradient.
+        numels: number of elements of each gradient.
         itemsize: bytes of an element.
-        alignment: bytes at whose multiples a gradient starts.
+        alignment: alignment of gradients, in bytes.
     """
     step = max(1, alignment // itemsize)
     starts = []
@@ -183,11 +183,13 @@ def offsets(numels: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) ->
 
 
 LARGE = 2**15
-"""Elements from which on a gradient of the CPU is multiplied on its way into the buffer: there a pass over memory costs
-more than the operation that it spares."""
+"""Elements from which a gradient on the CPU is scaled while it is copied to the buffer.
+
+For large gradients a pass over memory costs more than one more operation.
+"""
 
 UNHELD = max(map(getrefcount, [object()]))
-"""References to an object of a list that nobody else holds, as they are counted over the list."""
+"""Reference count of an object that only a list holds, counted while the list is iterated."""
 
 ALIAS = (
     "A view of a gradient (`p.grad.detach()`, `p.grad.data`, a slice) is kept while `p.grad` has been dropped, and the "
@@ -201,32 +203,32 @@ UNUSED = (
 
 
 class Bucket:
-    """Some parameters' gradients in one buffer, followed by their used flags where those travel with them.
+    """The gradients of some parameters in one buffer, followed by their used flags if these are sent with them.
 
     Args:
         index: place in the round.
-        names, parameters: in the order of the buffer; of one dtype and device.
-        holds_used: whether the used flags stand at the buffer's end.
-        alignment: bytes at whose multiples a gradient starts.
+        names, parameters: in the order of the buffer, all of one dtype and device.
+        holds_used: True if the used flags are at the end of the buffer.
+        alignment: alignment of gradients, in bytes.
 
     Attributes:
-        flat: what travels, 1-D and real, of this rank.
+        flat: this rank's data to send, 1-D and real.
         buffer: the same memory in the parameters' dtype.
-        views: each parameter's part of it, with the parameter's shape and strides. They count their changes
-            apart from each other (``_version``).
-        starts: where each begins in ``buffer``, in elements.
-        used: the used flags, one for each parameter: 1 where it had a gradient when it was last looked at.
-        fresh: whether none had one before this backward.
-        waiting: indices of the parameters whose gradients must come before the bucket may travel.
+        views: each parameter's part of the buffer, with the parameter's shape and strides. Each has its own version
+            counter (``_version``).
+        starts: where each view starts in ``buffer``, in elements.
+        used: the used flags, one for each parameter: 1 if it had a gradient when it was last checked.
+        fresh: True if no parameter had a gradient before this backward.
+        waiting: indices of the parameters whose gradients are missing before the bucket may be launched.
         kept: gradients from before a backward of weight 0.
-        work: what is under way; whoever put it there waits for it.
+        work: the pending reduction; the transport that starts it also waits for it.
     """
 
     tells_of_aliases = False
-    """Whether to warn where other tensors than its own lie in the memory; communication hooks may leave some there."""
+    """Warn if other tensors use the buffer's memory. Off with communication hooks, which may leave such tensors."""
 
     HELD = -1
-    """Stands in ``waiting`` while the bucket must not be launched from a hook."""
+    """Member of ``waiting`` while a hook must not launch the bucket."""
 
     is_sparse = False
 
@@ -252,7 +254,7 @@ class Bucket:
 
     @property
     def size(self) -> tuple[int, torch.dtype, torch.device]:
-        """Length, dtype and device of the flat buffer that it wants (two real numbers for a complex one)."""
+        """Length, dtype and device of the flat buffer that it needs (two real numbers for a complex one)."""
         length = self.end + len(self.parameters) * self.holds_used
         if self.dtype.is_complex:
             return 2 * length, self.dtype.to_real(), self.device
@@ -260,7 +262,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """How much this rank gives away in a round."""
+        """Bytes that this rank sends in a round."""
         return self.flat.nbytes
 
     def lay_out(self, flat: Tensor) -> None:
@@ -272,22 +274,22 @@ class Bucket:
             self._places = [view.data_ptr() for view in self.views]
         self._storage = self.buffer.untyped_storage()
         self._own_uses = _users_of(self._storage)
-        self._uses = -1  # tensors in the memory, when its views were last looked at
-        self._fitting: list[int] = []  # where the parameters were when they were last seen to fit
+        self._uses = -1  # number of tensors in the memory, when its views were last checked
+        self._fitting: list[int] = []  # addresses of the parameters when they were last seen to fit
 
     def _place(self, index: int) -> Tensor:
-        """The part of a parameter.
+        """Return the part of the buffer for a parameter.
 
-        Its strides are the parameter's (channels_last, say), for optimizers that go through both together. Of what is
-        to be ``.grad`` the caller takes ``.data``: that may be detached in place, and counts its own changes, which a
-        view does not.
+        It has the parameter's strides (such as channels_last), for optimizers that iterate over both together. The
+        caller uses ``.data`` of it as a ``.grad``: unlike a view, that may be detached in place, and it has its own
+        version counter.
         """
         parameter = self.parameters[index]
         strides = torch.empty_like(parameter, device="meta").stride()
         return self.buffer.as_strided(parameter.shape, strides, self.starts[index])
 
     def let_go(self) -> None:
-        """Hold on to none of the buffer's memory; another layout has taken this one's place."""
+        """Release the buffer's memory; another layout has replaced this one."""
         self.flat = self.buffer = self._tail = self.flat.new_empty(0)
         self._storage = self.flat.untyped_storage()
         self.views = []
@@ -295,11 +297,11 @@ class Bucket:
     # -- a round
 
     def arm(self, views: bool, early: bool) -> None:
-        """Note which parameters have gradients by now; with ``views``, lay these into the buffer.
+        """Record which parameters have gradients now; with ``views``, copy these into the buffer.
 
-        The others' ``.grad`` stays None: autograd hands over what it has made, where it would add to a view.
+        The ``.grad`` of the others stays None: autograd then passes on its own tensor instead of adding to a view.
         """
-        self.kept = None  # a backward of weight 0 that raised leaves some; its window starts again with zero_grad
+        self.kept = None  # left by a backward of weight 0 that raised; its window starts again with zero_grad
         self.waiting.clear()
         if views:
             self._part_from_kept()
@@ -320,10 +322,10 @@ class Bucket:
             self._bring([parameter.grad for parameter in self.parameters], views)
 
     def _part_from_kept(self) -> None:
-        """Make new views in the place of those that users keep, though they are no gradients any more.
+        """Replace views that users keep although they are no longer gradients.
 
-        `kept = p.grad` and a `zero_grad` leave the old gradient to the user, who reads it behind further backwards: it
-        gets memory of its own.
+        With `kept = p.grad` and a `zero_grad`, the user keeps the old gradient and reads it after further backwards:
+        it gets its own memory.
         """
         counts = list(map(getrefcount, self.views))
         if max(counts) == UNHELD:
@@ -336,7 +338,7 @@ class Bucket:
                     self.views[index] = self._place(index).data
 
     def _fit(self) -> None:
-        """Let torch refuse a parameter that by now has another shape, dtype or device than its view."""
+        """Make torch refuse a parameter that no longer has the shape, dtype or device of its view."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             grad = parameter.grad
             parameter.grad = view
@@ -344,18 +346,18 @@ class Bucket:
         self._fitting = list(map(Tensor.data_ptr, self.parameters))
 
     def _may_be_moved(self) -> bool:
-        """Whether ``parameter.grad.data = ...`` may have given a view other memory, for all that can be seen in time.
+        """Return True if ``parameter.grad.data = ...`` may have moved a view to other memory. The check is fast.
 
-        One that is moved lets go of the buffer's memory. Where each microsecond counts (``static_graph``, which needs
-        no used flags), the number of its users tells; but who keeps the old memory alive (``old = p.grad.data``) makes
-        up for one.
+        A view that is moved releases the buffer's memory. With ``static_graph``, which needs no used flags and where
+        each microsecond counts, the number of its users shows that. A user that keeps the old memory alive
+        (``old = p.grad.data``) hides one moved view.
         """
         if self.holds_used:
             return list(map(Tensor.data_ptr, self.views)) != self._places
         return _users_of(self._storage) != self._uses
 
     def _put_back(self) -> None:
-        """Lay views into the buffer again, with what they hold, that were given other memory."""
+        """Move views that were given other memory back into the buffer, with their values."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if view.data_ptr() != self._places[index]:
                 elsewhere = view.data
@@ -368,31 +370,31 @@ class Bucket:
         self.waiting.difference_update([i for i, p in enumerate(self.parameters) if not p.requires_grad])
 
     def hide(self) -> None:
-        """Set gradients aside, so that a backward of weight 0 does not touch them."""
+        """Set gradients aside, so that a backward of weight 0 does not change them."""
         self.kept = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
     def show(self) -> None:
-        """Put back what was set aside, in place of what a backward of weight 0 made."""
+        """Restore the gradients set aside, instead of those of a backward of weight 0."""
         if self.kept is not None:
             for parameter, grad in zip(self.parameters, self.kept, strict=True):
                 parameter.grad = grad
             self.kept = None
 
     def collect(self, views: bool, scale: float) -> float:
-        """Bring into the buffer the gradients that are not there, and the used flags.
+        """Copy missing gradients and the used flags into the buffer.
 
         Args:
-            views: whether gradients are views of the buffer.
-            scale: what gradients are to be multiplied by.
+            views: True if gradients are views of the buffer.
+            scale: factor for the gradients.
 
         Returns:
-            the scale by which the buffer is still to be multiplied: 1 if that is done.
+            The factor by which the buffer must still be multiplied: 1 if that is done.
         """
         kept = self.kept
         attached = views and kept is None
-        if attached and _users_of(self._storage) != self._uses:  # by a user's hook in the backward
+        if attached and _users_of(self._storage) != self._uses:  # moved by a user's hook in the backward
             self._put_back()
         grads = [parameter.grad for parameter in self.parameters] if kept is None else kept
         self.used[:] = bytes([grad is not None for grad in grads])
@@ -408,18 +410,18 @@ class Bucket:
             if complete:
                 self._tail.fill_(1)
             else:
-                # a GPU reads what it is given later than here, and what is not pinned lets this process wait for it
+                # a GPU reads its source later; without pinned memory this process would wait for that
                 self._tail.copy_(pinned(self._used_flags, self.device), non_blocking=True)
         return scale
 
     def _fill_absent(self, grads: Sequence[Tensor | None]) -> None:
-        """Let the places of parameters without a gradient be -0.0, which leaves the others' summands as they are."""
+        """Fill the places of absent gradients with -0.0, which leaves the other ranks' summands as they are."""
         absent = [view for view, grad in zip(self.views, grads, strict=True) if grad is None]
         torch._foreach_zero_(absent)
         torch._foreach_neg_(absent)
 
     def _bring_scaled(self, grads: list[Tensor | None], views: bool, scale: float) -> None:
-        """The same as :meth:`_bring`, and multiply; large gradients are read once for both."""
+        """Do the same as :meth:`_bring` and multiply by ``scale``; large gradients are read once for both."""
         there, left = list(grads), set(range(len(grads)))
         for index in self._large:
             grad, view = grads[index], self.views[index]
@@ -434,7 +436,7 @@ class Bucket:
             torch._foreach_mul_([self.views[index] for index in left], scale)
 
     def _bring(self, grads: list[Tensor | None], views: bool) -> None:
-        """Copy gradients into their places, together; with ``views``, let the places be the gradients."""
+        """Copy gradients into their places together; with ``views``, make the places the gradients."""
         parameters, places, there = self.parameters, self.views, grads
         if 0 in self.used or not all(map(is_not, grads, places)):
             found = [
@@ -451,8 +453,8 @@ class Bucket:
                 parameter.grad = view
 
     def used_anywhere(self) -> Sequence[Any]:
-        """After a round whose used flags travelled in the buffer: who got a gradient on any rank."""
-        # Only a rank that lacks gradients has to look at them: a GPU waits here, and seldom has to.
+        """Return which parameters got a gradient on any rank, after a round with used flags in the buffer."""
+        # Only a rank that lacks gradients has to read them: that makes a GPU wait, and is seldom needed.
         if 0 not in self.used:
             return self.used
         if self.device.type != "cpu":
@@ -461,11 +463,11 @@ class Bucket:
         return self._tail.tolist()
 
     def give_back(self, views: bool, anywhere: Sequence[Any] | None) -> None:
-        """Leave each parameter with its gradient, or None where there is none.
+        """Set each parameter's gradient to the reduced one, or None if no rank had one.
 
         Args:
-            views: whether gradients are views of the buffer.
-            anywhere: who got a gradient on any rank; None where nothing was reduced.
+            views: True if gradients are views of the buffer.
+            anywhere: which parameters got a gradient on any rank; None if nothing was reduced.
         """
         if anywhere is None:
             return
@@ -484,7 +486,7 @@ class Bucket:
 
 
 class SparseBucket(Bucket):
-    """A single parameter whose gradients are sparse (``Embedding(sparse=True)``): they travel as they are."""
+    """A single parameter with sparse gradients (``Embedding(sparse=True)``), which are sent as they are."""
 
     is_sparse = True
 
@@ -494,17 +496,17 @@ class SparseBucket(Bucket):
 
     @property
     def nbytes(self) -> int:
-        """Of the rows that this rank has, and their numbers."""
+        """Bytes of this rank's rows and their indices."""
         return self.flat._values().nbytes + self.flat._indices().nbytes
 
     def lay_out(self, flat: Tensor) -> None:
         self.flat = flat
 
     def let_go(self) -> None:
-        """It has no memory beside the gradient."""
+        """Do nothing: there is no memory except the gradient."""
 
     def arm(self, views: bool, early: bool) -> None:
-        """Note whether there is a gradient by now."""
+        """Record whether there is a gradient now."""
         self.kept = None
         self.waiting.clear()
         self.waiting.add(0 if early else self.HELD)
@@ -512,7 +514,7 @@ class SparseBucket(Bucket):
         self.fresh = not self.used[0]
 
     def collect(self, views: bool, scale: float) -> float:
-        """Take the gradient for what travels, or an empty one."""
+        """Prepare the gradient for sending, or an empty one."""
         parameter = self.parameters[0]
         grad = parameter.grad if self.kept is None else self.kept[0]
         self.used[0] = grad is not None
@@ -529,27 +531,27 @@ class SparseBucket(Bucket):
         return scale
 
     def used_anywhere(self) -> Sequence[Any]:
-        """A sparse gradient's used flag travels apart."""
+        """Raise AssertionError: a sparse gradient's used flag is sent separately."""
         raise AssertionError("used flags of sparse gradients travel apart")
 
     def give_back(self, views: bool, anywhere: Sequence[Any] | None) -> None:
-        """Leave the parameter with the reduced gradient, or None where no rank had one."""
+        """Set the parameter's gradient to the reduced one, or None if no rank had one."""
         if anywhere is not None:
             self.used[0] = anywhere[0] != 0
             self.parameters[0].grad = self.flat if self.used[0] else None
 
 
 def lay_out_anew(before: Iterable[Bucket], buckets: Iterable[Bucket], buffers: Iterable[Tensor]) -> None:
-    """Give ``buckets`` their buffers, and move the gradients there that lie in those of the layout before.
+    """Assign ``buckets`` their buffers, and move gradients there from the buffers of the previous layout.
 
-    An earlier bucket lets go of its memory when nothing is left in it, so that gradients are not there twice where
-    ``buffers`` are made one by one.
+    An earlier bucket releases its memory when it is empty. So gradients are not in memory twice if ``buffers`` are
+    made one by one.
     """
     owners = {id(parameter): (bucket, i) for bucket in before for i, parameter in enumerate(bucket.parameters)}
     left = {id(bucket): len(bucket.parameters) for bucket in before}
     for bucket, flat in zip(buckets, buffers, strict=True):
         bucket.lay_out(flat)
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=False):  # of a sparse one there are none
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=False):  # a sparse bucket has no views
             old, place = owners.pop(id(parameter), (None, 0))
             if old is None:
                 continue
@@ -568,10 +570,10 @@ def _users_of(storage: torch.UntypedStorage) -> int:
 
 
 def _copy(places: list[Tensor], gradients: list[Tensor]) -> None:
-    """Copy gradients, by one kernel where a GPU has it."""
+    """Copy gradients, by one kernel if a GPU has it."""
     with torch.no_grad():
         try:
             torch._foreach_copy_(places, gradients)
-        except RuntimeError:  # a sparse one, of a function that is in no layer with sparse=True
+        except RuntimeError:  # a sparse gradient, of a function outside of layers with sparse=True
             for place, gradient in zip(places, gradients, strict=True):
                 place.copy_(gradient if gradient.layout is torch.strided else gradient.to_dense())

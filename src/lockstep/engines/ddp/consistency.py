@@ -1,4 +1,4 @@
-"""Ranks start alike and stay alike: modules compared and sent at the start, and are checked for it in each step."""
+"""Consistency of ranks: comparison and broadcast of modules at the start, and checks in each step."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from lockstep.ground.rank import does
 
 
 PIECE_BYTES = 250 * 2**20
-"""At most this much of a module's tensors is copied together for one broadcast."""
+"""Bytes of a module's tensors that are copied together for one broadcast, at most."""
 
 
 def check_same_module(module: nn.Module, group: comm.Group = None) -> None:
-    """Make sure that ``module`` has the same parameters and buffers on every rank of ``group``, in the same
-    order.
+    """Check that ``module`` has the same parameters and buffers, in the same order, on every rank of ``group``.
 
     Raises:
-        ValueError: on every rank, naming the first difference.
+        ValueError: on every rank; names the first difference.
     """
     check_alike(type(module).__name__, describe(module), group)
 
 
 def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> None:
-    """Make sure that all ranks of ``group`` give the same lines.
+    """Check that all ranks of ``group`` pass the same lines. Collective.
 
     Raises:
-        ValueError: on every rank, naming the first difference, or what another has raised in `raise_on_all`.
+        ValueError: on every rank; names the first difference, or the error of another rank in `raise_on_all`.
     """
     if comm.world_size(group) == 1:
         return
@@ -57,7 +56,7 @@ def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> Non
 
 
 def _difference(first: Sequence[str], mine: Sequence[str]) -> tuple[str, str] | None:
-    """The first lines that differ."""
+    """Return the first pair of lines that differ; None if there is none."""
     for pair in itertools.zip_longest(first, mine, fillvalue="nothing more"):
         if pair[0] != pair[1]:
             return pair
@@ -66,20 +65,20 @@ def _difference(first: Sequence[str], mine: Sequence[str]) -> tuple[str, str] | 
 
 @contextlib.contextmanager
 def raise_on_all(group: comm.Group) -> Iterator[None]:
-    """Where this block raises, every rank of ``group`` does: the others in `check_alike`, which has to come next."""
+    """Make every rank of ``group`` raise if this block raises on one: the others in `check_alike`, their next call."""
     try:
         yield
     except Exception as error:
         if comm.world_size(group) > 1:
             said = str(error) if isinstance(error, MisconfigurationException) else f"{type(error).__name__}: {error}"
             who = f"rank {comm.rank(group)}: "
-            with contextlib.suppress(RuntimeError):  # of the connection: others have ended
+            with contextlib.suppress(RuntimeError):  # the connection is lost: other ranks have ended
                 comm.all_gather_object(("", who + said.removeprefix(who)), group)
         raise
 
 
 def describe(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
-    """A line for each parameter and buffer of ``module``, in order, but for those with ``ignored`` names."""
+    """Return a line for each parameter and buffer of ``module``, in order, except for ``ignored`` names."""
     lines = []
     for kind, named in (
         ("parameter", module.named_parameters()),
@@ -91,13 +90,13 @@ def describe(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
 
 
 def described(kind: str, name: str, tensor: Tensor, more: str = "") -> str:
-    """A line for a tensor: its kind ("parameter", "buffer", ...), its name, what it is, and ``more``."""
+    """Return a line for a tensor: its kind ("parameter", "buffer", ...), its name, its properties, and ``more``."""
     frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
     return f"{kind} {name!r} ({_kind(tensor)}{frozen}{more})"
 
 
 def _further(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """What the state dict holds beside parameters and buffers."""
+    """Return the tensors of the state dict that are not parameters or buffers."""
     known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     state = module.state_dict(keep_vars=True)
     return [(name, value) for name, value in state.items() if isinstance(value, Tensor) and id(value) not in known]
@@ -111,14 +110,14 @@ def _kind(tensor: Tensor) -> str:
 
 
 def sparse_names(module: nn.Module) -> set[str]:
-    """Parameters of layers that were built with sparse=True."""
+    """Return the names of parameters of layers that were built with sparse=True."""
     layers = (nn.Embedding, nn.EmbeddingBag)
     found = {name for name, layer in module.named_modules() if isinstance(layer, layers) and layer.sparse}
     return {f"{name}.weight".lstrip(".") for name in found}
 
 
 def state_tensors(module: nn.Module, ignored: Collection[str] = (), buffers: bool = True) -> list[Tensor]:
-    """Parameters, buffers (also those that no state dict holds) and what else a state dict holds, each once."""
+    """Return parameters, buffers (also non-persistent ones) and other tensors of the state dict, each once."""
     named: list[tuple[str, Tensor]] = list(module.named_parameters())
     if buffers:
         named += [*module.named_buffers(), *_further(module)]
@@ -133,14 +132,14 @@ def broadcast_module_state(
     ignored: Collection[str] = (),
     buffers: bool = True,
 ) -> None:
-    """Overwrite the parameters and buffers of ``module`` with those of rank ``src``, bitwise.
+    """Overwrite the parameters and buffers of ``module`` with those of rank ``src``, bit for bit. Collective.
 
     Args:
-        module: alike on every rank (`check_same_module`).
+        module: the same on every rank, apart from values (`check_same_module`).
         group: the ranks.
-        src: whose values all take, counted in the group.
+        src: rank in the group whose values all ranks take.
         ignored: names that are left alone.
-        buffers: whether buffers, too.
+        buffers: include buffers.
     """
     if comm.world_size(group) > 1:
         comm.broadcast_tensors(state_tensors(module, ignored, buffers), src, group, piece=PIECE_BYTES)
@@ -148,14 +147,14 @@ def broadcast_module_state(
 
 @does("taking rank 0's buffers")
 def sync_buffers(module: nn.Module, group: comm.Group = None) -> None:
-    """Overwrite the buffers of ``module`` with rank 0's, bitwise; a loop does it before each forward."""
+    """Overwrite the buffers of ``module`` with rank 0's, bit for bit; a loop calls it before each forward."""
     broadcast_buffers(module.buffers(), 0, group)
 
 
 def broadcast_buffers(buffers: Iterable[Tensor], src: int, group: comm.Group) -> None:
-    """Overwrite ``buffers`` with those of rank ``src``, in a way that a backward under way does not mind."""
+    """Overwrite ``buffers`` with those of rank ``src``, without an error in a pending backward."""
     kept = tuple(buffers)
-    # a forward before this one may have saved them for its backward
+    # an earlier forward may have saved them for its backward
     with torch.autograd._unsafe_preserve_version_counter(kept):
         comm.broadcast_tensors(kept, src, group)
 
@@ -170,13 +169,13 @@ STAGES = {
 
 
 class DesyncCheck:
-    """Asks all ranks of a group for the same thing at the same time, and compares."""
+    """Comparison of stage, batch and gradients over all ranks of a group."""
 
     def __init__(self, group: comm.Group, module: nn.Module) -> None:
         self._group = group
         self._named: list[tuple[str, Tensor]] = list(
             module.named_parameters()
-        )  # now: in a backward other tensors may stand in for them
+        )  # copied now: during a backward other tensors may replace them
         self._sums: dict[str, int] = {}
 
     def renew(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -184,26 +183,26 @@ class DesyncCheck:
         self._named = list(named_parameters)
 
     def remember(self, over: comm.Group | Literal[False] = None) -> None:
-        """Remember the gradients as they are now; the next `compare` compares them.
+        """Record checksums of the current gradients for the next `compare`.
 
         Args:
-            over: the group of the round. After one of fewer ranks (False: of none) they differ, and are left out.
+            over: the group of the round. After a round of fewer ranks (False: of none) gradients differ and are left
+                out.
         """
         if over is False or comm.world_size(over) < comm.world_size(self._group):
             return
         self._sums = {name: checksum(p.grad) for name, p in self._named if p.grad is not None}
 
     def compare(self, stage: str, missing: list[str], batch: int | None = None) -> None:
-        """Say where this rank is, and hear where the others are.
+        """Compare this rank's stage, batch and gradients with those of the other ranks. Collective.
 
         Args:
-            stage: of the step.
+            stage: stage of the step.
             missing: parameters whose gradients were not reduced.
-            batch: the number of the batch, where ``training_step`` makes the backwards.
+            batch: number of the batch, if ``training_step`` runs the backwards.
 
         Raises:
-            RuntimeError: on every rank, if they are not at the same stage or in the same batch, reductions were not
-                issued, or gradients differ.
+            RuntimeError: on every rank, if stages, batches or gradients differ, or gradients were not reduced.
         """
         found: list[Any] = comm.all_gather_object((stage, missing, self._sums, batch), self._group)
         self._sums = {}
@@ -251,7 +250,7 @@ class DesyncCheck:
 
 
 def checksum(grad: Tensor) -> int:
-    """A number that depends on every bit of ``grad`` and on its place."""
+    """Return a number that depends on every bit of ``grad`` and on its position."""
     grad = grad.detach()
     if grad.is_sparse:
         grad = grad.coalesce()

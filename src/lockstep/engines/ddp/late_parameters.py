@@ -1,4 +1,4 @@
-"""Notices parameters and buffers that come into a model after it was set up, and refuses them on several ranks."""
+"""Detection of parameters and buffers that are added to a model after its setup; several ranks refuse them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import MODULE_HOOKS
 from lockstep.ground.parameters import beside, listed, plain_name
 
-# -- what comes ----------------------------------------------------------------------------------------------
+# -- additions ------------------------------------------------------------------------------------------------
 
 
 class LateParameters:
-    """Notices parameters and buffers that come into ``module`` from now on; costs nothing in a forward.
+    """Records parameters and buffers that are added to ``module`` from now on, without a cost in the forward.
 
-    Torch tells of each registration. What goes around it (``ModuleList.insert``) is not noticed.
+    torch's registration hooks report each one. Changes that bypass registration (``ModuleList.insert``) are missed.
 
     Args:
         module: the model.
-        ignored: names that may come.
-        stands_for: class of parameters that may come: each stands for one of ``module``.
+        ignored: names that may be added.
+        stands_for: class of parameters that may be added: each replaces one of ``module``.
 
     Attributes:
-        found: name of the first parameter that came, below the submodule that got it; None while none has.
-        buffer, norm: the same of buffers, but for the masks of torch's pruning, and of BatchNorm layers.
-        changed: whether submodules have come.
-        noticed: whether anything has come; whoever has dealt with it sets it to False.
+        found: name of the first added parameter, below the submodule that got it; None if there is none.
+        buffer, norm: the same for buffers, except the masks of torch's pruning, and for BatchNorm layers.
+        changed: True if submodules were added.
+        noticed: True if anything was added; the code that handles it sets it to False.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LateParameters:
         self.changed = False
         self.noticed = False
         self._names = weakref.WeakKeyDictionary({part: name for name, part in module.named_modules()})
-        # weakly: the id of one that is gone may be that of a late one
+        # weak references: the id of a deleted parameter may be reused by a late one
         known = {parameter: name for name, parameter in module.named_parameters() if name not in self._ignored}
         self._known = WeakIdKeyDictionary(known)
         _hear()
@@ -58,7 +58,7 @@ class LateParameters:
         _watching.discard(self)
 
     def renew(self, module: nn.Module) -> None:
-        """From now on take for late what is not in ``module`` now."""
+        """Treat everything that is in ``module`` now as known."""
         self._names.update({part: name for name, part in module.named_modules()})
         self._known.update({parameter: name for name, parameter in module.named_parameters()})
         self.found = self.buffer = self.norm = None
@@ -107,10 +107,10 @@ _watching: weakref.WeakSet[LateParameters] = weakref.WeakSet()
 
 
 def _hear() -> None:
-    """Once: be told by torch, from now on until the process ends.
+    """Install torch's registration hooks, once, until the process ends.
 
-    A hook for each model would have to go with it: in the middle of torch's loop over the hooks, it may be, which the
-    garbage collector does not ask about.
+    A hook for each model would have to be removed with the model. The garbage collector may do that in the middle of
+    torch's loop over the hooks.
     """
     MODULE_HOOKS.install(_put_hooks)
 
@@ -135,7 +135,7 @@ def _tell_parameter(module: nn.Module, name: str, parameter: Parameter | None) -
 
 
 def _tell_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
-    # `self.count = self.count + 1` registers a buffer in each step, in the place of the one before
+    # `self.count = self.count + 1` registers a buffer in each step, in place of the previous one
     if buffer is None or module._buffers.get(name) is not None:
         return
     for late in list(_watching):
@@ -147,11 +147,11 @@ def _tell_module(module: nn.Module, name: str, part: nn.Module | None) -> None:
         late._module_comes(module, name, part)
 
 
-# -- refused ---------------------------------------------------------------------------------------------------
+# -- refusal ---------------------------------------------------------------------------------------------------
 
 
 def refuse(rank: int, kind: str, name: str) -> NoReturn:
-    """Refuse ``name``, of the ``kind`` "parameter", "buffer" or "normalization layer".
+    """Refuse ``name``; ``kind`` is "parameter", "buffer" or "normalization layer".
 
     Raises:
         MisconfigurationException: always.
@@ -164,15 +164,15 @@ def refuse(rank: int, kind: str, name: str) -> NoReturn:
 
 
 class LateRefusal:
-    """Refuses what comes into the module or its optimizers from now on, before a step would be wrong.
+    """Refuses additions to the module or its optimizers from now on, before a step would be wrong.
 
-    A parameter is refused that requires a gradient or that an optimizer has: a new head, one of ``weight_norm``, one
-    that ``load_state_dict(assign=True)`` has put in the place of another, a tensor of ``add_param_group``. What is
-    frozen and in no optimizer may come. So may the masks of ``torch.nn.utils.prune``, of all buffers alone.
+    A parameter is refused if it requires a gradient or if an optimizer has it: a new head, a parameter of
+    ``weight_norm``, one that ``load_state_dict(assign=True)`` has replaced, a tensor of ``add_param_group``. Frozen
+    parameters outside of optimizers may be added. Among buffers only the masks of ``torch.nn.utils.prune`` may.
 
     Args:
-        module: of the run.
-        rank: of this process.
+        module: the module of the run.
+        rank: rank of this process.
     """
 
     def __init__(self, module: nn.Module, rank: int) -> None:
@@ -183,7 +183,7 @@ class LateRefusal:
         self._sizes: list[tuple[Optimizer, int, int, int]] = []
 
     def new(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-        """What module and optimizers have got so far, by name; from now on it is known."""
+        """Return the additions to module and optimizers so far, by name, and treat them as known from now on."""
         self._optimizers = optimizers
         named = {**self._parameters(), **dict(self._module.named_buffers())}
         late = {name: tensor for name, tensor in named.items() if tensor not in self._known}
@@ -193,16 +193,16 @@ class LateRefusal:
         return late
 
     def check(self, frozen: Sequence[Tensor] = ()) -> None:
-        """Before each forward and backward: a call, some attributes and the length of a list or two.
+        """Check for additions before each forward and backward; costs little.
 
-        Where groups of an optimizer have changed, or some of the ``frozen`` require gradients now, the ranks compare
-        what they train: a rank that is alone with it waits there.
+        If an optimizer's groups have changed, or some of the ``frozen`` parameters now require gradients, the ranks
+        compare the parameters they train. A rank on which only that happened waits for the others.
 
         Raises:
-            MisconfigurationException: for what has come.
+            MisconfigurationException: something was added.
         """
         changed = bool(frozen) and any(parameter.requires_grad for parameter in frozen)
-        for optimizer, count, first, last in self._sizes:  # whether it has got a group, or its first or last one more
+        for optimizer, count, first, last in self._sizes:  # a new group, or another length of its first or last one
             groups = optimizer.param_groups
             if len(groups) != count or len(groups[0]["params"]) != first or len(groups[-1]["params"]) != last:
                 changed = True
@@ -212,17 +212,17 @@ class LateRefusal:
             self.compare()
 
     def look(self, optimizers: Sequence[Optimizer]) -> None:
-        """Where there is time, between epochs and where others have taken the place of the optimizers. Collective.
+        """Check thoroughly: between epochs, and after optimizers were replaced. Collective.
 
         Raises:
-            MisconfigurationException: for what has come, or where ranks step other parameters.
+            MisconfigurationException: something was added, or ranks step different parameters.
         """
         self._optimizers = optimizers
         self._refuse()
         self.compare()
 
     def compare(self) -> None:
-        """Make sure that the ranks step the same parameters. Collective."""
+        """Check that the ranks step the same parameters. Collective."""
         names = {id(parameter): name for name, parameter in self._parameters().items()}
         lines = [name for name, parameter in self._parameters().items() if parameter.requires_grad]
         for optimizer in self._optimizers:

@@ -1,7 +1,7 @@
-"""Batch norm over all ranks by torch's CUDA kernels, which read and write an activation 8 times, in its own type.
+"""Batch norm over all ranks by torch's CUDA kernels, which read and write an activation 8 times, in its own dtype.
 
-The path of the CPU goes over float32 copies, in five times the bytes and three times the kernels. Statistics of
-16-bit inputs are float32 here, too; nothing is copied to the host.
+The CPU's path uses float32 copies, with five times the bytes and three times the kernels. Here too, statistics of
+16-bit inputs are float32. Nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.autograd.function import once_differentiable
 from lockstep.ground import comm
 
 NOBODY = 1e-30
-"""Stands for a count of 0 among the ranks' counts: the kernel divides by the count so far, which begins with them. As
-an integer it is 0 again."""
+"""Replacement for a count of 0 in the gathered counts: the kernel divides by the running count, which starts with them.
+It is 0 again as an integer."""
 
 
 class Statistics(NamedTuple):
-    """Of all ranks' elements, by channel, with the number of elements of each rank."""
+    """The statistics of all ranks' elements by channel, and the number of elements of each rank."""
 
     mean: Tensor
     inverse: Tensor  #: 1 / sqrt(variance + eps)
@@ -28,12 +28,12 @@ class Statistics(NamedTuple):
 
 
 def takes(input: Tensor) -> bool:
-    """Whether the kernels are there for a tensor."""
+    """Return True if the kernels support a tensor."""
     return input.device.type == "cuda"
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """``tensor`` as the kernels read it in one go: contiguous, with channels last where it is so."""
+    """Return ``tensor`` in the layout that the kernels read in one pass: contiguous, or channels last if it is so."""
     for layout in (torch.channels_last, torch.channels_last_3d):
         if tensor.dim() == (4 if layout is torch.channels_last else 5) and tensor.is_contiguous(memory_format=layout):
             return tensor
@@ -41,11 +41,11 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def gather(input: Tensor, count: int, eps: float, group: comm.Group) -> Tensor:
-    """A row for each rank, in one collective: the means, 1 / sqrt(variance + eps), and the number of its elements.
+    """Gather a row from each rank: the means, 1 / sqrt(variance + eps), and the element count. Collective.
 
     Args:
-        input: of this rank, dense.
-        count: of its elements of a channel that are to count.
+        input: this rank's input, dense.
+        count: number of elements of a channel that count.
         eps: added to variances.
         group: the ranks.
     """
@@ -68,10 +68,10 @@ def combine(
     running_var: Tensor | None = None,
     momentum: float = 0.0,
 ) -> Statistics:
-    """Put the ranks' statistics together, in their order, and bring running ones, of the same type, up to date."""
+    """Combine the ranks' statistics, in their order, and update the running ones, which have the same dtype."""
     channels = rows.shape[1] // 2
     means, inverses, counts = rows[:, :channels], rows[:, channels : 2 * channels], rows[:, 2 * channels]
-    # the first argument says by its type alone which kernel it is: a 16-bit one would read 16-bit counts
+    # the dtype of the first argument alone selects the kernel: a 16-bit one would read 16-bit counts
     mean, inverse = torch.batch_norm_gather_stats_with_counts(
         means, means, inverses, running_mean, running_var, momentum, eps, counts
     )
@@ -79,7 +79,7 @@ def combine(
 
 
 class NativeNormalize(torch.autograd.Function):
-    """``(input - mean) * inverse * weight + bias``, where mean and inverse depend on the inputs of all ranks."""
+    """``(input - mean) * inverse * weight + bias``, with mean and inverse of the inputs of all ranks."""
 
     @staticmethod
     def forward(
@@ -93,7 +93,7 @@ class NativeNormalize(torch.autograd.Function):
         zero_weight: bool,
     ) -> Tensor:
         mean, inverse, counts = statistics
-        # the kernels take parameters of the statistics' type with an input of any
+        # the kernels accept any input dtype with parameters in the statistics' dtype
         scale, shift = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
         ctx.group, ctx.zero_weight = group, zero_weight
         ctx.types = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
@@ -129,7 +129,7 @@ class NativeNormalize(torch.autograd.Function):
                 grad_input = torch.batch_norm_backward_elemt(
                     grad, input, mean, inverse, scale, of_all, of_all_x, counts
                 )
-        # those of weight and bias are of this rank's samples: whoever averages gradients adds the ranks' up
+        # gradients of weight and bias are this rank's alone: the averaging of gradients adds up the ranks'
         own = [
             each.to(kind) if need else None
             for each, kind, need in zip((grad_weight, grad_bias), ctx.types, needs, strict=True)

@@ -1,7 +1,7 @@
-"""Optimizers whose states the ranks share out: each parameter has one owner, which alone updates it (ZeRO stage 1).
+"""Optimizers with states divided among the ranks: each parameter has one owner, which alone updates it (ZeRO stage 1).
 
-Gradients are averaged and clipped as always, and every rank sees all of them. In ``step`` a rank updates the parameters
-that it owns, and broadcasts their new values to the others before ``step`` returns.
+Gradients are averaged and clipped as usual, and every rank has all of them. In ``step`` a rank updates its own
+parameters, and broadcasts their new values before ``step`` returns.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lockstep.ground import comm
 from lockstep.ground.rank import warn_once
 
 UNEVEN = 1.5
-"""Times its even share that the fullest rank may have without a warning."""
+"""Factor over an even share from which the fullest rank causes a warning."""
 
 
 class SteppingContainer(Protocol):
-    """A container around a module whose optimizers can be shared out, `lockstep.DistributedDataParallel` for one.
+    """A container around a module whose optimizers can be divided, such as `lockstep.DistributedDataParallel`.
 
     Attributes:
-        module: whose parameters it keeps alike on all ranks.
+        module: the module whose parameters it keeps the same on all ranks.
         process_group: the ranks.
-        steps_together: whether a rank waits in each step for the others.
+        steps_together: True if a rank waits for the others in each step.
     """
 
     module: nn.Module
@@ -42,16 +42,16 @@ class SteppingContainer(Protocol):
 
 
 class OwnedOptimizers(Owners):
-    """Optimizers of which every rank updates the parameters that it owns, with gradients that all have.
+    """Optimizers that update on each rank only its own parameters, with gradients that all ranks have.
 
-    Parameters that were frozen get their owner with their first gradient.
+    Frozen parameters get their owner with their first gradient.
 
     Args:
-        optimizers: that work parameter by parameter, over the same parameters on all ranks.
+        optimizers: optimizers that update each parameter independently, over the same parameters on all ranks.
         group: the ranks.
 
     Raises:
-        ValueError: for an optimizer that does not, see `check_parameter_wise`.
+        ValueError: an optimizer does not update parameters independently; see `check_parameter_wise`.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], group: comm.Group = None) -> None:
@@ -70,7 +70,7 @@ class OwnedOptimizers(Owners):
 
     @contextmanager
     def _updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around an update of this rank's parameters alone; then all take the others' values."""
+        """Restrict the update in the block to this rank's parameters; then exchange the new values."""
         updated = self._with_gradient(optimizer)
         with without_gradients(filter(self._is_anothers, updated)):
             yield
@@ -78,7 +78,7 @@ class OwnedOptimizers(Owners):
 
     @torch.no_grad()
     def _exchange(self, parameters: Sequence[Tensor]) -> None:
-        """Broadcast each parameter from its owner, many of them in one message; a message of each rank at a time."""
+        """Broadcast each parameter from its owner, many in one message, with one message of each rank at a time."""
         members = comm.ranks_of(self._group)
         of_owner = [[p for p in parameters if self._owners[p] == owner] for owner in range(self._world)]
         under_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
@@ -105,7 +105,7 @@ def _count(parameter: Tensor) -> int:
 
 
 def _arrive(work: Any, flat: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Wait for a message, and give the parameters their values."""
+    """Wait for a message, and copy its values to the parameters."""
     work.wait()
     start = 0
     for parameter in parameters:
@@ -116,19 +116,19 @@ def _arrive(work: Any, flat: Tensor, parameters: Sequence[Tensor]) -> None:
 
 
 def shard_optimizers(container: SteppingContainer, *optimizers: Optimizer) -> OwnedOptimizers:
-    """Share out the states of ``optimizers`` among the ranks of a container, in a loop of your own.
+    """Divide the states of ``optimizers`` among the ranks of a container, in a loop of your own.
 
-    The loop stays as it is. All ranks step together, and call ``optimizer.state_dict()`` together.
+    The loop does not change. All ranks must step together, and call ``optimizer.state_dict()`` together.
 
     Args:
-        container: whose module's parameters they update.
-        *optimizers: that work parameter by parameter.
+        container: the container whose module's parameters they update.
+        *optimizers: optimizers that update each parameter independently.
 
     Returns:
-        the owners.
+        The owners.
 
     Raises:
-        ValueError: for an optimizer that does not, or sparse gradients.
+        ValueError: an optimizer does not update parameters independently, or gradients are sparse.
 
     Example::
 

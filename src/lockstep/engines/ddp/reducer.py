@@ -1,6 +1,6 @@
-"""The reducer: averages gradients over ranks, in buckets, while backward still runs.
+"""The reducer: averages gradients over ranks, in buckets, during the backward.
 
-Attached to parameters, not to a module: whoever runs the backward says when it begins and when it has ended.
+It is attached to parameters, not to a module. The caller of the backward marks its start and its end.
 
     reducer = Reducer(model.named_parameters())
     for batch in batches:
@@ -11,28 +11,29 @@ Attached to parameters, not to a module: whoever runs the backward says when it 
         reducer.finish()
         optimizer.step()
 
-Words: a *bucket* is a flat buffer in which some gradients lie one after another; a parameter's ``.grad`` is a
-*view* of it. *Used flags* say which parameters got a gradient; they travel at the buffer's end, or,
-where that cannot be (a communication hook sees the buffer, sparse gradients have none), in one small message a
-round. A *round* is one reduction of all buckets; a `lockstep.engines.ddp.transport.Transport` makes it.
+Terms: a *bucket* is a flat buffer that contains some gradients one after another; a parameter's ``.grad`` is a
+*view* of it. *Used flags* mark the parameters that got a gradient. They are sent at the end of the buffer. If that is
+impossible (a communication hook sees the buffer, sparse gradients have none), they are sent in one small message per
+round. A *round* is one reduction of all buckets by a `lockstep.engines.ddp.transport.Transport`.
 
-A gradient's path: autograd leaves it in ``.grad`` (the first one as it is; further ones are added to the view that is
-there by then) and calls the parameter's hook, which counts (`Reducer._make_hook`); the hook of a bucket's last
-parameter launches the bucket (`Reducer._launch`), into which all its gradients are copied together
-(`lockstep.engines.ddp.bucket.Bucket.collect`); the transport scales it, and sums it over the ranks: by an all-reduce
-(`lockstep.engines.ddp.transport.AllReduce`), in memory that the ranks of a host share
-(`lockstep.engines.ddp.shared_memory.SharedReduction`), or by what it was given (`Reducer.use_transport`);
+The path of a gradient: autograd stores it in ``.grad`` (the first one as it is; later ones are added to the view that
+is then there) and calls the parameter's hook, which counts (`Reducer._make_hook`). The hook of a bucket's last
+parameter launches the bucket (`Reducer._launch`): all of its gradients are copied to the buffer together
+(`lockstep.engines.ddp.bucket.Bucket.collect`). The transport scales the buffer and sums it over the ranks: by an
+all-reduce (`lockstep.engines.ddp.transport.AllReduce`), in shared memory of one host
+(`lockstep.engines.ddp.shared_memory.SharedReduction`), or by another transport (`Reducer.use_transport`).
 `Reducer.finish` waits, and gives each parameter its mean (`lockstep.engines.ddp.bucket.Bucket.give_back`).
 
-Bits: two ranks get those of torch's ``DistributedDataParallel``, and of one process that accumulates two
-halves. For that, -0.0 stands for a gradient that a rank lacks, which leaves every summand as it is (0.0 would turn
--0.0 into 0.0), and gradients are multiplied by 1 / world size before they are summed. With three and more ranks gloo
-sums in an order that moves with the bucket layout, so the layout (`Reducer.plan`) is part of a checkpoint; in
-shared memory ranks are summed in their order, whatever the layout.
+Bits: two ranks get the bits of torch's ``DistributedDataParallel``, and those of one process that accumulates two
+halves. For that, a missing gradient of a rank is -0.0, which leaves every summand as it is (0.0 would turn -0.0 into
+0.0), and gradients are multiplied by 1 / world size before they are summed. With three and more ranks gloo's order of
+summation depends on the bucket layout, so the layout (`Reducer.plan`) is part of a checkpoint. In shared memory the
+ranks are summed in their order, whatever the layout.
 
-Learning: the first backwards show whether backwards nest (until then no bucket travels before its backward has
-ended), and the first round in which order gradients come: buckets are laid out anew by it, as rank 0 saw it.
-With ``static_graph`` they show what every later backward does, so that one autograd hook a bucket is enough.
+Learning: the first backwards show whether backwards nest; until then no bucket is launched before its backward has
+ended. The first round shows in which order gradients arrive, and the buckets are rebuilt in that order, as rank 0 saw
+it. With ``static_graph`` the first backwards are recorded as the pattern of all later ones, which then need only one
+autograd hook per bucket.
 """
 
 from __future__ import annotations
@@ -77,50 +78,49 @@ NESTED = (
 class Reducer:
     """Averages the gradients of ``named_parameters`` over the ranks of a group.
 
-    Before a backward `prepare`, after it `finish`: then every rank has the same gradients, those of the mean
-    of the ranks' losses. A parameter that no rank used has ``.grad`` None, one that any rank used has its
-    averaged gradient on all of them: unused parameters need no flag, and a rank whose loss touches no
-    parameter at all holds up nobody. Shared parameters, gradient checkpointing of both kinds, several
-    backwards and ``zero_grad`` of both kinds are fine. With one rank and no hook, parameters are left alone.
+    Call `prepare` before a backward and `finish` after it. Then every rank has the same gradients: those of the mean
+    of the ranks' losses. A parameter that no rank used has ``.grad`` None. One that any rank used has its averaged
+    gradient on all ranks, so unused parameters need no flag, and a rank whose loss touches no parameter blocks no
+    other rank. Shared parameters, both kinds of gradient checkpointing, several backwards and both kinds of
+    ``zero_grad`` are supported. With one rank and no hook, parameters are left alone.
 
-    Every rank must construct it, and call `finish` equally often with `sync` on. A parameter that is thawed
-    later (``requires_grad`` set) is taken in at the next `prepare`.
+    Every rank must construct it, and call `finish` equally often with `sync` on. A parameter that is unfrozen later
+    (``requires_grad`` set) is added at the next `prepare`.
 
     Args:
         named_parameters: names and parameters in order of registration, the same on every rank
-            (`lockstep.engines.ddp.consistency.check_same_module` makes sure of it). Those without ``requires_grad``
-            wait.
+            (`lockstep.engines.ddp.consistency.check_same_module` checks that). Those without ``requires_grad`` wait.
         process_group: the ranks; ``None`` is the default group, or this process alone if there is none.
         bucket_cap_mb: size of a bucket in MiB.
         first_bucket_mb: size in MiB of the bucket that is reduced last.
         gradient_as_bucket_view: let ``.grad`` be a view of the bucket. If False, gradients are tensors of
-            their own, copied in and out, at the price of a copy and of the memory.
-        plan: bucket layout of an earlier run (`plan`), to get its bits with three and more ranks. It is kept
-            until a parameter thaws; without it the layout follows the order in which the first gradients come.
-        static_graph: every backward gives gradients to the same parameters, equally often, in the same order:
-            after the first ones this costs one autograd hook a bucket, and no used flags travel.
-        sparse: names of parameters whose gradients are sparse.
-        shared_memory: on one host, let CPU tensors be summed in memory that the ranks share, not over TCP.
-        transport: what carries the buckets, in place of all-reduces.
+            their own, copied in and out, which costs a copy and the memory.
+        plan: bucket layout of an earlier run (`plan`), to reproduce its bits with three and more ranks. It is kept
+            until a parameter is unfrozen. Without it the layout follows the order of the first gradients.
+        static_graph: every backward gives gradients to the same parameters, equally often, in the same order.
+            After the first backwards this needs one autograd hook per bucket, and no used flags are sent.
+        sparse: names of parameters with sparse gradients.
+        shared_memory: on one host, sum CPU tensors in memory that the ranks share instead of over TCP.
+        transport: carries the buckets, instead of all-reduces.
 
     Attributes:
         group: the ranks.
-        buckets: of the present layout, in the order in which they are launched.
-        is_laid_out: whether the layout stays as it is.
-        sync: whether the next `finish` reduces. False accumulates: what this rank adds up stays here until a
-            round. Set it before `prepare` to have the reduction overlap the backward.
-        zero_weight: for one backward, drop what it makes (an empty share of a batch); what was accumulated counts.
-        divisor: what sums over the ranks are divided by: the world size, unless somebody sets it.
-        on_unprepared_grad: called when a gradient comes in a backward that was not prepared; it may `prepare` then.
-        frozen: parameters that wait, as they require no gradients.
-        lock: held by what happens inside a backward: autograd has a thread for each of a module's GPUs.
-        round_group: the group of the last round; False: its gradients stayed where they were.
-        rounds: completed rounds.
-        collectives: reductions of buckets and of used flags so far.
-        bytes: bytes that this rank handed to them (to a hook: the uncompressed ones).
+        buckets: buckets of the current layout, in the order in which they are launched.
+        is_laid_out: True if the layout is final.
+        sync: the next `finish` reduces. If False, gradients are accumulated on this rank until a round. Set it
+            before `prepare` to let the reduction overlap the backward.
+        zero_weight: for one backward, drop its gradients (an empty share of a batch) but keep accumulated ones.
+        divisor: divisor of the sums over the ranks: the world size, unless it is set.
+        on_unprepared_grad: called if a gradient arrives in a backward that was not prepared; it may `prepare` then.
+        frozen: parameters that wait, since they require no gradients.
+        lock: held by hooks inside a backward: autograd has a thread for each of a module's GPUs.
+        round_group: the group of the last round; False if its gradients stayed local.
+        rounds: number of completed rounds.
+        collectives: number of reductions of buckets and of used flags so far.
+        bytes: bytes that this rank passed to them (for a hook: before compression).
 
     Raises:
-        ValueError: for parameters of a lazy module that has not seen a batch, or a plan of another model.
+        ValueError: a parameter belongs to a lazy module that has not seen a batch, or the plan is another model's.
     """
 
     def __init__(
@@ -157,22 +157,22 @@ class Reducer:
         self._sparse = frozenset(sparse)
         self._wanted = plan
         self.buckets: list[Bucket] = []
-        self._next = 0  # buckets are launched in order, alike on every rank; this one comes next
+        self._next = 0  # the next bucket to launch: they are launched in the same order on every rank
         self._prepared = False  # between `prepare` and `finish`
         self._started = False  # a backward has been prepared before
-        self._early = False  # in this backward, buckets are launched as they are complete
+        self._early = False  # buckets are launched during this backward, as soon as they are complete
         self._scale = 1.0
         self._hooks: list[Any] = []
         self._hidden: list[tuple[Parameter, Tensor | None]] = []
-        # What the first backwards teach.
+        # Learned from the first backwards.
         self._nested = False  # a backward ran others inside
-        self._learned = False  # whether backwards nest is known for each bucket
+        self._learned = False  # it is known for each bucket whether backwards nest
         self._overlap = False  # buckets may be launched before the backward has ended
-        self.is_laid_out = plan is not None  # else the buckets are laid out anew after the first round
+        self.is_laid_out = plan is not None  # else the buckets are rebuilt after the first round
         self._arrived: dict[str, int] = {}  # gradients of each parameter in this backward, in order of the last one
-        self._tasks: set[int] = set()  # the graph tasks from which they came
+        self._tasks: set[int] = set()  # their graph tasks
         self._untouched: set[str] = set()  # parameters that no backward has reached in this layout
-        self._probes: list[Any] = []  # autograd hooks that record this
+        self._probes: list[Any] = []  # autograd hooks that record all this
         self._recorded: StaticGraph | None = None
         self._group_of_round: RoundGroup = lambda: process_group
         self.round_group: comm.Group | Literal[False] = process_group
@@ -180,15 +180,15 @@ class Reducer:
         self._build()
 
     def use_transport(self, transport: Transport, round_group: RoundGroup | None = None) -> None:
-        """Have the buckets carried by ``transport``, a communication hook for instance, alike on every rank.
+        """Let ``transport`` carry the buckets, such as a communication hook; the same on every rank.
 
         Args:
-            transport: takes the place of the all-reduces; called even at world size 1.
-            round_group: called once a round for the group that agrees on who used which parameters: None is the
-                reducer's group, False leaves it to each rank (steps that reduce nothing).
+            transport: replaces the all-reduces; called even at world size 1.
+            round_group: called once per round for the group that agrees on used parameters. None is the reducer's
+                group, False leaves it to each rank (steps that reduce nothing).
 
         Raises:
-            RuntimeError: if there is a hook, or a backward was prepared.
+            RuntimeError: there is a hook already, or a backward was prepared.
         """
         if not self._transport.divides:
             raise RuntimeError("register_comm_hook: there is a hook already; a reducer takes one, and only once")
@@ -204,17 +204,17 @@ class Reducer:
     # -- layout
 
     def plan(self) -> Plan:
-        """The bucket layout, by parameter names: part of a checkpoint."""
+        """Return the bucket layout by parameter names; it is part of a checkpoint."""
         return [list(bucket) for bucket in self._plan]
 
     def memory(self) -> list[Tensor]:
-        """The buckets' buffers on this rank."""
+        """Return the buckets' buffers on this rank."""
         return [bucket.flat for bucket in self.buckets]
 
     def replan(self, plan: Plan | None) -> None:
-        """Take another layout, the same on every rank, between a `finish` and the next `prepare`.
+        """Change the layout, to the same one on every rank, between a `finish` and the next `prepare`.
 
-        Gradients that were accumulated are kept.
+        Accumulated gradients are kept.
         """
         assert not self._prepared, "replan between prepare and finish"
         self._wanted = plan
@@ -222,7 +222,7 @@ class Reducer:
         self._build()
 
     def _plan_for(self, awake: Mapping[str, Parameter]) -> Plan:
-        """The bucket plan that is wanted, as far as it fits these parameters; those with sparse gradients go alone."""
+        """Return the requested plan, adapted to these parameters; each with sparse gradients gets its own bucket."""
         infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
         if self._wanted is None:
             plan = plan_buckets(infos, self._caps)
@@ -232,8 +232,8 @@ class Reducer:
         return plan + [[name] for name in awake if name in self._sparse]
 
     def _build(self) -> None:
-        """Lay out the buckets for the parameters that require gradients now, or did so before."""
-        # switched off for a while, as in a GAN
+        """Build the buckets for the parameters that require gradients now, or did so before."""
+        # those that did so before may be frozen for a while, as in a GAN
         placed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         awake = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
         self.frozen = [p for name, p in self._parameters.items() if name not in awake]
@@ -248,7 +248,7 @@ class Reducer:
         self._add_hooks()
 
     def _fill_buckets(self, awake: dict[str, Parameter]) -> None:
-        """Make the buckets of the plan, with memory from the transport."""
+        """Create the buckets of the plan, with memory from the transport."""
         for _ in range(2):
             self._inline = self._transport.inline_used and not self._sparse and not self._static
             made: list[Bucket] = []
@@ -265,14 +265,14 @@ class Reducer:
         before, self.buckets = self.buckets, made
         lay_out_anew(before, made, buffers)
         for bucket in made:
-            bucket.waiting.clear()  # outside of prepare and finish each gradient completes: see `_complete`
-            bucket.tells_of_aliases = self._transport.divides  # no hook
+            bucket.waiting.clear()  # outside of prepare and finish each gradient completes its bucket: see `_complete`
+            bucket.tells_of_aliases = self._transport.divides  # False for hooks
 
     def _add_hooks(self) -> None:
         listen = PassingHook if self._static else Parameter.register_post_accumulate_grad_hook
         for bucket in self.buckets:
             for index, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True)):
-                asleep = not parameter.requires_grad  # switched off for a while: torch takes no hook then
+                asleep = not parameter.requires_grad  # frozen for a while: torch then accepts no hook
                 parameter.requires_grad_(True)
                 if self._is_learning():
                     self._probes.append(listen(parameter, partial(self._probe, name)))
@@ -280,7 +280,7 @@ class Reducer:
                 parameter.requires_grad_(not asleep)
 
     def detach(self) -> None:
-        """Remove the autograd hooks. Gradients stay as they are; they are no longer reduced."""
+        """Remove the autograd hooks. Gradients stay as they are, and are no longer reduced."""
         self._remove_hooks()
         self._transport.close()
         self.buckets = []
@@ -295,10 +295,10 @@ class Reducer:
     # -- a round
 
     def prepare(self) -> None:
-        """Just before a backward: let its gradients fall into the buckets.
+        """Prepare the buckets for the gradients of the next backward.
 
         Raises:
-            RuntimeError: if the last backward did not reach `finish`.
+            RuntimeError: the last backward did not reach `finish`.
         """
         if self._idle:
             if self.zero_weight:
@@ -310,8 +310,8 @@ class Reducer:
                 "agree on what comes next; start again from a checkpoint"
             )
         if self.frozen and any(parameter.requires_grad for parameter in self.frozen):
-            # in buckets of their own behind the others, until a round shows when their gradients come; alike in a run
-            # that got its layout from a checkpoint
+            # in buckets of their own after the others, until a round shows when their gradients arrive; the same in a
+            # run whose layout is from a checkpoint
             self._wanted, self.is_laid_out = self._plan, False
             self._build()
         self._prepared = self._started = self._started or come_last(self._hooks)
@@ -334,7 +334,7 @@ class Reducer:
 
     @waits("reducing gradients in backward")
     def finish(self) -> None:
-        """After a backward: reduce what is not yet reduced, and wait. With `sync` off, only tidy up."""
+        """Reduce the remaining gradients after a backward, and wait. With `sync` off, only clean up."""
         if self._idle:
             if self.zero_weight:
                 self._show()
@@ -354,7 +354,7 @@ class Reducer:
             self._next = 0
             self.rounds += 1
         if self._recorded is not None and not self.zero_weight:
-            for bucket in early:  # the others were just looked at
+            for bucket in early:  # the others were just checked
                 self._recorded.check(bucket)
         for bucket, used in zip(self.buckets, anywhere, strict=True):
             bucket.show()
@@ -368,7 +368,7 @@ class Reducer:
         self.zero_weight = False
 
     def _wait(self) -> tuple[list[Sequence[Any] | None], bool]:
-        """Wait for all buckets: who got a gradient on any rank, and whether all ranks can start a record."""
+        """Wait for all buckets. Return the used flags of all ranks, and True if all ranks can start a record."""
         message = None
         group = self.round_group if self._recorded is None and not self._inline else False
         if group is not False:
@@ -389,7 +389,7 @@ class Reducer:
         return [bytes(bucket.used) for bucket in self.buckets], False
 
     def missing(self) -> list[str]:
-        """The parameters whose gradients the last backward left unreduced, by name; none after a `finish`."""
+        """Return the names of parameters whose gradients the last backward left unreduced; none after a `finish`."""
         if not self._prepared:
             return []
         return [name for bucket in self.buckets[self._next :] for name in bucket.names]
@@ -411,10 +411,10 @@ class Reducer:
         waiting, complete = bucket.waiting, self._complete
 
         def accumulated(parameter: Tensor) -> None:
-            if not parameter.requires_grad:  # frozen since its forward: torch calls its hooks, and leaves no gradient
+            if not parameter.requires_grad:  # frozen since its forward: torch calls its hooks without a gradient
                 return
             if bucket.kept is not None:
-                parameter.grad = None  # zero_weight: not kept longer than it takes
+                parameter.grad = None  # zero_weight: freed at once
             waiting.discard(index)
             if not waiting:
                 complete(bucket)
@@ -432,7 +432,7 @@ class Reducer:
             self._launch(self.buckets[self._next])
 
     def _launch(self, bucket: Bucket) -> None:
-        if bucket.index == 0:  # asked before the hook is called, which counts its rounds
+        if bucket.index == 0:  # before the hook is called, which counts its rounds
             self.round_group = self._group_of_round()
         record = None if self.zero_weight else self._recorded
         scale = bucket.collect(self._views, self._scale)
@@ -441,11 +441,11 @@ class Reducer:
         self._next = bucket.index + 1
         self.collectives += 1
         self.bytes += bucket.nbytes
-        bucket.work = True  # until the transport puts its own there
+        bucket.work = True  # until the transport sets its own
         self._transport.start(bucket, scale)
 
-    # -- learning. A re-entrant checkpoint runs a backward inside the backward, and a parameter that several of
-    #    them use gets a gradient from each: its bucket is complete only when the outermost has ended.
+    # -- learning. A re-entrant checkpoint runs a backward inside the backward. A parameter that several of them use
+    #    gets a gradient from each: its bucket is complete only when the outermost backward has ended.
 
     def _is_learning(self) -> bool:
         return not (self._learned and self.is_laid_out) or self._static
@@ -457,7 +457,7 @@ class Reducer:
 
     @does("reducing gradients in backward")
     def _conclude(self) -> None:
-        """Buckets may be launched early once each was seen in a backward and none had others inside."""
+        """Allow early launches if each bucket was seen in a backward, and no backward ran others inside."""
         self._nested = self._nested or len(self._tasks) > 1
         self._tasks.clear()
         self._untouched.difference_update(self._arrived)
@@ -472,7 +472,7 @@ class Reducer:
         self._probes = []
 
     def _remake(self) -> None:
-        """After a round: lay the buckets out in the order in which gradients came on rank 0."""
+        """Rebuild the buckets, after a round, in the order of the gradients on rank 0."""
         order = comm.broadcast_object(list(self._arrived), 0, self.group)
         present = {name for bucket in self._plan for name in bucket} - self._sparse
         infos = infos_of((name, p) for name, p in self._parameters.items() if name in present)
@@ -488,9 +488,9 @@ class Reducer:
             self._drop_probes()
 
     def _record_graph(self, anywhere: Sequence[Sequence[Any] | None]) -> None:
-        """From now on, hold every backward to what this one did."""
-        # without gradients of earlier backwards in the window: a parameter that was frozen since then, or whose place
-        # another took, has one in this round only
+        """Record this backward as the pattern of all later ones."""
+        # without gradients of earlier backwards in the window: a parameter that was frozen since then, or replaced by
+        # another, has one in this round only
         used = {
             name: flag == UsedParameters.ARRIVED
             for bucket, found in zip(self.buckets, anywhere, strict=True)
@@ -506,12 +506,12 @@ class Reducer:
 
 
 def choose_transport(parameters: Iterable[Tensor], group: comm.Group, shared_memory: bool) -> Transport:
-    """Return what sums the gradients of ``parameters`` over ``group``: all-reduces, or memory that its ranks share.
+    """Return the transport that sums gradients over ``group``: all-reduces, or memory that its ranks share.
 
     Args:
-        parameters: whose gradients travel.
+        parameters: the parameters whose gradients are summed.
         group: the ranks, which call this together.
-        shared_memory: use it where all ranks are on one host and all parameters on the CPU.
+        shared_memory: use shared memory if all ranks are on one host and all parameters on the CPU.
     """
     if shared_memory and comm.world_size(group) > 1 and all(p.device.type == "cpu" for p in parameters):
         shared = SharedReduction.open(group)
@@ -528,7 +528,7 @@ class BackwardEnds:
         self._task = -1  # the latest graph task
 
     def noticed(self) -> None:
-        """Inside a backward."""
+        """Queue the call for the end of the running backward, once per backward."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -549,15 +549,15 @@ Lock: TypeAlias = "AbstractContextManager[Any]"
 
 
 def lock_of(parameters: Iterable[Tensor]) -> Lock:
-    """What the hooks of ``parameters`` hold while they run, so that buckets are launched one by one and in order.
+    """Return the lock for the hooks of ``parameters``: buckets are launched one by one and in order.
 
-    A module on several GPUs has a thread of autograd for each of them. With one device there is nothing to hold.
+    Autograd has a thread for each GPU of a module. With one device no lock is needed.
     """
     return RLock() if len({parameter.device for parameter in parameters}) > 1 else nullcontext()
 
 
 def under_lock(lock: Lock, hook: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``hook`` as it is to be called: it holds ``lock``, where that is one to hold."""
+    """Wrap ``hook`` so that it holds ``lock``, if that is a real lock."""
     if isinstance(lock, nullcontext):
         return hook
 
@@ -569,10 +569,10 @@ def under_lock(lock: Lock, hook: Callable[[Any], None]) -> Callable[[Any], None]
 
 
 class PassingHook:
-    """Calls ``hook(parameter)`` whenever a gradient has been added to a parameter, until it is removed.
+    """Calls ``hook(parameter)`` after each gradient that is added to a parameter, until it is removed.
 
-    A tensor whose last ``register_post_accumulate_grad_hook`` was removed goes on asking for hooks, 0.25 us each time.
-    This one is at the node of the graph that adds the gradient, which dies when nobody holds it any more.
+    A tensor whose last ``register_post_accumulate_grad_hook`` was removed still looks for hooks, 0.25 us each time.
+    This hook is on the graph node that adds the gradient, which is deleted with its last reference.
     """
 
     def __init__(self, parameter: Parameter, hook: Callable[[Any], None]) -> None:
@@ -585,28 +585,28 @@ class PassingHook:
 
 
 def come_last(hooks: Iterable[Any]) -> bool:
-    """Let ``hooks`` run after what others have hooked to the parameters since, and may change gradients; gives True."""
+    """Move ``hooks`` after those that others have added since, which may change gradients; return True."""
     for hook in hooks:
-        if not isinstance(hook, PassingHook):  # which runs after them in any case
+        if not isinstance(hook, PassingHook):  # it runs after them anyway
             registered = hook.hooks_dict_ref()
             registered[hook.id] = registered.pop(hook.id)
     return True
 
 
 class StaticGraph:
-    """Which parameters get gradients, and after which one each bucket is complete.
+    """The recorded pattern of a static graph: which parameters get gradients, and which one completes each bucket.
 
-    One autograd hook a bucket, at the parameter whose gradient came last, takes the place of one a parameter.
-    Whether the others have come is seen by the counts of changes that tensors keep. The last bucket, which has no
-    backward left to overlap, is looked at once, when the backward has ended; each other one twice.
+    One autograd hook per bucket, on the parameter whose gradient was last, replaces one per parameter. The version
+    counters of tensors show whether the other gradients have arrived. The last bucket, with no backward left to
+    overlap, is checked once, after the backward; each other bucket is checked twice.
 
     Args:
-        buckets: of the layout that is used from now on.
-        arrived: name -> how many gradients it got in the recorded backward, in the order of the last ones.
-        anywhere: for each bucket, who got a gradient in the recorded backward on any rank.
-        complete: called with a bucket when its gradients are there.
-        views: whether gradients are views of the buckets.
-        lock: as of `lock_of`.
+        buckets: buckets of the layout from now on.
+        arrived: name -> number of its gradients in the recorded backward, in the order of the last ones.
+        anywhere: for each bucket, who got a gradient on any rank in the recorded backward.
+        complete: called with a bucket when its gradients are complete.
+        views: True if gradients are views of the buckets.
+        lock: result of `lock_of`.
     """
 
     def __init__(
@@ -638,7 +638,7 @@ class StaticGraph:
             if closing is not None:
                 parameter = bucket.parameters[bucket.names.index(closing)]
                 hook = under_lock(lock, self._make_hook(bucket))
-                asleep = not parameter.requires_grad  # frozen since the backward: torch takes no hook then
+                asleep = not parameter.requires_grad  # frozen since the backward: torch then accepts no hook
                 parameter.requires_grad_(True)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 parameter.requires_grad_(not asleep)
@@ -657,7 +657,7 @@ class StaticGraph:
         return accumulated
 
     def arm(self, early: bool) -> None:
-        """Before a backward, when the buckets are armed."""
+        """Reset the counters before a backward, when the buckets are prepared."""
         self._left[:] = self._times
         for index, bucket in enumerate(self._buckets):
             self._at_launch[index] = None
@@ -668,19 +668,19 @@ class StaticGraph:
                     bucket.waiting.add(0)
 
     def launched(self, bucket: Bucket, early: bool) -> None:
-        """When a bucket travels, ``early`` or after the backward: all of its gradients have been brought there.
+        """Check a bucket that is launched, ``early`` or after the backward: all of its gradients must have arrived.
 
         Raises:
-            RuntimeError: if the backward has not given gradients to those to which the recorded one gave some.
+            RuntimeError: the parameters with gradients are not those of the recorded backward.
         """
         self._compare(bucket, EARLY if early else LACKING)
         self._at_launch[bucket.index] = self._places(bucket)
 
     def check(self, bucket: Bucket) -> None:
-        """After the backward.
+        """Check a bucket after the backward.
 
         Raises:
-            RuntimeError: if it was not what was recorded.
+            RuntimeError: the backward differs from the recorded one.
         """
         launched = self._at_launch[bucket.index]
         if launched is None:
@@ -703,11 +703,11 @@ class StaticGraph:
             raise RuntimeError(BROKEN.format(name=bucket.names[index], what=what))
 
     def _states(self, bucket: Bucket) -> list[Any]:
-        """What changes when a gradient comes: its tensor, and the number of that one's changes."""
+        """Return the identity and version of each gradient, which change when a gradient arrives."""
         return [_state(parameter) for parameter in bucket.parameters]
 
     def _places(self, bucket: Bucket) -> list[Any]:
-        """The same behind a launch, when gradients are where they stay."""
+        """Return the same after a launch, when gradients are in their final place."""
         return [v._version for v in bucket.views] if self._views and bucket.views else self._states(bucket)
 
 

@@ -1,4 +1,4 @@
-"""``DDPStrategy(shard_optimizer=True)``: what does not go together with it, and the states of a checkpoint."""
+"""``DDPStrategy(shard_optimizer=True)``: incompatible options, and optimizer states for checkpoints."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ START = "DDPStrategy(shard_optimizer=True)"
 
 
 def check_options(parts: bool) -> None:
-    """Refuse arguments of the strategy that do not go together with owners.
+    """Refuse arguments of the strategy that are incompatible with owners.
 
     Args:
-        parts: whether a communication hook lets the ranks part for a while.
+        parts: True if a communication hook lets the ranks' weights diverge for a while.
 
     Raises:
-        MisconfigurationException: with the argument and the way out.
+        MisconfigurationException: names the argument and the way out.
     """
     if parts:
         raise MisconfigurationException(
@@ -34,14 +34,14 @@ def check_options(parts: bool) -> None:
 
 
 def check_shareable(optimizers: list[Optimizer], sparse: list[str]) -> None:
-    """Refuse what ranks cannot share out.
+    """Refuse optimizers and gradients that cannot be divided among ranks.
 
     Args:
-        optimizers: of the run.
+        optimizers: the optimizers of the run.
         sparse: names of parameters with sparse gradients.
 
     Raises:
-        MisconfigurationException: with the parameter or the optimizer's class, and the way out.
+        MisconfigurationException: names the parameter or the optimizer's class, and the way out.
     """
     from lockstep.engines.owners import check_parameter_wise
 
@@ -59,7 +59,7 @@ def check_shareable(optimizers: list[Optimizer], sparse: list[str]) -> None:
 def whole_states(
     owned: OwnedOptimizers, optimizers: list[Optimizer], alone: bool
 ) -> list[dict[str, Any] | None] | None:
-    """The ordinary states, on rank 0; the others take part. None for a rank alone, which has but a part."""
+    """Gather the ordinary states on rank 0. Collective. Return None for a rank alone, which has only its part."""
     from lockstep.engines.owners import union
 
     if not alone:

@@ -1,4 +1,4 @@
-"""Ranks on one host: their buckets lie in memory that all of them see, and are summed in place, in rank order."""
+"""Reduction on one host: buckets in memory that all ranks share, summed in place, in rank order."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from lockstep.ground.shared_pages import Pages, common_pages, on_one_host, space
 
 
 BYTES = 64
-"""For one semaphore: a line of the cache, so that no two of them are in one."""
+"""Size of a semaphore: one cache line, so that no two of them share a line."""
 TICK = 0.05
-"""Seconds between two looks at whether the ranks that are waited for still live."""
+"""Seconds between two checks that the awaited ranks are alive."""
 
 
 class _Time(ctypes.Structure):
@@ -38,21 +38,21 @@ class _Time(ctypes.Structure):
 
 
 class Semaphores:
-    """Counters in memory that all ranks of a group have in common: one adds to them, another waits and takes.
+    """Counters in shared memory of all ranks of a group: one rank increments, another waits and decrements.
 
-    Adding and taking order memory, on every processor: who has taken sees all that was written before it was
-    added. A wait sleeps in the kernel and lets Python's signal handlers run.
+    Both operations order memory on every processor: a rank that decrements sees all that was written before the
+    increment. A wait sleeps in the kernel and lets Python's signal handlers run.
 
-    Each rank holds a lock on its own byte of the memory's file. The kernel gives it up when the rank's process
-    ends, however it ends and in whichever container, and nobody inherits it.
+    Each rank locks its own byte of the memory's file. The kernel releases the lock when the rank's process ends, in
+    any way and in any container. The lock is not inherited.
 
     Args:
-        pages: the memory, zeros; this object closes its handle.
-        rank: of this process.
-        count: of semaphores; their value is 0.
+        pages: zeroed shared memory; this object closes its handle.
+        rank: rank of this process.
+        count: number of semaphores, with the initial value 0.
 
     Raises:
-        OSError, AttributeError, ImportError: on a system that lacks what this needs.
+        OSError, AttributeError, ImportError: the system does not support this.
     """
 
     def __init__(self, pages: Pages, rank: int, count: int) -> None:
@@ -62,7 +62,7 @@ class Semaphores:
 
         self._lockf, self._unlock = fcntl.lockf, fcntl.LOCK_UN
         self._own, self._probe = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_SH | fcntl.LOCK_NB
-        self._anchor = ctypes.c_char.from_buffer(pages.memory)  # keeps the memory where it is
+        self._anchor = ctypes.c_char.from_buffer(pages.memory)  # keeps the memory mapped
         self._begin = ctypes.addressof(self._anchor)
         self.add = _function("sem_post", ctypes.c_void_p)
         self._try = _function("sem_trywait", ctypes.c_void_p)
@@ -77,7 +77,7 @@ class Semaphores:
 
     @classmethod
     def open(cls, group: comm.Group, count: int) -> Semaphores | None:
-        """``count`` semaphores for the ranks of ``group``, on one host; or None on all of them. A collective."""
+        """Return ``count`` semaphores for the ranks of ``group`` on one host, or None on all of them. Collective."""
         pages = common_pages(group, count * BYTES)
         if pages is None:
             return None
@@ -92,9 +92,9 @@ class Semaphores:
 
     @classmethod
     def open_on_one_host(cls, group: comm.Group) -> Semaphores | None:
-        """One for each of two messages between each pair of ranks, where they are processes of one Linux host.
+        """Return semaphores for two messages between each pair of ranks, if these are processes of one Linux host.
 
-        A collective; None, on all ranks alike, where they cannot have memory in common.
+        Collective. Return None, on all ranks, if they cannot share memory.
         """
         if not on_one_host(group) or sys.platform != "linux":
             return None
@@ -104,46 +104,46 @@ class Semaphores:
         return cls.open(group, 2 * len(ranks) ** 2)
 
     def __getitem__(self, index: int) -> ctypes.c_void_p:
-        """The semaphore with this number: what `add`, `take` and `wait` are given."""
+        """Return the semaphore with this number, an argument of `add`, `take` and `wait`."""
         return ctypes.c_void_p(self._begin + index * BYTES)
 
     def take(self, semaphore: ctypes.c_void_p) -> bool:
-        """Take one off, if it is not at 0."""
+        """Decrement without a wait. Return False if the value is 0."""
         return self._try(semaphore) == 0
 
     @waits()
     def wait(self, semaphore: ctypes.c_void_p, seconds: float = TICK) -> bool:
-        """Take one off, and sleep for it, but not much longer than so many seconds; False if there was none."""
+        """Wait until the value is positive, about ``seconds`` at most, and decrement it. Return False on a timeout."""
         end = time.clock_gettime_ns(self._clock) + int(seconds * 1e9)
         self._until.seconds, self._until.nanoseconds = divmod(end, 10**9)
         return self._sleep(semaphore, self._until)
 
     def is_gone(self, rank: int) -> bool:
-        """Whether the process of ``rank`` has ended, or let go of these semaphores."""
+        """Return True if the process of ``rank`` has ended or has closed these semaphores."""
         assert self._letting_go.alive
         try:
-            self._lockf(self._handle, self._probe, 1, rank)  # shared: several may look at the same time
+            self._lockf(self._handle, self._probe, 1, rank)  # a shared lock: several ranks may check at the same time
         except OSError:
             return False
         self._lockf(self._handle, self._unlock, 1, rank)
         return True
 
     def close(self) -> None:
-        """Let go; the others see that this rank is gone. It also happens when nobody has this object any more."""
+        """Release the semaphores; other ranks see this rank as gone. Also happens when this object is deleted."""
         self._letting_go()
 
 
 def _function(name: str, *arguments: type) -> Callable[..., int]:
-    """A function of the C library that does not wait, so that the interpreter need not be let go for it."""
+    """Return a function of the C library that does not block; it is called without releasing the interpreter."""
     function = getattr(ctypes.PyDLL(None), name)
     function.argtypes, function.restype = arguments, ctypes.c_int
     return function
 
 
 def _sleeping() -> tuple[int, Callable[[ctypes.c_void_p, _Time], bool]]:
-    """The clock that a wait goes by, and the wait; it lets the interpreter go."""
+    """Return the clock of a wait and the wait function, which releases the interpreter."""
     library = ctypes.CDLL(None)
-    if hasattr(library, "sem_clockwait"):  # glibc 2.30: a clock that nobody sets
+    if hasattr(library, "sem_clockwait"):  # glibc 2.30: a clock that cannot be set
         clock, function = time.CLOCK_MONOTONIC, library.sem_clockwait
         function.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Time))
         return clock, lambda semaphore, until: function(semaphore, clock, until) == 0
@@ -156,19 +156,19 @@ def _sleeping() -> tuple[int, Callable[[ctypes.c_void_p, _Time], bool]]:
 
 
 LINE = 64
-"""Bytes at whose multiples buckets and shares begin: a line of the cache, so that no two ranks write into one."""
+"""Bytes to which buckets and shares are aligned: a cache line, so that no two ranks write to one."""
 SMALL = 2**15
-"""Bytes of a bucket up to which a single rank sums it."""
+"""Bytes up to which a single rank sums a bucket."""
 CACHED = 2**20
-"""Bytes of all copies together that are scaled, summed and copied before the next: they stay in the cache."""
+"""Bytes of all copies together that are scaled, summed and copied at once, so that they stay in the cache."""
 
 _FILLED, _SUMMED = 0, 1
 
 
 class SharedReduction(AllReduce):
-    """Carries buckets of CPU tensors through memory that the ranks of a host have in common; see `open`.
+    """Transport for buckets of CPU tensors in shared memory of a host; see `open`.
 
-    Sparse gradients go through the group.
+    Sparse gradients are reduced by the group.
     """
 
     def __init__(self, group: comm.Group, semaphores: Semaphores) -> None:
@@ -176,7 +176,7 @@ class SharedReduction(AllReduce):
         rank, world = comm.rank(group), comm.world_size(group)
         self._rank, self._world = rank, world
         self._numbers = dist.get_process_group_ranks(group) if comm.is_distributed() else [0]
-        # every rank begins with the one after it, so that not all of them come to one at the same time
+        # every rank starts with the next one, so that they do not all access the same rank at once
         self._others = [(rank + step) % world for step in range(1, world)]
         self._semaphores = semaphores
         self._add, self._take = semaphores.add, semaphores.take
@@ -184,24 +184,23 @@ class SharedReduction(AllReduce):
         self._tell_filled, self._tell_summed = tell[_FILLED], list(tell[_SUMMED].values())
         self._hear = [{of: semaphores[(what * world + of) * world + rank] for of in self._others} for what in (0, 1)]
         self._shares: list[_Share] = []
-        self._to_sum: deque[_Share] = deque()  # started, and this rank has not summed its share
-        self._to_finish: deque[_Share] = deque()  # started, and not known to be summed by all
+        self._to_sum: deque[_Share] = deque()  # started; this rank has not summed its share
+        self._to_finish: deque[_Share] = deque()  # started; not yet known to be summed by all ranks
         self._failed = ""
 
     @classmethod
     def open(cls, group: comm.Group) -> SharedReduction | None:
-        """Carry the buckets of ``group`` so, or None, on all its ranks alike, where that cannot be.
+        """Return the transport for ``group``, or None on all its ranks if they cannot share memory.
 
-        It can be on Linux, where all ranks are processes of one host that can have memory in common. A
-        collective.
+        It needs Linux, with all ranks as processes of one host. Collective.
         """
         semaphores = Semaphores.open_on_one_host(group)
         return None if semaphores is None else cls(group, semaphores)
 
     def buffers(self, sizes: list[Size]) -> list[Tensor] | None:  # type: ignore[override]
-        """Buffers of zeros in common memory; None, on all ranks, if it cannot be had or a device is no CPU.
+        """Return zeroed buffers in shared memory; None on all ranks if there is too little, or a device is not the CPU.
 
-        Earlier buffers are nobody's but this rank's from here on, and live as long as a tensor lies in them.
+        From here on earlier buffers belong to this rank alone, and live as long as their tensors.
         """
         assert not self._to_finish, "a new layout in the middle of a round"
         self._shares = []
@@ -219,13 +218,13 @@ class SharedReduction(AllReduce):
         os.close(pages.handle)
         own = []
         for index, ((length, dtype, _), start) in enumerate(zip(sizes, starts, strict=True)):
-            # a storage for each buffer: who copies a gradient with its storage copies no more than its bucket
+            # a storage for each buffer: copying a gradient with its storage copies at most its bucket
             own.append(_lay(pages.memory, length, dtype, self._rank * stride + start))
             self._shares.append(self._share(pages.memory, index, length, dtype, start, stride))
         return own
 
     def _share(self, memory: mmap.mmap, index: int, length: int, dtype: torch.dtype, start: int, stride: int) -> _Share:
-        """This rank's share of the bucket ``index``, which begins at the byte ``start`` of each copy."""
+        """Return this rank's share of bucket ``index``, which starts at the byte ``start`` of each copy."""
         size = dtype.itemsize
         if length * size <= SMALL:
             summer = index % self._world
@@ -248,7 +247,7 @@ class SharedReduction(AllReduce):
     # -- a round
 
     def start(self, bucket: Bucket, scale: float) -> None:
-        """Tell the others that ``bucket`` is filled here, and sum what all have filled; does not wait."""
+        """Signal that ``bucket`` is filled on this rank, and sum what all ranks have filled; does not wait."""
         if bucket.is_sparse:
             super().start(bucket, scale)
             return
@@ -271,10 +270,10 @@ class SharedReduction(AllReduce):
 
     @waits()
     def wait(self, bucket: Bucket) -> None:
-        """Return when all ranks have summed their shares of ``bucket``.
+        """Wait until all ranks have summed their shares of ``bucket``.
 
         Raises:
-            RuntimeError: another rank is gone, or did not come within the group's timeout.
+            RuntimeError: another rank is gone, or did not arrive within the group's timeout.
         """
         if bucket.is_sparse:
             super().wait(bucket)
@@ -292,13 +291,13 @@ class SharedReduction(AllReduce):
                 self._to_finish.popleft().under_way = False
 
     def close(self) -> None:
-        """Let go of the memory. Ranks that still wait for this one are told by an error."""
+        """Release the memory. Ranks that still wait for this one raise an error."""
         self._failed = self._failed or "this reducer is closed"
         self._shares = []
         self._semaphores.close()
 
     def _sum_what_is_filled(self) -> None:
-        """Sum this rank's shares of buckets that all ranks have filled, as far as there are."""
+        """Sum this rank's shares of all buckets that all ranks have filled."""
         while self._to_sum and self._hear_all(self._to_sum[0], _FILLED):
             share = self._to_sum.popleft()
             share.sum()
@@ -307,23 +306,23 @@ class SharedReduction(AllReduce):
                 self._add(semaphore)
 
     def _hear_all(self, share: _Share, what: int) -> bool:
-        """Take the messages that have come; whether they are all there now."""
+        """Receive the messages that have arrived. Return True if all have."""
         hear, unheard = self._hear[what], share.unheard
         while unheard and self._take(hear[unheard[0]]):
             unheard.pop(0)
         return not unheard
 
     def _sleep(self, share: _Share, what: int, bucket: Bucket) -> None:
-        """Sleep until a rank that was not heard sends its message.
+        """Wait for the next message of a rank that is still missing.
 
         Raises:
-            RuntimeError: a rank is gone, or too late.
+            RuntimeError: a rank is gone or too late.
         """
         hear, unheard = self._hear[what], share.unheard
         begun = time.monotonic()
         while not self._semaphores.wait(hear[unheard[0]]):
-            # Before all have filled a bucket of which this rank is a summer, nobody can have left with good reason.
-            # Later, a rank may have sent its last message, to this one too, and gone.
+            # While a bucket that this rank sums is not filled everywhere, no rank may have left. Later, a rank may
+            # have sent its last message, to this rank too, and ended.
             needed = self._others if what == _FILLED else list(unheard)
             gone = [other for other in needed if self._semaphores.is_gone(other)]
             silent = [other for other in gone if other not in unheard or not self._take(hear[other])]
@@ -347,41 +346,41 @@ class SharedReduction(AllReduce):
 
     def _fail(self, reason: str) -> None:
         self._failed = reason
-        self._semaphores.close()  # whoever waits for this rank is told in turn
+        self._semaphores.close()  # ranks that wait for this one raise an error too
         raise RuntimeError(reason)
 
     def _named(self, members: list[int]) -> str:
-        """Members of the group by their ranks: ``"rank 3"``, ``"ranks 0, 2"``."""
+        """Return ranks of the group in words: ``"rank 3"``, ``"ranks 0, 2"``."""
         numbers = sorted(self._numbers[member] for member in members)
         return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 class _Share:
-    """The stretch of a bucket that this rank sums, and how the round stands."""
+    """The part of a bucket that this rank sums, and the state of the round."""
 
     __slots__ = ("_blocks", "_factor", "is_mine", "others", "scale", "tell", "under_way", "unheard")
 
     def __init__(self, blocks: list[Tensor], is_mine: bool, others: list[int], tell: list[c_void_p]) -> None:
-        self.is_mine = is_mine  #: whether this rank is one of the bucket's summers
-        self.others = others  #: the other summers
-        self.tell = tell  #: how they are told that this rank's copy is filled
-        # of each block: all copies together, the first of them, each of the others, the others together
+        self.is_mine = is_mine  #: True if this rank sums a part of the bucket
+        self.others = others  #: the other ranks that do
+        self.tell = tell  #: semaphores for the message that this rank's copy is filled
+        # for each block: all copies, the first, a list of the others, and the others as one tensor
         self._blocks = [(block, block[0], list(block[1:]), block[1:]) for block in blocks]
         self.scale = 1.0
         self._factor: Tensor | float = 1.0
         self.under_way = False
-        self.unheard: list[int] = []  #: ranks whose message is awaited
+        self.unheard: list[int] = []  #: ranks whose message is missing
 
     def scale_by(self, scale: float) -> None:
         """Multiply every copy by ``scale`` from now on."""
         self.scale = self._factor = scale
         if self._blocks and self._blocks[0][0].dtype in (torch.float32, torch.float64):
-            # A number becomes a tensor of this dtype at every multiplication, which takes 7 us. Narrower dtypes are
-            # multiplied in float32, by the number itself.
+            # A number is converted to a tensor of this dtype at every multiplication, which takes 7 us. Narrower
+            # dtypes are multiplied in float32, by the number itself.
             self._factor = torch.tensor(scale, dtype=self._blocks[0][0].dtype)
 
     def sum(self) -> None:
-        """Leave the sum over the ranks, in their order, of each copy times the scale in every copy."""
+        """Sum the scaled copies over the ranks, in their order, and write the sum to every copy."""
         factor, scaled = self._factor, self.scale != 1.0
         for block, total, others, rest in self._blocks:
             if scaled:
@@ -396,16 +395,16 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _lay(memory: mmap.mmap, length: int, dtype: torch.dtype, start: int) -> Tensor:
-    """The ``length`` elements that begin at the byte ``start``; they keep the memory alive."""
+    """Return ``length`` elements from the byte ``start`` on; they keep the memory alive."""
     if length == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=length, offset=start)
 
 
 def timeout_of(group: comm.Group) -> float:
-    """Seconds after which a collective of ``group`` on the CPU gives up."""
+    """Return the timeout, in seconds, of CPU collectives of ``group``."""
     try:
         backend = (dist.group.WORLD if group is None else group)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
         return float(backend.options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):  # a group that carries no CPU tensors
+    except (AttributeError, RuntimeError):  # a group without a backend for CPU tensors
         return default_pg_timeout.total_seconds()

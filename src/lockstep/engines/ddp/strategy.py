@@ -1,4 +1,4 @@
-"""Data parallel over processes: every rank holds the module, gradients are averaged while backward runs."""
+"""Data parallel training over processes: each rank has the whole module; gradients are averaged during the backward."""
 
 from __future__ import annotations
 
@@ -58,33 +58,33 @@ RAW_BACKWARD = (
 
 
 class CountedLocalSteps(LocalSteps, Protocol):
-    """Local steps that the strategy counts, averages and saves."""
+    """Local steps that the strategy counts, averages, saves and loads."""
 
     def round(self) -> None:
-        """A round of gradients begins."""
+        """Record that a round of gradients starts."""
 
     def step(self) -> None:
-        """An optimizer has stepped: average if it is time. Collective then."""
+        """Record a step of an optimizer, and average if it is time; collective then."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks have alike."""
+        """Return the state that is the same on all ranks."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was saved."""
+        """Continue from a saved state."""
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank alone needs."""
+        """Return the state of this rank alone."""
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Take this rank's part of what `rank_state` returned on all ranks; an empty list where there is none."""
+        """Load this rank's part of what `rank_state` returned on all ranks; the list is empty if there is none."""
 
 
 class AttachableHook(Protocol):
-    """A communication hook, as the service "communication hooks" checks and makes it from the strategy's arguments.
+    """A communication hook that the service "communication hooks" makes from the strategy's arguments.
 
     Attributes:
-        state: what it remembers.
-        is_local: whether it lets ranks make steps of their own.
+        state: the hook's state.
+        is_local: True if ranks make local steps under it.
     """
 
     state: Any
@@ -93,68 +93,69 @@ class AttachableHook(Protocol):
     def attach(
         self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
     ) -> CountedLocalSteps | None:
-        """Let it carry the buckets of ``reducer``; return the local steps of this fit, if it has any. Collective."""
+        """Let the hook carry the buckets of ``reducer``; return this fit's local steps, if it has any. Collective."""
 
     def detach(self) -> None:
-        """The fit is over."""
+        """End the use of the hook in this fit."""
 
     def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
-        """Return what each rank alone needs, by rank, on rank 0. Collective, unless ``alone``."""
+        """Return the state of each rank, by rank, on rank 0. Collective, unless ``alone``."""
 
     def load_rank_states(
         self, local: CountedLocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
     ) -> None:
-        """Take this rank's part."""
+        """Load this rank's state."""
 
 
 class DDPStrategy(RankedStrategy):
-    """One process per device, over lockstep's own reducer, which is attached to the module's parameters.
+    """One process per device, with lockstep's own reducer attached to the module's parameters.
 
-    The arguments are those of Lightning's strategy and of torch's ``DistributedDataParallel``, each by its name; one
-    that has no place here is refused with the reason. See `docs/ddp-options.md`.
+    The arguments are those of Lightning's strategy and of torch's ``DistributedDataParallel``, with the same names.
+    An unsupported one is refused with the reason. See `docs/ddp-options.md`.
 
     Args:
         accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
-        ddp_comm_hook: how gradients travel: ``hook(state, bucket) -> Future``, lockstep's
-            (`lockstep.engines.ddp.hooks`) or torch's. On the CPU, too.
-        ddp_comm_state: the hook's first argument. What it remembers is saved and resumed.
+        ddp_comm_hook: communication hook ``hook(state, bucket) -> Future``: one of lockstep's
+            (`lockstep.engines.ddp.hooks`) or torch's. It works on the CPU too.
+        ddp_comm_state: the hook's first argument. It is saved and resumed.
         ddp_comm_wrapper: applied to the hook (``fp16_compress_wrapper``).
-        model_averaging_period: under post-local SGD, the steps from one average of the parameters to the next, the
-            first of them after the first local step. Or a mapping of such to numbers of ranks.
-        outer_optimizer: let an outer optimizer step from average to average (local SGD, DiLoCo): a dict of arguments
+        model_averaging_period: under post-local SGD, the steps between two averages of the parameters; the first
+            average follows the first local step. Or a mapping of periods to numbers of ranks.
+        outer_optimizer: let an outer optimizer step at each average (local SGD, DiLoCo): a dict of arguments
             of `lockstep.engines.ddp.averaging.OuterOptimizer`, ``{}`` for DiLoCo's.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
-        timeout: how long a collective waits for the other ranks; None: 30 minutes.
+        timeout: time that a collective waits for the other ranks; None: 30 minutes.
         start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,
             in copies of this process, which start at once and share its memory).
-        nccl: NCCL's variables, with or without ``NCCL_``, set before the group is made where neither the shell nor
+        nccl: NCCL's variables, with or without ``NCCL_``. They are set before the group is made, unless the shell or
             the cluster has set them: ``{"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2}``.
-        shared_memory: where all ranks are on one host, sum CPU gradients in memory that they share, not over TCP.
+        shared_memory: if all ranks are on one host, sum CPU gradients in memory that they share, not over TCP.
         bucket_cap_mb: size of a gradient bucket, in MiB; None: 25.
-        bucket_cap_mb_list: sizes of the first buckets one by one, that of the parameters registered first in front; the
-            last holds for all others. Such a layout is kept; otherwise it follows the gradients of the first step.
-        broadcast_buffers: take rank 0's buffers (BatchNorm statistics, say) before the forward of each window.
-        forward_sync_buffers: its name in torch 2.13.
-        init_sync: compare the ranks' modules and take rank 0's weights and buffers at the start. Without it, the
-            caller answers for their being alike.
+        bucket_cap_mb_list: sizes of the first buckets, starting with that of the parameters registered first; the
+            last one is used for all others. Such a layout is kept; otherwise it follows the gradients of the first
+            step.
+        broadcast_buffers: take rank 0's buffers (such as BatchNorm statistics) before the forward of each window.
+        forward_sync_buffers: name of ``broadcast_buffers`` since torch 2.13.
+        init_sync: compare the ranks' modules and take rank 0's weights and buffers at the start. If False, the
+            caller makes sure that they are the same.
         gradient_as_bucket_view: let ``.grad`` be views of the buckets, which saves a copy of the gradients.
         static_graph: every step gives gradients to the same parameters in the same order: fewer autograd hooks.
         check_reduction: after each reduction, compare checksums of the gradients over the ranks, and name the first
-            parameter in which they differ. It costs a message a step.
+            parameter that differs. It costs a message per step.
         find_unused_parameters: accepted; unused parameters need no flag here.
-        shard_optimizer: share out the optimizers' work and states: each parameter has one owner, which alone updates it
+        shard_optimizer: divide the optimizers' work and states: each parameter has one owner, which alone updates it
             (ZeRO stage 1).
-        activation_checkpointing: compute activations again in the backward, in place of keeping them: True (of the
+        activation_checkpointing: recompute activations in the backward instead of keeping them: True (in the
             repeated blocks), or classes of layers.
         activation_checkpointing_policy: the same by classes or a policy function.
-        activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
-            policy function of ``torch.utils.checkpoint``.
-        **others: further arguments of torch's class: taken where they have no effect here, refused with the reason
-            where they would.
+        activation_checkpointing_save: activations of such layers that are kept nevertheless: "matmuls", operators of
+            torch, or a policy function of ``torch.utils.checkpoint``.
+        **others: further arguments of torch's class: accepted if they have no effect here, otherwise refused with
+            the reason.
 
     Raises:
-        MisconfigurationException: for an argument that has no place here, or that nobody knows.
+        MisconfigurationException: an argument is unsupported or unknown.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class DDPStrategy(RankedStrategy):
         of_hook = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period, outer_optimizer
         if any(given is not None for given in of_hook):
             self._hook = load("services", "communication hooks")(*of_hook)
-        self.undoes_steps = self._hook is None and not shard_optimizer  # hooks keep errors, and owners states
+        self.undoes_steps = self._hook is None and not shard_optimizer  # hooks keep errors, owners keep states
         if shard_optimizer:
             check_options(self._hook is not None and self._hook.is_local)
         self._owned: OwnedOptimizers | None = None
@@ -237,9 +238,9 @@ class DDPStrategy(RankedStrategy):
 
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """As on one process, then rank 0's weights and buffers everywhere."""
+        """Set up the module as on one process, then take rank 0's weights and buffers. Collective."""
         if module is not self.module:
-            self._plan = None  # of an earlier fit's module
+            self._plan = None  # it belongs to an earlier fit's module
         super().setup_module(module, own_backward)
         self.copies.local_steps = None
         if self._init_sync:
@@ -254,8 +255,8 @@ class DDPStrategy(RankedStrategy):
         self.copies.watch_buffers(self.module, self._broadcast_buffers and self.world.size > 1)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Attach the reducer to the parameters, and synchronize BatchNorm where asked to."""
-        if self._reducer is not None:  # of optimizers that are replaced before the first step
+        """Attach the reducer to the parameters, and synchronize BatchNorm if requested."""
+        if self._reducer is not None:  # its optimizers are replaced before the first step
             self._let_go(self._reducer)
         super().setup_optimizers(optimizers, configs)
         if self._late is not None:
@@ -273,7 +274,7 @@ class DDPStrategy(RankedStrategy):
         if self._shard_optimizer:
             self._share_optimizers(sparse)
         self._reducer = Reducer(
-            named.items(),  # frozen ones too, for which it finds out when they are unfrozen
+            named.items(),  # with frozen ones: the reducer notices when they are unfrozen
             bucket_cap_mb=self._bucket_cap_mb,
             gradient_as_bucket_view=self._views,
             plan=self._plan,
@@ -283,12 +284,12 @@ class DDPStrategy(RankedStrategy):
         )
         self._listen(self._reducer)
         self.traffic = 0, 0
-        self.waits_in = [(self._reducer, "_wait")]  # for sums in memory that ranks share
+        self.waits_in = [(self._reducer, "_wait")]  # for sums in shared memory
         if self._hook is not None:
             self._attach_hook(self._hook, self._reducer)
 
     def _listen(self, reducer: Reducer) -> None:
-        """Reduce the gradients of a ``loss.backward()`` in the place of ``manual_backward``, at its end."""
+        """Reduce gradients at the end of a ``loss.backward()`` that is called instead of ``manual_backward``."""
         if self.module.automatic_optimization or self.world.size == 1:
             return
         ends = BackwardEnds(partial(self._raw_backward_ended, reducer))
@@ -304,8 +305,8 @@ class DDPStrategy(RankedStrategy):
     def _raw_backward_ended(self, reducer: Reducer) -> None:
         share = 1.0 if self.by_hand is None else self.by_hand.share
         if share != 1.0:
-            # What an earlier backward has reduced is alike on all ranks, and shares add up to their number: the mean
-            # leaves it as it is.
+            # Gradients that an earlier backward has reduced are the same on all ranks, and the shares add up to the
+            # number of ranks: the mean leaves them as they are.
             grads = [p.grad for p in self.named_parameters().values() if p.grad is not None and p.requires_grad]
             with torch.no_grad():
                 torch._foreach_mul_(grads, float(share))
@@ -313,13 +314,13 @@ class DDPStrategy(RankedStrategy):
         self._end_round(reducer)
 
     def _take_values(self, late: dict[str, Tensor]) -> None:
-        """Take rank 0's values of what has come since the module was set up, in `configure_optimizers` say."""
+        """Take rank 0's values of tensors added since the module was set up, such as in `configure_optimizers`."""
         check_alike(type(self.module).__name__, [described("late", name, tensor) for name, tensor in late.items()])
         if self._init_sync:
             comm.broadcast_tensors([tensor.detach() for tensor in late.values()])
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Refuse parameters that are not reduced, also those that have come without torch's telling."""
+        """Refuse parameters that are not reduced, also those that were added without a registration. Collective."""
         if replaced and self._shard_optimizer and self.world.size > 1:
             raise MisconfigurationException(
                 f"{type(self).__name__}(shard_optimizer=True): other optimizers were put in the place of those of "
@@ -330,7 +331,7 @@ class DDPStrategy(RankedStrategy):
             self._late.look(self.optimizers)
 
     def _share_optimizers(self, sparse: list[str]) -> None:
-        """Give each parameter an owner, which alone has the states of the optimizers for it."""
+        """Assign each parameter an owner, which alone has the optimizer states for it."""
         from lockstep.engines.ddp.owned_optimizer import OwnedOptimizers
 
         check_shareable(self.optimizers, sparse)
@@ -345,11 +346,11 @@ class DDPStrategy(RankedStrategy):
 
     @property
     def _local(self) -> CountedLocalSteps | None:
-        """The steps of this fit that let ranks part."""
-        return self.copies.local_steps  # type: ignore[return-value]  # nobody else sets it
+        """The local steps of this fit, in which ranks diverge; None if there are none."""
+        return self.copies.local_steps  # type: ignore[return-value]  # only `_attach_hook` sets it
 
     def teardown(self) -> None:
-        """Detach the reducer from the parameters; the optimizers can still be saved, all ranks together."""
+        """Detach the reducer from the parameters. The optimizers can still be saved, by all ranks together."""
         super().teardown()
         self.copies.close()
         if self._reducer is not None:
@@ -366,7 +367,7 @@ class DDPStrategy(RankedStrategy):
         self._reducer, self.waits_in = None, []
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """As on one process, with rank 0's buffers taken before the first training forward of a window."""
+        """Run ``fn`` as on one process, after taking rank 0's buffers for the first training forward of a window."""
         if self._late is not None and torch.is_grad_enabled():
             self._late.check()
         if self.copies.buffers is not None and torch.is_grad_enabled():
@@ -377,7 +378,7 @@ class DDPStrategy(RankedStrategy):
             return fn(*args)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Backward with the buckets reduced as they fill, while it still runs."""
+        """Run the backward, and reduce the buckets as they fill."""
         reducer = self._reducer
         assert reducer is not None
         self._begin_round(reducer, self.drops_gradients)
@@ -388,14 +389,14 @@ class DDPStrategy(RankedStrategy):
         self._end_round(reducer)
 
     def skip(self, absent: bool = False) -> None:
-        """Reduce what this rank accumulated before in the window."""
+        """Reduce the gradients that this rank has accumulated in the window."""
         assert self._reducer is not None
         if self.sync_gradients:
             self._begin_round(self._reducer, absent)
             self._end_round(self._reducer)
 
     def _begin_round(self, reducer: Reducer, drops: bool) -> None:
-        """Before a backward, which reduces where it is the window's last."""
+        """Prepare a backward; it reduces if it is the window's last."""
         reducer.sync, reducer.zero_weight = self.sync_gradients, drops
         if self.sync_gradients:
             if self._late is not None:
@@ -415,26 +416,26 @@ class DDPStrategy(RankedStrategy):
                 self._checks.compare("backward", [], None if self.by_hand is None else self.by_hand.number)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
-        """Update the parameters of one optimizer; under local steps, average over the ranks where it is time."""
+        """Update the parameters of one optimizer; under local steps, average over the ranks if it is time."""
         result = super().step(optimizer, closure, **options)
         if self._local is not None:
             self._local.step()
         return result
 
     def held(self) -> dict[str, list[Tensor]]:
-        """The same, with the reducer's buckets, and what a hook remembers."""
+        """Return the tensors of the base class, the reducer's buckets and the hook's state."""
         held = super().held()
         held["buckets"] = [] if self._reducer is None else self._reducer.memory()
         held["hook_state"] = [] if self._hook is None else list(tensors_in(self._hook.state, 8))
         return held
 
     def __getstate__(self) -> dict[str, Any]:
-        # a group belongs to its process, and so does what works with it
+        # a process group, and everything that uses it, belongs to its process
         state = kept(self, "_late", "_owned", "_reducer")
         return {**state, "waits_in": []}
 
     def _own_state(self) -> dict[str, Any]:
-        """The bucket plan, and under local steps their count and the outer optimizer."""
+        """Return the bucket plan and, under local steps, their count and the outer optimizer."""
         plan = self._plan if self._reducer is None else self._reducer.plan()
         own = {} if plan is None else {"plan": plan}
         if self._local is not None:
@@ -442,15 +443,16 @@ class DDPStrategy(RankedStrategy):
         return own
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """The module, of the ranks' mean where weights have parted; optimizers; what the ranks need besides.
+        """Save the module, the optimizers and the state of the engine. Collective, unless ``alone``.
 
-        That is the bucket plan, on which sums over three and more ranks depend, the averages' count and outer
-        optimizer; what the communication hook remembers on each rank, and under local steps its own weights.
+        If weights have diverged, the module is their mean over the ranks. The state of the engine is the bucket plan,
+        on which sums over three and more ranks depend; the count of the averages and the outer optimizer; each rank's
+        state of the communication hook and, under local steps, its own weights.
         """
         apart = self.copies.are_apart and not alone
         with self.copies.one_model() if apart else contextlib.nullcontext():
             state = self._saved(alone, weights_only)
-            if apart:  # these weights go when the context ends
+            if apart:  # these weights are dropped when the context ends
                 module = state.module or {}
                 state.module = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in module.items()}
         if weights_only:
@@ -466,7 +468,7 @@ class DDPStrategy(RankedStrategy):
         return EngineState(self.module.state_dict(), states, self._other_parameters())
 
     def load(self, state: EngineState) -> None:
-        """Lay the buckets out as the checkpointed run had them; take this rank's part of what ranks have alone."""
+        """Restore the saved bucket layout, and this rank's part of the states of single ranks."""
         super().load(state)
         if state.own is None:
             return

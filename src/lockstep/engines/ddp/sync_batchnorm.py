@@ -1,13 +1,12 @@
-"""SyncBatchNorm: batch norm whose statistics are those of all ranks' samples together, on the CPU too.
+"""SyncBatchNorm: batch norm with the statistics of all ranks' samples together, also on the CPU.
 
     model = DistributedDataParallel(convert_sync_batchnorm(Net()))
 
-Words: a rank's *count* is the number of its elements of one channel (samples x positions). Forward gathers the
-ranks' means, variances and counts, packed in one message, and puts them together in the order of the ranks, so
-that every rank has the same bits. Backward sums two numbers of each channel over the ranks, in one message.
+Terms: a rank's *count* is the number of its elements of one channel (samples x positions). Forward gathers the
+ranks' means, variances and counts in one message, and combines them in the order of the ranks, so every rank has the
+same bits. Backward sums two numbers of each channel over the ranks, in one message.
 
-Every rank has to run the same layers, forwards and backwards, as often: a rank that leaves one out lets the
-others wait.
+Every rank must run the same layers, forwards and backwards, equally often: if a rank leaves one out, the others wait.
 """
 
 from __future__ import annotations
@@ -29,38 +28,37 @@ from lockstep.ground.rank import rank_zero_warn
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm over the samples of all ranks: the numbers of one process with the whole batch.
+    """Batch norm over the samples of all ranks: the results of one process with the whole batch.
 
-    Outputs, gradients and running statistics are those of ``torch.nn.BatchNorm*d`` on the ranks' batches put
-    together, which may be of different lengths, or empty on some ranks. (A hand-written loop whose ranks have
-    batches of different lengths has to weigh their losses, too.) Statistics are taken in float32, or in float64
-    for inputs of float64. Unlike ``torch.nn.SyncBatchNorm`` it runs on the CPU, and the running statistics have
-    the same bits on all ranks.
+    Outputs, gradients and running statistics are those of ``torch.nn.BatchNorm*d`` on the concatenation of the ranks'
+    batches, which may have different lengths, or be empty on some ranks. (A hand-written loop with batches of different
+    lengths must weight its losses too.) Statistics are computed in float32, or in float64 for inputs of float64. Unlike
+    ``torch.nn.SyncBatchNorm`` it runs on the CPU, and the running statistics have the same bits on all ranks.
 
     In ``eval()``, in a group of one rank and without a group it is plain batch norm, without a message.
 
     Args:
         num_features: number of channels ``C``.
         eps: added to the variance.
-        momentum: of the running statistics; None: their plain average over all batches.
+        momentum: momentum of the running statistics; None: their plain average over all batches.
         affine: learn a weight and a bias for each channel.
         track_running_stats: keep running statistics, for ``eval()``.
-        process_group: the ranks; None: the default group. Where ranks may use different parameters in a step,
-            give it a group of its own (``dist.new_group()``): the messages of `DistributedDataParallel` do not
-            come in the same order among those of this layer on all ranks then.
-        device: where parameters and buffers are made.
-        dtype: of parameters and floating-point buffers.
+        process_group: the ranks; None: the default group. If ranks may use different parameters in a step, pass a
+            separate group (``dist.new_group()``): the messages of `DistributedDataParallel` and of this layer would
+            otherwise not have the same order on all ranks.
+        device: device of parameters and buffers.
+        dtype: dtype of parameters and floating-point buffers.
 
     Shape:
-        input ``(N, C)`` or ``(N, C, ...)``, output the same; ``N`` may be 0.
+        Input ``(N, C)`` or ``(N, C, ...)``, output the same; ``N`` may be 0.
 
     Attributes:
-        zero_weight: this rank's batch does not count: it is normalized as those of the others are, and changes no
-            number on any rank. For a rank that takes part for the others' sake only.
-        partial: ``sync_group`` is what is left of the ranks, perhaps one: the others have no samples now.
+        zero_weight: this rank's batch does not count. It is normalized like the others', and changes no number on
+            any rank. For a rank that participates only for the others' sake.
+        partial: ``sync_group`` is a subset of the ranks, perhaps one: the others have no samples now.
 
     Raises:
-        ValueError: in training, on every rank, if all ranks together have less than two values of a channel.
+        ValueError: in training, on every rank, if all ranks together have fewer than two values of a channel.
 
     Source: Ioffe and Szegedy, Batch Normalization (2015), https://arxiv.org/abs/1502.03167.
     """
@@ -68,7 +66,7 @@ class SyncBatchNorm(_BatchNorm):
     sync_group: comm.Group = None
     zero_weight: bool = False
     partial: bool = False
-    _plain: type[_BatchNorm] | None = None  # of a converted layer: what it was
+    _plain: type[_BatchNorm] | None = None  # the former class of a converted layer
 
     def __init__(
         self,
@@ -89,7 +87,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of at least 2 dimensions (got {input.dim()})")
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input`` normalized, by the statistics of all ranks in training."""
+        """Normalize ``input``; in training by the statistics of all ranks."""
         group, zero_weight = self.sync_group, self.zero_weight
         if not self.training or (comm.world_size(group) < 2 and not self.partial):
             return _BatchNorm.forward(self, input)
@@ -115,7 +113,7 @@ class SyncBatchNorm(_BatchNorm):
             rows = native.gather(input, count, self.eps, group)
             _check_total(count, rows[:, -1], input)
             running, factor = (self.running_mean, self.running_var), self.momentum
-            # a plain average has a factor that the host does not know
+            # the factor of a plain average is not known on the host
             if not self.track_running_stats:
                 statistics = native.combine(rows, self.eps)
             elif factor is None or any(r is not None and r.dtype != rows.dtype for r in running):
@@ -143,7 +141,7 @@ class SyncBatchNorm(_BatchNorm):
             for running, fresh in ((self.running_mean, mean), (self.running_var, unbiased)):
                 running.copy_(factor * fresh + (1 - factor) * running)
 
-    # -- copies. A group belongs to a process: a copy in it shares the group, one that travels has the default.
+    # -- copies. A group belongs to its process: a copy there shares the group; a pickled copy gets the default group.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         copied = _blank(self._plain)
@@ -161,12 +159,12 @@ class SyncBatchNorm(_BatchNorm):
 
 @torch.no_grad()
 def _statistics(input: Tensor, group: comm.Group, zero_weight: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean, variance, count) of all ranks' elements, by channel; the variance is the biased one."""
+    """Return (mean, variance, count) of all ranks' elements by channel; the variance is the biased one. Collective."""
     channels = input.shape[1]
     wide = _wide(input)
     count = _count(input, zero_weight)
     if count:
-        # the biased variance, as `torch.var_mean` gives it, by a kernel that takes a tenth of its time on the CPU
+        # the biased variance, like `torch.var_mean`, by a kernel that takes a tenth of its time on the CPU
         mean, variance = torch.batch_norm_update_stats(input.to(wide), None, None, 0.0)
         mine = torch.cat([mean, variance, mean.new_full((1,), count)])
     else:
@@ -182,14 +180,14 @@ def _statistics(input: Tensor, group: comm.Group, zero_weight: bool) -> tuple[Te
 
 
 def _count(input: Tensor, zero_weight: bool) -> int:
-    """Elements of a channel that count."""
+    """Return the number of elements of a channel that count."""
     return 0 if zero_weight else input.numel() // max(input.shape[1], 1)
 
 
 def _check_total(count: int, counts: Tensor, input: Tensor) -> None:
-    """Make sure that a channel has two elements on all ranks together.
+    """Check that a channel has at least two elements on all ranks together.
 
-    Looking at the number makes a GPU wait. It is below 2 only where every rank has less than 2, so all of them look.
+    Reading the number makes a GPU wait. It is below 2 only if every rank has fewer than 2, so then all ranks read it.
     """
     total = int(counts.sum().item()) if count < 2 else 2
     if total < 2:
@@ -201,7 +199,7 @@ def _check_total(count: int, counts: Tensor, input: Tensor) -> None:
 
 
 class _Normalize(torch.autograd.Function):
-    """``(input - mean) / std * weight + bias``, where mean and variance depend on the inputs of all ranks."""
+    """``(input - mean) / std * weight + bias``, with mean and variance of the inputs of all ranks."""
 
     @staticmethod
     def forward(
@@ -232,7 +230,7 @@ class _Normalize(torch.autograd.Function):
         grad = grad.to(wide)
         offset = input.to(wide) - mean.view(shape)
         sums, products = grad.sum(dims), (grad * offset).sum(dims)
-        # those of weight and bias are of this rank's samples: whoever averages gradients adds the ranks' up
+        # gradients of weight and bias are this rank's alone: the averaging of gradients adds up the ranks'
         grad_weight = (products * inverse).to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = sums.to(ctx.shift) if ctx.needs_input_grad[2] else None
         grad_input = None
@@ -260,20 +258,21 @@ def _all_but_channels(input: Tensor) -> list[int]:
 
 
 def convert_sync_batchnorm(module: nn.Module, process_group: comm.Group = None) -> nn.Module:
-    """Let the batch norms inside ``module``, or it itself, take their statistics over all ranks.
+    """Make the batch norms inside ``module``, or ``module`` itself, use the statistics of all ranks.
 
-    Each layer stays the object that it is, with its parameters, buffers, hooks and mode, and goes on being an
-    instance of its class (``nn.BatchNorm2d``, say). The state dict is the same. ``torch.nn.SyncBatchNorm`` is
-    converted too, which lets it run on the CPU. Layers that are converted already stay as they are.
+    Each layer remains the same object, with its parameters, buffers, hooks and mode, and an instance of its class
+    (such as ``nn.BatchNorm2d``). The state dict is the same. ``torch.nn.SyncBatchNorm`` is converted too, so that it
+    runs on the CPU. Layers that are already converted stay as they are.
 
-    A class of your own is converted if it leaves ``forward`` to torch. One that has a ``forward`` of its own, and
-    a lazy layer that has not seen a batch, are left alone with a warning: what they do is not known here.
+    A subclass is converted if it uses torch's ``forward``. One with its own ``forward``, or a lazy layer that has not
+    seen a batch, is left alone with a warning.
 
     Args:
-        module: is changed.
-        process_group: the ranks; None: a ``torch.nn.SyncBatchNorm``'s own, else the default group.
+        module: changed in place.
+        process_group: the ranks; None: the group of a ``torch.nn.SyncBatchNorm``, else the default group.
 
     Returns:
+        ``module``.
         ``module``.
 
     Example::
@@ -303,12 +302,12 @@ def convert_sync_batchnorm(module: nn.Module, process_group: comm.Group = None) 
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Undo `convert_sync_batchnorm`: every converted layer is again what it was.
+    """Undo `convert_sync_batchnorm`: restore the class of every converted layer.
 
     Layers that were built as a SyncBatchNorm stay.
 
     Args:
-        module: is changed.
+        module: changed in place.
 
     Returns:
         ``module``.
@@ -322,18 +321,18 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 
 def synchronized_layers(module: nn.Module) -> Iterator[SyncBatchNorm]:
-    """The layers inside ``module`` that take their statistics over all ranks, each once."""
+    """Yield the layers inside ``module`` that use the statistics of all ranks, each once."""
     return (layer for layer in module.modules() if isinstance(layer, SyncBatchNorm))
 
 
 @functools.cache
 def _synchronized(plain: type[_BatchNorm]) -> type[SyncBatchNorm]:
-    """The class of layers that were of the class ``plain``: still instances of it, with its checks and methods."""
+    """Return the class for converted layers of the class ``plain``: a subclass with its checks and methods."""
     name = plain.__name__ if plain.__name__.startswith("Sync") else f"Sync{plain.__name__}"
     return type(name, (SyncBatchNorm, plain), {"_plain": plain, "_check_input_dim": plain._check_input_dim})
 
 
 def _blank(plain: type[_BatchNorm] | None) -> SyncBatchNorm:
-    """A layer without its state, for `copy` and `pickle` to fill."""
+    """Return a layer without its state, for `copy` and `pickle` to fill."""
     kind = SyncBatchNorm if plain is None else _synchronized(plain)  # type: ignore[arg-type]
     return kind.__new__(kind)

@@ -1,4 +1,4 @@
-"""How a bucket's mean over the ranks is made: the seam, an all-reduce, and which parameters the ranks used."""
+"""Transports that average buckets over the ranks: the protocol, an all-reduce, and flags for used parameters."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lockstep.ground.transfer import pinned
 
 Size = tuple[int, torch.dtype, torch.device]
 RoundGroup = Callable[[], "comm.Group | Literal[False]"]
-"""Gives the group of the round that begins; False where each rank keeps its own gradients."""
+"""Returns the group of the round that starts; False if each rank keeps its own gradients."""
 
 
 class Transport(Protocol):
-    """What the reducer asks of whoever carries its buckets.
+    """Protocol of the objects that carry a reducer's buckets.
 
-    Order of calls, by the reducer, alike on all ranks: `buffers` at each layout; in a round `start` for each
-    bucket in order, from inside the backward, then `wait` for each; `close` at the end.
+    Order of calls by the reducer, the same on all ranks: `buffers` at each layout; in a round `start` for each
+    bucket in order, during the backward, then `wait` for each; `close` at the end.
 
     Attributes:
-        inline_used: whether the used flags may stand at a buffer's end and are summed with it.
-        alignment: bytes at whose multiples a gradient starts in a buffer.
-        divides: whether gradients are divided before they are summed.
+        inline_used: True if the used flags may be at the end of a buffer and are summed with it.
+        alignment: alignment of gradients in a buffer, in bytes.
+        divides: True if gradients are divided before they are summed.
     """
 
     divides: bool
@@ -35,29 +35,31 @@ class Transport(Protocol):
     alignment: int
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor] | None:
-        """A flat buffer of zeros for each bucket; None, on all ranks, if they cannot be had."""
+        """Return a flat buffer of zeros for each bucket; None, on all ranks, if that is impossible."""
         ...
 
     def start(self, bucket: Bucket, scale: float) -> None:
-        """``bucket.flat`` holds this rank's gradients, or (``scale`` 1) what is left of them after the division; begin
-        to sum ``scale`` times them over the ranks."""
+        """Start to sum ``bucket.flat`` times ``scale`` over the ranks.
+
+        The buffer has this rank's gradients; with ``scale`` 1 they are already divided.
+        """
         ...
 
     def flush(self) -> None:
-        """Return when no message of the buckets that were started will be begun any more, and others may be."""
+        """Wait until the started buckets will send no further messages, so that others may be sent."""
         ...
 
     def wait(self, bucket: Bucket) -> None:
-        """Return when ``bucket.flat`` holds that sum."""
+        """Wait until ``bucket.flat`` has the sum."""
         ...
 
     def close(self) -> None:
-        """No bucket will come any more."""
+        """Release all resources: no bucket will follow."""
         ...
 
 
 class AllReduce:
-    """One asynchronous all-reduce a bucket."""
+    """Transport with one asynchronous all-reduce per bucket."""
 
     divides = True
     inline_used = True
@@ -67,17 +69,17 @@ class AllReduce:
         self._group = group
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor]:
-        """One by one, as they are asked for."""
+        """Yield the buffers one by one, as they are requested."""
         return (torch.zeros(length, dtype=dtype, device=device) for length, dtype, device in sizes)
 
     def start(self, bucket: Bucket, scale: float) -> None:
-        """Scale, and hand over to the group."""
+        """Scale the buffer, and start its all-reduce."""
         if scale != 1:
             bucket.flat.mul_(scale)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def flush(self) -> None:
-        """A message begins when its bucket is started."""
+        """Do nothing: messages are sent when a bucket is started."""
 
     def wait(self, bucket: Bucket) -> None:
         bucket.work.wait()
@@ -87,9 +89,9 @@ class AllReduce:
 
 
 def all_gather(flat: Tensor, part: Tensor, group: comm.Group) -> Any:
-    """Begin to fill ``flat`` with all ranks' ``part``, which may be a part of it; gives the work to wait for."""
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    # as bytes: gloo does not know every dtype
+    """Start to fill ``flat`` with all ranks' ``part``, which may be a part of it; return the work to wait for."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+    # as bytes: gloo does not support every dtype
     return call(flat.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
 
 
@@ -100,18 +102,18 @@ _HOST = torch.device("cpu")
 
 
 class Flags:
-    """Flags of a byte for each of several things, on their way over ``group``; the largest of all ranks counts.
+    """One byte for each of several flags, on their way over ``group``; the maximum over the ranks counts.
 
-    Nobody waits for them but who asks. Where the host's tensors are carried they do not touch the device.
+    Only `of_all` waits for them. If the group carries CPU tensors, no device is involved.
 
     Args:
-        flags: this rank's.
-        group: the ranks that are to agree.
-        device: where the model is, by which flags travel where only devices send.
+        flags: this rank's flags.
+        group: the ranks that agree.
+        device: the model's device, which carries the flags if only devices can send.
 
     Attributes:
-        nbytes: what this rank sends.
-        work: the collective; None where there is nobody to tell.
+        nbytes: bytes that this rank sends.
+        work: the collective; None if there is no other rank.
     """
 
     def __init__(self, flags: bytes | bytearray, group: comm.Group, device: torch.device) -> None:
@@ -121,14 +123,14 @@ class Flags:
         if flags and comm.world_size(group) > 1:
             by = comm.carrier(group, self._flags.device)
             if by.type != "cpu":
-                # from pinned memory, so that this process does not wait for the kernels of the backward
+                # from pinned memory, so that this process does not wait for the backward's kernels
                 by = device if device.type == by.type else by
                 self._flags = pinned(self._flags, by).to(by, non_blocking=True)
             self.nbytes = self._flags.nbytes
             self.work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group, async_op=True)
 
     def of_all(self) -> list[int]:
-        """The largest of each over the ranks."""
+        """Wait, and return the maximum of each flag over the ranks."""
         if self.work is not None:
             self.work.wait()
         found: list[int] = self._flags.tolist()
@@ -139,20 +141,20 @@ class UsedParameters:
     """The used flags of all buckets of a round, one byte for each parameter, on their way over ``group``.
 
     Args:
-        buckets: of the round, all launched.
-        willing: whether this rank could hold later backwards to this one.
-        group: the ranks that are to agree.
-        arrived: names of the parameters to which this backward gave gradients, where ``willing``; other gradients were
-            there before.
-        device: of the gradients.
+        buckets: the buckets of the round, all launched.
+        willing: True if this rank can use this backward as the pattern of later ones.
+        group: the ranks that agree.
+        arrived: names of the parameters that got gradients in this backward, if ``willing``; other gradients are
+            older.
+        device: device of the gradients.
 
     Attributes:
-        nbytes: what this rank sends.
-        work: the collective; None where there is nobody to tell.
+        nbytes: bytes that this rank sends.
+        work: the collective; None if there is no other rank.
     """
 
     ARRIVED = 2
-    """The flag of a gradient of this backward, where ranks are willing: that of an older one is 1, and MAX tells."""
+    """Flag of a gradient of this backward, if ranks are willing; an older one's is 1, and the maximum counts."""
 
     def __init__(
         self,
@@ -163,7 +165,8 @@ class UsedParameters:
         device: torch.device = _HOST,
     ) -> None:
         self._own = [bytes(bucket.used) for bucket in buckets]
-        # A rank that used everything and is not willing knows what comes of it. A GPU would wait here for all of its
+        # A rank that used everything and is not willing knows the result. Reading it would make a GPU wait for its
+        # whole
         # backward, in each round.
         self._looks = willing or any(0 in used for used in self._own)
         flags = bytearray([not willing]) + b"".join(bucket.used for bucket in buckets)
@@ -172,12 +175,12 @@ class UsedParameters:
             flags[1:] = bytes(
                 self.ARRIVED if flag and name in arrived else flag for flag, name in zip(flags[1:], names, strict=True)
             )
-        self._waits = device.type == "cpu"  # so that a lost rank is told where it is lost
+        self._waits = device.type == "cpu"  # so that a lost rank is reported where it is lost
         self._flags = Flags(flags, group, device)
         self.nbytes, self.work = self._flags.nbytes, self._flags.work
 
     def wait(self) -> tuple[list[Sequence[Any] | None], bool]:
-        """For each bucket who got a gradient on any rank; and whether all ranks were willing."""
+        """Return the used flags of all ranks for each bucket, and True if all ranks were willing."""
         if not self._looks:
             if self._waits and self.work is not None:
                 self.work.wait()

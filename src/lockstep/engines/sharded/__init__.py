@@ -1,1 +1,1 @@
-"""Parameters in shards: FSDP over `fully_shard`, tensor parallel and 2-D meshes."""
+"""Sharded parameters: FSDP by `fully_shard`, tensor parallel and 2-D meshes."""

@@ -1,7 +1,7 @@
-"""Optimizers that update whole parameters beside parts: torch's foreach functions take tensors of one kind alone.
+"""Optimizers that update whole parameters and shards: torch's foreach functions accept only tensors of one kind.
 
-On devices other than the CPU torch's optimizers update all parameters of a kind of device by such functions, if nobody
-says otherwise, and do not look whether a parameter is a DTensor, and of which mesh.
+On devices other than the CPU, torch's optimizers use these functions by default for all parameters of a kind of device.
+They do not check whether a parameter is a DTensor, or on which mesh.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 
 def update_one_by_one(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Let an optimizer update one parameter after another where those on a device are of several kinds.
+    """Make an optimizer update parameters one by one if those on a device are of several kinds.
 
-    What the user has chosen stays. Groups that are added and states that are loaded later are met, too; the states
-    that are saved say nothing of it.
+    A choice of the user is kept. Groups that are added and states that are loaded later are changed too. Saved states
+    do not show the change.
 
     Args:
-        optimizer: that is to update them.
-        parameters: of the module, also those that are added later.
+        optimizer: the optimizer.
+        parameters: parameters of the module, including those that are added to the optimizer later.
     """
     kinds = {_kind(each) for each in parameters if each.device.type != "cpu"}
     if optimizer.defaults.get("foreach", False) is not None or len(kinds) < 2:
@@ -45,5 +45,5 @@ def _say_nothing(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _kind(parameter: Any) -> Any:
-    """None for a whole tensor, else the mesh of its parts."""
+    """Return the mesh of a DTensor, or None for a whole tensor."""
     return getattr(parameter, "device_mesh", None)

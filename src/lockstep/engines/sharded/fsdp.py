@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: each rank holds its shard of parameters, gradients and optimizer states."""
+"""Fully sharded data parallel: each rank has its shard of parameters, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OUTSIDE_OF_AUTOCAST = (
     "FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecisionPolicy())."
 )
 NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
-"""What torch's messages call a dtype."""
+"""Names of dtypes in torch's messages."""
 
 NO_EFFECT = {
     "limit_all_gathers": "torch's FSDP2 bounds the memory of all-gathers by itself",
@@ -55,52 +55,54 @@ NO_EFFECT = {
     "sync_module_states": "all ranks begin with rank 0's weights in any case",
     "forward_prefetch": "torch's FSDP2 gathers the next block ahead by itself",
 }
-"""Arguments of torch's first FSDP that have no effect here, and why."""
+"""Arguments of torch's first FSDP that have no effect here, and the reason."""
 
 MODES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 class FSDPStrategy(ShardedStrategy):
-    """One process per device, each with its shard of every parameter, over torch's ``fully_shard`` (FSDP2).
+    """One process per device, each with its shard of every parameter, by torch's ``fully_shard`` (FSDP2).
 
-    A block's parameters are gathered for its forward and its backward and freed again; gradients are averaged and cut
-    by reduce-scatter; optimizers update shards. The numbers are those of one process. CPUs work, too (gloo).
+    A block's parameters are gathered for its forward and its backward, and freed after each. Gradients are averaged
+    and sharded by reduce-scatter. Optimizers update shards. The results are those of one process. CPUs are supported
+    (gloo).
 
-    The arguments are those of Lightning's strategy and of torch's first FSDP, each by its name.
+    The arguments are those of Lightning's strategy and of torch's first FSDP, with the same names.
 
     Args:
         accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
-        timeout: how long a collective waits for the other ranks; None: 30 minutes.
+        timeout: time that a collective waits for the other ranks; None: 30 minutes.
         cpu_offload: keep shards, their gradients and optimizer states on the CPU: True, or torch's ``CPUOffload``
             or ``CPUOffloadPolicy``.
         mixed_precision: a dtype, torch's ``MixedPrecision`` or ``MixedPrecisionPolicy``: layers compute in it, their
-            inputs are cast, and gradients are reduced in float32 unless the policy says otherwise. None:
-            ``Trainer(precision=...)`` alone decides; what its autocast would cast is gathered in that dtype.
-        auto_wrap_policy: the layers that are gathered by themselves: classes, or a policy function of torch's; None:
+            inputs are cast, and gradients are reduced in float32 unless the policy differs. None:
+            ``Trainer(precision=...)`` alone decides; parameters that its autocast would cast are gathered in that
+            dtype.
+        auto_wrap_policy: the layers that are gathered separately: classes, or a policy function of torch's; None:
             repeated blocks are found.
-        activation_checkpointing: compute activations again in the backward: True (of the layers above), or classes.
+        activation_checkpointing: recompute activations in the backward: True (in the layers above), or classes.
         activation_checkpointing_policy: the same by classes or a policy function.
-        activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
-            policy function of ``torch.utils.checkpoint``.
+        activation_checkpointing_save: activations of such layers that are kept nevertheless: "matmuls", operators of
+            torch, or a policy function of ``torch.utils.checkpoint``.
         sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters whole from forward to backward; "NO_SHARD"
             is ``DDPStrategy``; "HYBRID_SHARD" shards within a node and replicates over nodes. Or torch's enum.
-        state_dict_type: "full": a checkpoint is one file, as of any strategy, gathered by rank 0. "sharded": a folder
-            that all ranks write, each its part. Either is read by any strategy on any number of ranks.
+        state_dict_type: "full": a checkpoint is one file, as with any strategy, gathered by rank 0. "sharded": a folder
+            to which each rank writes its part. Any strategy on any number of ranks reads either.
         device_mesh: for "HYBRID_SHARD": (replicas, ranks of a replica), or a mesh of two dimensions.
         accumulate_shards: reduce after each backward, and add up the shards. False: whole gradients wait on each rank
-            until the window's end, beside ``.grad``, and are reduced once.
-        async_save: with "sharded": ranks copy their parts and train on, while a thread of each writes them.
+            until the window's end, separate from ``.grad``, and are reduced once.
+        async_save: with "sharded": ranks copy their parts and continue training, while a thread of each writes them.
         ignored_modules: modules whose parameters stay whole on each rank.
         backward_prefetch: "BACKWARD_PRE", which is what FSDP2 does.
-        nccl: NCCL's variables, as of ``DDPStrategy``.
-        start_method: as of ``DDPStrategy``; with "spawn" and "fork" the module comes back whole. In a notebook
+        nccl: NCCL's variables, as in ``DDPStrategy``.
+        start_method: as in ``DDPStrategy``; with "spawn" and "fork" the module comes back whole. In a notebook
             ``strategy="fsdp"`` spawns.
-        **others: further arguments of torch's first FSDP, taken where they have no effect.
+        **others: further arguments of torch's first FSDP, accepted if they have no effect.
 
     Raises:
-        MisconfigurationException: for an argument that has no place here, or that nobody knows.
+        MisconfigurationException: an argument is unsupported or unknown.
     """
 
     cuts_parameters = True
@@ -153,7 +155,7 @@ class FSDPStrategy(ShardedStrategy):
         self._offloads = self.keeps_parameters_on_cpu = _is_on("cpu_offload", cpu_offload, "offload_params")
         self._mixed = mixed_precision
         if mixed_precision is not None:
-            _mixed_policy(mixed_precision)  # what it cannot be is said here
+            _mixed_policy(mixed_precision)  # raises for unsupported values
         self._policy = auto_wrap_policy
         layers = auto_wrap_policy if activation_checkpointing is True and auto_wrap_policy else activation_checkpointing
         self._recompute(layers, activation_checkpointing_policy, activation_checkpointing_save)
@@ -173,7 +175,7 @@ class FSDPStrategy(ShardedStrategy):
             self.instead = self._unsharded()
 
     def _save_by(self, state_dict_type: str, async_save: bool) -> None:
-        """Choose what writes checkpoints."""
+        """Choose the writer of checkpoints."""
         if state_dict_type == "FULL":
             if async_save:
                 raise MisconfigurationException(
@@ -189,7 +191,7 @@ class FSDPStrategy(ShardedStrategy):
         self._save_in_parts(async_save)
 
     def _unsharded(self) -> DDPStrategy:
-        """What "NO_SHARD" stands for."""
+        """Return the strategy for "NO_SHARD"."""
         made = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
         made.launcher = self.launcher
         made.plugins, made._nccl, made._recomputation = self.plugins, self._nccl, self._recomputation
@@ -199,7 +201,7 @@ class FSDPStrategy(ShardedStrategy):
 
     @does("sharding the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Let this rank keep its shard of rank 0's weights; a module that is sharded already stays as it is."""
+        """Shard rank 0's weights over the ranks. A module that is already sharded stays as it is. Collective."""
         from lockstep.engines.sharded.fully_shard import ShardedModule, is_sharded
 
         self._refuse_parts(module, "fsdp")
@@ -216,8 +218,8 @@ class FSDPStrategy(ShardedStrategy):
 
         bring_states(self.module, self.root_device)
         self._sharded, self.gradients = shards, ShardedGradients(self, shards)
-        if self.root_device.type != "cpu":  # elsewhere all waiting is in torch's collectives
-            waits = ("wait_for_unshard", "finalize_backward")  # for gathered parameters, where the work on them waits
+        if self.root_device.type != "cpu":  # on the CPU all waits are in torch's collectives
+            waits = ("wait_for_unshard", "finalize_backward")  # for gathered parameters
             self.waits_in = [(group, name) for group in shards.groups() for name in waits]
         self._ends_calls = shards.serve_calls(within=not self.module.automatic_optimization)
         generate_together(self.module)
@@ -294,7 +296,7 @@ class FSDPStrategy(ShardedStrategy):
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Check that the optimizers can update shards; attach a reducer to the parameters that are whole."""
+        """Check that the optimizers can update shards; attach a reducer to the whole parameters."""
         from lockstep.engines.sharded.fully_shard import unscale
 
         super().setup_optimizers(optimizers, configs)
@@ -310,7 +312,7 @@ class FSDPStrategy(ShardedStrategy):
         self._reducer = Reducer(whole, self.peers, shared_memory=False) if whole and self.replicas.count > 1 else None
 
     def _gather_updates(self) -> None:
-        """Let optimizers that need whole parameters have them, on one rank each."""
+        """Set up updates of whole parameters, on one rank each, for optimizers that need them."""
         whole = [optimizer for optimizer in with_parameters(self.optimizers) if needs_whole(optimizer)]
         self._whole = None
         if whole:
@@ -320,7 +322,7 @@ class FSDPStrategy(ShardedStrategy):
 
     @staticmethod
     def _forget_with(optimizer: Optimizer, shards: ShardedModule) -> None:
-        """Let ``zero_grad`` drop what backwards without reduction have left, too."""
+        """Make ``zero_grad`` also drop the gradients of backwards without reduction."""
         own = type(optimizer).zero_grad
 
         @wraps(own)
@@ -331,12 +333,12 @@ class FSDPStrategy(ShardedStrategy):
         vars(optimizer)["zero_grad"] = zero_grad
 
     def _free(self, *_: object) -> None:
-        """Free what forwards in hooks, or behind a backward, have left whole: the next ones would read it as it was."""
+        """Free what forwards in hooks or after a backward left whole: later forwards would read stale values."""
         assert self._sharded is not None
         self._sharded.free()
 
     def teardown(self) -> None:
-        """Free whole parameters; the module stays sharded."""
+        """Free whole parameters. The module stays sharded."""
         super().teardown()
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_gradients = None
@@ -366,11 +368,11 @@ class FSDPStrategy(ShardedStrategy):
             raise MisconfigurationException(told) from error
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """In which parameters are gathered that autocast would cast."""
+        """Return the dtype in which parameters are gathered that autocast would cast."""
         return self.precision.autocast_dtype if self._mixed is None else None
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Backward with each block's gradients reduced as they are there, while it still runs."""
+        """Run the backward, and reduce each block's gradients when they are complete."""
         assert self._sharded is not None
         reducer, sync = self._reducer, self.sync_gradients or self._accumulates_shards
         if reducer is not None:
@@ -383,12 +385,12 @@ class FSDPStrategy(ShardedStrategy):
         self._backward_ends()
 
     def steps_end(self) -> None:
-        """Free what forwards leave whole, so that hooks read and write shards."""
+        """Free parameters that forwards have left whole, so that hooks read and write shards."""
         if self._sharded is not None:
             self._sharded.free()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
-        """Clip the whole gradient of an optimizer's parameters, of which each rank has its shard."""
+        """Clip the whole gradient of an optimizer's parameters; each rank has its shard of it. Collective."""
         from lockstep.engines.sharded.fully_shard import clip_norm, part_with_gradient
 
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -398,21 +400,21 @@ class FSDPStrategy(ShardedStrategy):
         return None
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
-        """The same of a shard, and of the whole parameter where it is gathered now."""
+        """Set ``requires_grad`` of a shard, and of the whole parameter if it is gathered now."""
         assert self._sharded is not None
         super().set_requires_grad(parameter, needed)
         self._sharded.set_requires_grad(parameter, needed)
 
-    # -- what it holds
+    # -- states
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """The module's parameters by name, each rank's shard of them."""
+        """Return the module's parameters by name, as this rank's shards."""
         if self._sharded is not None:
             self._sharded.reshard()
         return super().named_parameters()
 
     def held(self) -> dict[str, list[Tensor]]:
-        """This rank's shards, whole parameters beside them, and those that are gathered now."""
+        """Return this rank's shards, whole parameters, and parameters that are gathered now."""
         shards, held = self._sharded, super().held()
         if shards is None:
             held["parameters"] += [] if self._built is None else self._built.slices()
@@ -427,7 +429,7 @@ class FSDPStrategy(ShardedStrategy):
         return held
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Each parameter and gradient, gathered one by one."""
+        """Yield each parameter and gradient, gathered one by one. Collective."""
         from lockstep.engines.sharded.fully_shard import whole_of
 
         for name, parameter in self.named_parameters().items():
@@ -435,9 +437,9 @@ class FSDPStrategy(ShardedStrategy):
             yield name, whole_of(parameter.detach()), gradient
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Module and optimizers as of one process, on rank 0; the others take part, and hold no values of them.
+        """Gather the states of module and optimizers, as of one process, on rank 0. Collective.
 
-        Where it saves shards, each rank gives its own.
+        The other ranks get no values. With sharded checkpoints, each rank returns its own shards.
         """
         from lockstep.engines.sharded.fully_shard import gathered
 
@@ -450,7 +452,7 @@ class FSDPStrategy(ShardedStrategy):
         return EngineState(module, states, self._other_parameters() if parts else {})
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's ordinary state dict: this rank's parts, or where it saves no shards, whole on rank 0."""
+        """Return an optimizer's ordinary state dict: with sharded checkpoints in parts, else whole on rank 0."""
         from lockstep.engines.owners import union
         from lockstep.engines.sharded.fully_shard import optimizer_state
 
@@ -464,14 +466,14 @@ class FSDPStrategy(ShardedStrategy):
     def _reads_into(self) -> Place:
         from lockstep.engines.sharded.fully_shard import place_like
 
-        # its own hook may look at what was read, leave it out or change it, and other names may be other parameters
+        # its own hook may read, drop or change the loaded tensors, and other names may be other parameters
         hook = getattr(self.module.on_load_checkpoint, "__func__", None)
         looks = hook is not LightningModule.on_load_checkpoint
         in_place = not looks and self.module.strict_loading and takes_names_as_they_are(self.module)
         return place_like(self.module, in_place)
 
     def load(self, state: EngineState) -> None:
-        """Take this rank's shards of whole tensors, or of those that were read in shards."""
+        """Load this rank's shards, from whole tensors or from tensors that were read in shards."""
         from lockstep.engines.sharded.fully_shard import cut_like
 
         if state.module is not None:
@@ -506,7 +508,7 @@ def _named(argument: str, value: object) -> Iterator[None]:
 
 
 def _name_of(argument: str, value: object, names: Sequence[str]) -> str:
-    """A name, given as text or as one of torch's enums."""
+    """Return a name that is given as a string or as one of torch's enums."""
     name = str(getattr(value, "name", value)).upper()
     if name not in names:
         shown = ", ".join(f'"{each}"' for each in names if not each.startswith("_"))
@@ -515,7 +517,7 @@ def _name_of(argument: str, value: object, names: Sequence[str]) -> str:
 
 
 def _is_on(argument: str, value: object, field: str) -> bool:
-    """True, False, None, or torch's object for it."""
+    """Return the value of an option that is True, False, None, or torch's object for it."""
     if value is None or isinstance(value, bool):
         return bool(value)
     if type(value).__name__ == "CPUOffloadPolicy":
@@ -526,7 +528,7 @@ def _is_on(argument: str, value: object, field: str) -> bool:
 
 
 def _mixed_policy(given: object) -> Any:
-    """torch's ``MixedPrecisionPolicy`` for what the user gave."""
+    """Return torch's ``MixedPrecisionPolicy`` for the user's value."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if given is None:

@@ -1,4 +1,4 @@
-"""What torch's ``fully_shard`` keeps of a module, read alike from each release of torch that is supported."""
+"""Access to the internals of torch's ``fully_shard`` in every supported release of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def groups_of_state(state: Any) -> list[Any]:
-    """The groups of parameters that are gathered together, of an ``FSDPState``: before torch 2.12 at most one."""
+    """Return the groups of an ``FSDPState``: parameters that are gathered together. Before torch 2.12 at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         group = state._fsdp_param_group
@@ -24,23 +24,23 @@ def groups_of_state(state: Any) -> list[Any]:
 
 
 def groups_of(part: FSDPModule) -> list[Any]:
-    """The groups of parameters of a module on which ``fully_shard`` was called."""
+    """Return the parameter groups of a module on which ``fully_shard`` was called."""
     return groups_of_state(part._get_fsdp_state())
 
 
-# -- gradients of gathered parameters themselves, where `.grad` is that of the shard: see `gathered_parameter` ---
+# -- the own gradients of gathered parameters, whose `.grad` is the shard's: see `gathered_parameter` ------------
 
 _RAW_GRADIENT: Any = torch.Tensor.grad
 
 
 def own_gradient(gathered: Tensor) -> Tensor | None:
-    """The gradient that backwards of this rank have left in a gathered parameter."""
+    """Return the gradient that this rank's backwards have left in a gathered parameter."""
     gradient: Tensor | None = _RAW_GRADIENT.__get__(gathered)
     return gradient
 
 
 def set_own_gradient(gathered: Tensor, gradient: Tensor | None) -> None:
-    """Put one there, or take it away."""
+    """Set or remove that gradient."""
     _RAW_GRADIENT.__set__(gathered, gradient)
 
 
@@ -51,16 +51,16 @@ ACCUMULATED = (
 
 
 def refuse_accumulated(name: str, parameter: Tensor) -> None:
-    """Refuse a hook that would be given a gradient of this rank's samples, or none."""
+    """Refuse a hook that would get a gradient of this rank's samples only, or none."""
     if parameter._post_accumulate_grad_hooks:
         raise MisconfigurationException(ACCUMULATED.format(name=name))
 
 
-# -- whole gradients that wait for a reduction: beside the parameter, and since torch 2.15 its own ------------
+# -- whole gradients that wait for a reduction: in an attribute, or since torch 2.15 in the parameter's own `.grad` ---
 
 
 def waiting_gradient(param: FSDPParam) -> Tensor | None:
-    """The whole gradient that backwards without reduction have left for a parameter."""
+    """Return the whole gradient that backwards without reduction have left for a parameter."""
     if param.unsharded_accumulated_grad is not None:
         return param.unsharded_accumulated_grad
     gathered = getattr(param, "_unsharded_param", None)
@@ -68,7 +68,7 @@ def waiting_gradient(param: FSDPParam) -> Tensor | None:
 
 
 def set_waiting_gradient(param: FSDPParam, gradient: Tensor | None) -> None:
-    """Put one there, or take it away; the parameter has been gathered before."""
+    """Set or remove that gradient. The parameter must have been gathered before."""
     gathered = getattr(param, "_unsharded_param", None)
     beside = not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)
     if beside:
@@ -86,13 +86,13 @@ def set_waiting_gradient(param: FSDPParam, gradient: Tensor | None) -> None:
         param.unsharded_accumulated_grad = gradient
 
 
-# -- gradients of what a rank has not used --------------------------------------------------------------------
+# -- gradients of parameters that a rank has not used -----------------------------------------------------------
 
 
 def reduce_unused_parameters(part: FSDPModule) -> None:
-    """Let a rank whose samples did not use a parameter bring zeros to the reduction of its gradient.
+    """Make a rank contribute zeros to the reduction of a gradient if its samples did not use the parameter.
 
-    Without that its reduce-scatter is smaller than those of the other ranks. torch has a switch for it since 2.13.
+    Otherwise its reduce-scatter is smaller than those of the other ranks. torch has a switch for it since 2.13.
     """
     if hasattr(part, "set_reduce_scatter_unused_params"):
         part.set_reduce_scatter_unused_params(True, recurse=False)
@@ -102,7 +102,7 @@ def reduce_unused_parameters(part: FSDPModule) -> None:
 
 
 class _Filled:
-    """The end of a group's backward, before which each parameter that has no gradient gets one of zeros."""
+    """Replacement for a group's post_backward: each parameter without a gradient first gets one of zeros."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -116,7 +116,7 @@ class _Filled:
 
     @staticmethod
     def _fill(param: FSDPParam) -> None:
-        gathered = getattr(param, "_unsharded_param", None)  # there after the first forward that used it
+        gathered = getattr(param, "_unsharded_param", None)  # exists after the first forward that used it
         if gathered is None or not gathered.requires_grad:
             return
         if waiting_gradient(param) is None:

@@ -1,5 +1,4 @@
-"""A module in shards by torch's ``fully_shard`` (FSDP2): which layers go together, what the ranks begin with, and
-what is whole again for clipping and checkpoints."""
+"""Sharding by torch's ``fully_shard`` (FSDP2): blocks, the first weights, training, clipping and checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ Policy = Collection[type[nn.Module]] | Callable[..., bool]
 
 
 def find_blocks(root: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: side by side, of one class, and made of layers; the outermost of them.
+    """Return the outermost repeated blocks of a model: siblings of one class that consist of layers.
 
     Example:
         >>> layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)
@@ -65,15 +64,15 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Module]:
-    """The layers below ``root`` that a policy chooses, inner ones first.
+    """Return the layers below ``root`` that a policy selects, inner ones first.
 
     Args:
         policy: classes, or a function.
         root: the model.
-        alone: they must not share a parameter with layers outside of them.
+        alone: refuse layers that share a parameter with layers outside of them.
 
     Raises:
-        ValueError: it chooses none, or one that shares a parameter with layers outside of it.
+        ValueError: the policy selects no layer, or one that shares a parameter with layers outside of it.
     """
     if isinstance(policy, Collection):
         kinds = tuple(policy)
@@ -95,7 +94,7 @@ def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Mo
 
 
 def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[nn.Module], int]:
-    """As torch's first FSDP asks: whether to look into a layer, and then whether what is left of it makes a group."""
+    """Call a policy as torch's first FSDP does: whether to descend into a layer, then whether its rest is a group."""
     found: list[nn.Module] = []
     left = sum(parameter.numel() for parameter in module.parameters())
     for child in module.children():
@@ -119,7 +118,7 @@ def _without_shared(root: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]
 
 
 def _shared(root: nn.Module, block: nn.Module) -> tuple[str, str] | None:
-    """The names of a parameter within a block and outside of it, if there is one with both."""
+    """Return the names of a parameter inside and outside of a block, if there is a shared one."""
     inside = {id(layer) for layer in block.modules()}
     own = {id(p): name for name, p in block.named_parameters()}
     for prefix, layer in root.named_modules():
@@ -135,17 +134,17 @@ def _shared(root: nn.Module, block: nn.Module) -> tuple[str, str] | None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on the module itself."""
+    """Return True if ``fully_shard`` was called on the module itself."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def refuse_unmanaged(module: nn.Module) -> None:
-    """Refuse parameters that are in shards, and that no layer of the module gathers.
+    """Refuse parameters that are sharded although no layer of the module gathers them.
 
-    A fit of another module around the same layers leaves them so, and so does ``parallelize_module``.
+    A fit of another module with the same layers leaves such parameters, and so does ``parallelize_module``.
 
     Raises:
-        MisconfigurationException: there is one.
+        MisconfigurationException: there is such a parameter.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -173,22 +172,22 @@ def shard(
     gather: Callable[[Iterable[Tensor]], object] = list,
     autocast_dtype: torch.dtype | None = None,
 ) -> None:
-    """Let each rank keep its shard of rank 0's weights (alone, torch keeps those of the ranks' own). Collective.
+    """Shard rank 0's weights over the ranks. (torch's function alone keeps each rank's own values.) Collective.
 
     Args:
-        module: alike on all ranks but for its values; in place it becomes an ``FSDPModule``. What is on the meta device
-            is cut there.
-        blocks: layers that are gathered and freed by themselves, inner ones first; the module takes the rest.
-        mesh: of one dimension, or of two: replicas, and the ranks of a replica.
-        device: of this rank; each block is brought there before it is cut.
-        whole: parameters that stay as they are.
+        module: the same on all ranks except for its values; becomes an ``FSDPModule`` in place. Parameters on the
+            meta device are sharded there.
+        blocks: layers that are gathered and freed separately, inner ones first; the module takes the rest.
+        mesh: a mesh of one dimension, or of two: replicas, and the ranks of a replica.
+        device: this rank's device; each block is moved there before it is sharded.
+        whole: parameters that are not sharded.
         reshard_after_forward: free a block's parameters between its forward and its backward.
-        mp_policy, offload_policy: as of ``fully_shard``.
-        gather: makes a block's parameters whole, before it is cut.
-        autocast_dtype: what forwards are autocast to; `gathered_dtype.gather_in` says what it does.
+        mp_policy, offload_policy: as in ``fully_shard``.
+        gather: makes a block's parameters whole before it is sharded.
+        autocast_dtype: dtype of autocast in forwards; see `gathered_dtype.gather_in`.
 
     Raises:
-        ValueError: the ranks' modules are not alike.
+        ValueError: the ranks' modules differ.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -223,10 +222,10 @@ def shard(
 
 
 def _cut(block: nn.Module, **given: Any) -> None:
-    """``fully_shard``, which makes new parameters; these keep the hooks that users have put on their gradients.
+    """Call ``fully_shard``; the parameters that it makes keep users' hooks on gradients.
 
     Raises:
-        MisconfigurationException: a hook is to be called when a gradient has been accumulated.
+        MisconfigurationException: a parameter has a hook for accumulated gradients.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -242,15 +241,15 @@ def _cut(block: nn.Module, **given: Any) -> None:
 
 
 def with_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that are not on the meta device."""
+    """Return the tensors that are not on the meta device."""
     return [tensor for tensor in tensors if not tensor.is_meta]
 
 
 def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
-    """The parameters that cannot be shards beside the others of their block: of another dtype, complex, 0-d, or empty.
+    """Return the parameters that cannot be sharded with others: of another dtype, complex, 0-d, or empty.
 
-    torch refuses all but complex ones. Adam on shards of those gives wrong values: it works on views of them as pairs
-    of real numbers.
+    torch refuses all of these except complex ones. Adam on shards of complex parameters gives wrong values: it uses
+    views of them as pairs of real numbers.
     """
     odd = [p for p in module.parameters() if p.is_complex() or not p.dim() or not p.numel()]
     done = {id(parameter) for parameter in odd}
@@ -265,15 +264,15 @@ def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
 
 
 def find_norms(module: nn.Module) -> list[nn.Module]:
-    """The layers that keep statistics in buffers, batch norms above all."""
+    """Return the layers with statistics in buffers, such as batch norms."""
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
 
 
 def compute_in_own_dtype(norm: nn.Module) -> None:
-    """Cast a norm's input to the dtype of its statistics, and what it gives back to that of the input.
+    """Cast a norm's input to the dtype of its statistics, and its output to that of the input.
 
-    torch's kernels take 16-bit inputs with weights and statistics in float32, or all in one dtype; under a policy of
-    ``fully_shard`` only weights and inputs would be cast. Its first FSDP leaves batch norms out in the same way.
+    torch's kernels accept 16-bit inputs with float32 weights and statistics, or a single dtype. Under a policy of
+    ``fully_shard`` only weights and inputs would be cast. torch's first FSDP leaves batch norms out in the same way.
     """
     statistics, given = norm.get_buffer("running_mean"), list[torch.dtype]()
 
@@ -300,22 +299,22 @@ NO_COPY = (
 
 
 def _refuse_copy(module: nn.Module, memo: object) -> None:
-    own = type(module).__mro__[2]  # behind torch's class for both, and FSDPModule
+    own = type(module).__mro__[2]  # after torch's combined class and FSDPModule
     raise NotImplementedError(NO_COPY.format(name=own.__name__))
 
 
 ENTRY = "_lockstep_entry"
-"""The attribute of a sharded module through which its steps are called."""
+"""Attribute of a sharded module for the method through which its steps are called."""
 
 
 class ShardedModule:
-    """The sharded parameters of a module, and what its gradients are before and after they are reduced.
+    """The sharded parameters of a module, and their gradients before and after a reduction.
 
     Args:
-        module: an ``FSDPModule``, or one with such layers, or with parameters that are DTensors otherwise.
+        module: an ``FSDPModule``, or a module with such layers, or with other DTensors as parameters.
 
     Attributes:
-        parameters: by name; each rank has its part of each.
+        parameters: the sharded parameters by name; each rank has its part of each.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -330,7 +329,7 @@ class ShardedModule:
         self._groups: list[Any] = []
         for part in self._parts:
             part.reshard()
-            type(part).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # torch's says less
+            type(part).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # torch's explains less
             for group in groups_of(part):
                 watch(group)
                 self._groups.append(group)
@@ -341,13 +340,13 @@ class ShardedModule:
         self._drops = False
         self._is_running = self._goes_back = False
         self._used: set[int] = set()  # ids of parameters with a gradient from this rank's samples since a reduction
-        self._heard: set[int] = set()  # ids of those that tell of their gradients
+        self._heard: set[int] = set()  # ids of parameters with a hook that reports their gradients
         self._device: torch.device = self._groups[0].device if self._groups else torch.device("cpu")
-        self._told: Flags | None = None  # by this rank, of what it has used; nobody may have waited for it
+        self._told: Flags | None = None  # this rank's flags for used parameters; their collective may be pending
         for part in self._parts:
             reduce_unused_parameters(part)
         self._entry = self._make_entry(module)
-        if is_sharded(module):  # by torch with the first forward, which may be that of a layer, in a hook
+        if is_sharded(module):  # torch does so in the first forward, which may be a layer's, in a hook
             self._module_state()._lazy_init()
         policy = self._module_state()._mp_policy if is_sharded(module) else None
         self._casts_to: torch.dtype | None = policy.param_dtype if policy and policy.cast_forward_inputs else None
@@ -357,7 +356,7 @@ class ShardedModule:
 
     @staticmethod
     def _make_entry(module: nn.Module) -> Callable[..., Any]:
-        """A method around which torch gathers what belongs to the module itself."""
+        """Return a method around which torch gathers the module's own parameters."""
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         if not is_sharded(module):
@@ -370,13 +369,13 @@ class ShardedModule:
 
     @property
     def reduced_by_torch(self) -> set[int]:
-        """The ids of the parameters whose gradients ``fully_shard`` reduces."""
+        """Ids of the parameters whose gradients ``fully_shard`` reduces."""
         return set(self._params)
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a method of the module, with its own parameters whole.
+        """Call a method of the module with its own parameters gathered.
 
-        Its floating-point inputs are cast as the module's policy says.
+        Its floating-point inputs are cast according to the module's policy.
         """
         if self._casts_to is not None:
             args = tree_map(self._cast, args, Tensor)
@@ -387,10 +386,10 @@ class ShardedModule:
             self._is_running = False
 
     def serve_calls(self, within: bool) -> Callable[[], None]:
-        """Let the module's layers be called in hooks, too; ``within``: also behind a backward within `run`.
+        """Support calls of the module's layers in hooks; with ``within`` also after a backward within `run`.
 
         Returns:
-            ends it.
+            A function that ends the support.
         """
         from lockstep.engines.sharded.gathered_calls import GatheredCalls
 
@@ -403,36 +402,36 @@ class ShardedModule:
                 part.set_requires_gradient_sync(sync, recurse=False)
 
     def reshard(self) -> None:
-        """Free whole parameters, but for those of the module's own that a step needs; an evaluation leaves them."""
+        """Free whole parameters, except the module's own ones that a step needs and an evaluation leaves."""
         for part in self._parts:
             part.reshard()
 
     def free(self) -> None:
-        """Free all whole parameters: their shards are to be read, or are about to change."""
+        """Free all whole parameters, before their shards are read or changed."""
         for group in self._groups:
             if group.is_unsharded:
                 group._to_sharded()
 
     @contextmanager
     def backward(self, loss: Tensor, sync: bool, drops: bool) -> Iterator[None]:
-        """Around a backward of ``loss``. Collective where ``sync``.
+        """Prepare and complete a backward of ``loss`` in the block. Collective with ``sync``.
 
-        A parameter that no rank has used since the last reduction gets no gradient, as on one process; torch gives
-        zeros, by which weight decay and momentum would change it.
+        A parameter that no rank has used since the last reduction gets no gradient, as on one process. torch gives it
+        zeros, with which weight decay and momentum would change it.
 
-        Within `run`, as in manual optimization, torch has not seen the end of the forward: the module's own group is
-        told of the backward here.
+        Within `run`, as in manual optimization, torch has not seen the end of the forward, so the module's own group is
+        prepared for the backward here.
 
         Args:
-            loss: it begins from.
-            sync: the backward reduces; else each rank adds up whole gradients of its own.
-            drops: it counts for nothing: its gradients are zero before they are added to anything.
+            loss: root of the backward.
+            sync: the backward reduces; otherwise each rank accumulates its own whole gradients.
+            drops: set the gradients of this backward to zero before they are added.
         """
         self._set_sync(sync)
         self._drops = drops
         handles = []
         for key, param in self._params.items():
-            gathered = getattr(param, "_unsharded_param", None)  # there after the first forward that used it
+            gathered = getattr(param, "_unsharded_param", None)  # exists after the first forward that used it
             if gathered is None or not gathered.requires_grad:
                 continue
             if key not in self._heard:
@@ -460,36 +459,36 @@ class ShardedModule:
         return self._parts[0]._get_fsdp_state()
 
     def _take_back(self, before: list[FSDPParam]) -> None:
-        """Take away gradients that are there since the reduction, and to which no rank has given anything."""
+        """Remove gradients of the last reduction to which no rank has contributed."""
         keys = [key for key, param in self._params.items() if param.sharded_param.requires_grad]
         self._told = told = Flags(bytes(key in self._used for key in keys), None, self._device)
         before = [param for param in before if id(param.sharded_param) not in self._used]
         if not before and self._device.type != "cpu":
-            return  # who has used them all need not know of the others
+            return  # a rank that has used all parameters need not read the others' flags
         anywhere = dict(zip(keys, told.of_all(), strict=True))
         for param in before:
             if not anywhere.get(id(param.sharded_param)):
                 param.sharded_param.grad = None
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
-        """Let the gathered parameter be as its shard is; torch does so when it gathers it the next time."""
+        """Set ``requires_grad`` of the gathered parameter too; torch does so only at the next gather."""
         gathered = getattr(self._params.get(id(parameter)), "_unsharded_param", None)
         if gathered is not None:
             gathered.requires_grad_(needed)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Drop what backwards without reduction have left for these parameters."""
+        """Drop the gradients that backwards without reduction have left for these parameters."""
         for parameter in parameters:
             param = self._params.get(id(parameter))
             if param is not None:
                 set_waiting_gradient(param, None)
 
     def groups(self) -> list[Any]:
-        """torch's groups of parameters that are gathered together."""
+        """Return torch's groups of parameters that are gathered together."""
         return self._groups
 
     def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters that are whole now, with what is on its way; and whole gradients that wait for a reduction."""
+        """Return the gathered parameters and pending communication, and whole gradients that wait for a reduction."""
         groups = self.groups()
         whole, waiting = list(tensors_in(vars(groups[0].comm_ctx), 3)) if groups else [], []
         for param in self._params.values():
@@ -500,10 +499,10 @@ class ShardedModule:
             waiting += [] if left is None else [left]
         return whole, waiting
 
-    # -- what this rank alone holds
+    # -- the state of this rank alone
 
     def held(self) -> dict[str, dict[str, Any]]:
-        """Copies of this rank's gradients, of its shards and of those that wait; and where in the whole they begin."""
+        """Return copies of this rank's sharded and waiting gradients, and their first indices in the whole ones."""
         self.reshard()
         shards, waiting = {}, {}
         for name, parameter in self.parameters.items():
@@ -523,26 +522,26 @@ class ShardedModule:
         return found
 
     def hold(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Put back what `held` gave. Collective."""
+        """Restore gradients from `held`. Collective."""
         for name, part in saved.get("shards", {}).items():
             parameter: Any = self.parameters[name]
             parameter.grad = _like(parameter, part.to(parameter.device))
         waiting = saved.get("waiting", {})
         if any(comm.all_gather_object(bool(waiting))):
-            for each in self._parts:  # whole parameters come into being
+            for each in self._parts:  # creates the whole parameters
                 each.unshard()
             self.reshard()
         for name, whole in waiting.items():
             param = self._params[id(self.parameters[name])]
             gathered = param._unsharded_param
             gradient = whole.to(gathered.device)
-            if hasattr(gathered, "placements"):  # cut by tensor parallelism, too
+            if hasattr(gathered, "placements"):  # also sharded by tensor parallelism
                 gradient = _like(gathered, gradient)
             set_waiting_gradient(param, gradient)
 
 
 def _note(shards: weakref.ref[ShardedModule], key: int, parameter: Tensor) -> None:
-    # the garbage collector does not see what such a hook refers to: a strong reference would keep the model for ever
+    # the garbage collector cannot see the references of such a hook: a strong one would leak the model
     own = shards()
     if own is not None and not own._drops:
         own._used.add(key)
@@ -551,18 +550,18 @@ def _note(shards: weakref.ref[ShardedModule], key: int, parameter: Tensor) -> No
 def whole_gradients(
     parts: Sequence[Mapping[str, Any]], members: Sequence[int], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
-    """What a replica held of gradients, whole.
+    """Return a replica's whole gradients.
 
-    Shards are of means over all ranks, and each replica gets the whole of them: their mean is the same.
+    Shards contain means over all ranks. Each replica gets all of them, and their mean is the same.
 
     Args:
-        parts: of all ranks, with ``"gradients"`` that were whole and, where an engine cuts parameters, with what
-            `ShardedModule.held` gave as ``"sharded"``.
+        parts: states of all ranks, with ``"gradients"`` that were whole and, if the engine shards parameters, the
+            result of `ShardedModule.held` as ``"sharded"``.
         members: the ranks of the replica.
-        shapes: of the whole parameters.
+        shapes: shapes of the whole parameters.
 
     Raises:
-        ValueError: shards that do not make up a parameter.
+        ValueError: the shards do not add up to a parameter.
     """
     found = dict(parts[members[0]].get("gradients", {}))
     everyone, own = ([parts[rank].get("sharded", {}) for rank in ranks] for ranks in (range(len(parts)), members))
@@ -574,11 +573,11 @@ def whole_gradients(
 
 
 def _assembled(held: Sequence[Mapping[str, Any]], kind: str, name: str, shape: torch.Size) -> Tensor:
-    """A whole gradient of the parts that ranks held of it."""
+    """Assemble a whole gradient from the parts of the ranks."""
     first: Tensor = held[0][kind][name]
     if first.shape == shape:
         return first
-    if any(name not in each.get(f"{kind} from", {}) for each in held):  # an earlier version; rows were cut alone
+    if any(name not in each.get(f"{kind} from", {}) for each in held):  # an earlier version, which sharded rows only
         return _joined_rows([each[kind][name] for each in held], name, shape)
     whole = torch.zeros(shape, dtype=first.dtype)
     for each in held:
@@ -590,7 +589,7 @@ def _assembled(held: Sequence[Mapping[str, Any]], kind: str, name: str, shape: t
 
 def _joined_rows(shards: Sequence[Tensor], name: str, shape: torch.Size) -> Tensor:
     taken: list[Tensor] = []
-    for shard in shards:  # where the model has copies, those of the first are enough
+    for shard in shards:  # if the model has replicas, the shards of the first are enough
         if sum(each.shape[0] for each in taken) < shape[0]:
             taken.append(shard)
     whole = torch.cat(taken)
@@ -607,9 +606,9 @@ def _called(self_and_work: Callable[[], Any]) -> Any:
 
 
 def placed_as(parameter: Tensor, gradient: Any) -> Any:
-    """A DTensor's gradient with the DTensor's own placements: autograd may leave sums that are still to be made.
+    """Return a DTensor's gradient with the DTensor's placements: autograd may leave partial sums.
 
-    Collective where it does.
+    Collective in that case.
     """
     placements = getattr(parameter, "placements", None)
     if gradient is None or gradient.placements == placements:
@@ -618,7 +617,7 @@ def placed_as(parameter: Tensor, gradient: Any) -> Any:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor; another tensor as it is. Collective."""
+    """Return a DTensor gathered, or another tensor as it is. Collective."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
@@ -632,9 +631,9 @@ def _like(sharded: Any, part: Tensor) -> Tensor:
 
 
 def cut_like(own: object, value: Any) -> Any:
-    """This rank's part of a tensor, as ``own`` is cut; what has another shape as it is.
+    """Return this rank's part of ``value``, sharded like ``own``; if the shapes differ, ``value`` as it is.
 
-    Collective where ``value`` is in parts already, and those are others.
+    Collective if ``value`` is already sharded in another way.
     """
     from torch.distributed.tensor import DTensor
 
@@ -646,14 +645,14 @@ def cut_like(own: object, value: Any) -> Any:
         return value
     if value.shape != own.shape:
         return value
-    # every rank has read the whole: nothing is sent
+    # every rank has read the whole tensor: nothing is sent
     made = _empty_part(value.shape, value.dtype, own.device_mesh, own.placements, own)
     local_part(made).copy_(value.detach()[box_of(own)])
     return made
 
 
 def _cut_along_first(shape: torch.Size, dtype: torch.dtype, example: Any) -> Tensor:
-    """What a tensor that has no like is read into, cut along its first dimension as ``example``'s mesh is."""
+    """Return the destination of a tensor without a counterpart, sharded along dim 0 on the mesh of ``example``."""
     from torch.distributed.tensor import Replicate, Shard
 
     if example is None or not shape:
@@ -663,15 +662,15 @@ def _cut_along_first(shape: torch.Size, dtype: torch.dtype, example: Any) -> Ten
 
 
 def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
-    """What makes, for a tensor of a checkpoint in parts, the tensor into which it is read.
+    """Return a function that makes the tensor into which a sharded checkpoint's tensor is read.
 
-    A tensor of the state dict (``model.NAME``) is cut as the module's; another one as a parameter of its shape; and
-    what has no like is cut along its first dimension.
+    A tensor of the state dict (``model.NAME``) is sharded like the module's; another one like a parameter of its
+    shape; a tensor without a counterpart along its first dimension.
 
     Args:
-        module: that is sharded.
-        in_place: read its shards into its own memory, so that a rank needs no second one beside it. The module has
-            changed before anybody sees what was read.
+        module: the sharded module.
+        in_place: read the module's shards into its own memory, so that a rank needs no second copy. The module then
+            changes before the loaded values can be checked.
     """
     from torch.distributed.tensor import DTensor
 
@@ -695,25 +694,25 @@ def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, 
 
 
 def _empty_part(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: Any, beside: Any) -> Tensor:
-    """A DTensor without values, of which this rank's part is where that of ``beside`` is."""
+    """Return an uninitialized DTensor; this rank's part is on the device of the other DTensor's."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     size = [each.stop - each.start for each in box_in(shape, mesh, placements)]
     part = torch.empty(size, dtype=dtype, device=local_part(beside).device)
     whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
-    # not DTensor.from_local, which would bring a part that is offloaded to the mesh's devices
+    # not DTensor.from_local, which would move an offloaded part to the mesh's device
     made: Any = DTensor
     tensor: Tensor = made(part, DTensorSpec(mesh, tuple(placements), tensor_meta=whole), requires_grad=False)
     return tensor
 
 
 def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    """A state dict with whole tensors on the CPU, one by one. Collective.
+    """Gather the tensors of a state dict on the CPU, one by one. Collective.
 
     Args:
-        state: with DTensors in it, alike on all ranks.
-        keep: whether this rank gets them; else a tensor without memory stands for each.
+        state: a state dict with DTensors, with the same keys on all ranks.
+        keep: True on ranks that get the values; elsewhere each is replaced by a tensor on the meta device.
     """
     from torch.distributed.tensor import DTensor
 
@@ -726,13 +725,13 @@ def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
 
 
 def optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-    """An optimizer's ordinary state dict, its tensors whole. Collective; see `gathered`."""
+    """Return an optimizer's ordinary state dict with whole tensors. Collective; see `gathered`."""
     state = optimizer.state_dict()
     return {**state, "state": {number: gathered(entry, keep) for number, entry in state["state"].items()}}
 
 
 def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Take this rank's parts of an ordinary state dict."""
+    """Load this rank's parts of an ordinary state dict."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     state = dict(saved["state"])
@@ -745,10 +744,10 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 def clip_norm(parameters: Iterable[Tensor], limit: float) -> Tensor | None:
     """Scale gradients so that their 2-norm over all parameters and ranks is at most ``limit``. Collective.
 
-    Parameters may be whole, or cut over different meshes.
+    Parameters may be whole, or sharded over different meshes.
 
     Returns:
-        the norm before; None without gradients.
+        The norm before the scaling; None without gradients.
     """
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
@@ -769,7 +768,7 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> Tensor | None:
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    """``scaler.unscale_(optimizer)`` over shards, all ranks seeing what is not finite on any. Collective."""
+    """Run ``scaler.unscale_(optimizer)`` on shards; non-finite values on any rank count on all. Collective."""
     groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
     try:
         for group, parameters in zip(groups, wholes, strict=True):
@@ -783,7 +782,7 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
 
 
 def part_with_gradient(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter and its gradient, in their memory."""
+    """Return this rank's part of a parameter and its gradient, without a copy."""
     assert parameter.grad is not None
     part = Parameter(local_part(parameter.detach()), requires_grad=False)
     part.grad = local_part(parameter.grad)

@@ -1,4 +1,4 @@
-"""Calls of a sharded module's layers in hooks, or behind a backward: what they need is gathered, and freed again."""
+"""Calls of a sharded module's layers in hooks, or after a backward: parameters are gathered and freed again."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class GatheredCalls:
-    """Gathers what belongs to the module itself where one of its layers is called, and leaves nothing whole.
+    """Gathers the module's own parameters when one of its layers is called outside of a step, and frees them after it.
 
-    Within a step the module's entry has gathered it, and a step or an evaluation ends with freeing it. Without that,
-    what a call leaves whole would be read, and written to, in the place of the shards.
+    Within a step the module's entry has gathered them, and the end of a step or an evaluation frees them. Without this
+    class, parameters that a call leaves whole would be read and written instead of the shards.
 
     Args:
-        module: with ``fully_shard`` called on it or on some of its layers.
-        is_busy: whether a step or a backward runs.
+        module: a module with ``fully_shard`` called on it or on some of its layers.
+        is_busy: returns True while a step or a backward runs.
         free: frees whole parameters.
-        within: layers may be called behind a backward within a step, too, as in manual optimization.
+        within: support calls after a backward within a step too, as in manual optimization.
     """
 
     def __init__(self, module: nn.Module, is_busy: Callable[[], bool], free: Callable[[], None], within: bool) -> None:
@@ -31,7 +31,7 @@ class GatheredCalls:
         self._state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
         self._gathered_for: nn.Module | None = None
         self._handles = [part.register_forward_hook(self._end_of_part) for part in _outermost_parts(module)]
-        if self._state is None:  # each part gathers its own
+        if self._state is None:  # each part gathers its own parameters
             return
         own = set(self._owners())
         for layer in _outermost(module, own):
@@ -42,7 +42,7 @@ class GatheredCalls:
             self._handles += [layer.register_forward_pre_hook(self._gather_within) for layer in layers]
 
     def close(self) -> None:
-        """Let the layers be as they were."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -80,7 +80,7 @@ class GatheredCalls:
 
 
 def _outermost_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """What ``fully_shard`` was called on, without what lies within such."""
+    """Yield the modules on which ``fully_shard`` was called, without those inside of others."""
     if isinstance(module, FSDPModule):
         yield module
         return
@@ -89,7 +89,7 @@ def _outermost_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outermost(module: nn.Module, own: set[nn.Module]) -> Iterable[nn.Module]:
-    """The layers nearest to the module that can be called and hold something of its group."""
+    """Yield the outermost layers that can be called and have parameters of the module's own group."""
     for child in module.children():
         if isinstance(child, _CONTAINERS):
             yield from _outermost(child, own)

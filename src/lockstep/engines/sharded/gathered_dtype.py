@@ -1,4 +1,4 @@
-"""Under autocast FSDP gathers in 16 bits what autocast would cast to them, and reduces gradients in float32."""
+"""Gathering under autocast: FSDP gathers in 16 bits what autocast would cast to them, and reduces in float32."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ _ATTENTION = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight"
 
 CAST: dict[Callable[..., Any], tuple[str, ...]] = {kind.forward: ("weight", "bias") for kind in _LAYERS}
 CAST[nn.MultiheadAttention.forward] = _ATTENTION
-"""By the forward of a layer, its parameters that go into nothing but operators which autocast casts."""
+"""Forward of a layer -> its parameters that only go into operators whose inputs autocast casts."""
 
 
 def is_cast(layer: nn.Module, name: str) -> bool:
-    """Whether autocast casts a layer's own parameter wherever its forward uses it.
+    """Return True if autocast casts a layer's own parameter wherever its forward uses it.
 
-    A norm, an embedding, and what a user's layer does with a parameter of its own are none of these: autocast leaves
-    them as they are, or casts them to float32.
+    Parameters of a norm, an embedding or a user's own layer do not qualify: autocast leaves them as they are, or
+    casts them to float32.
     """
     return "forward" not in vars(layer) and name in CAST.get(type(layer).forward, ())
 
 
 def gather_in(block: nn.Module, dtype: torch.dtype) -> None:
-    """Let a block's float32 parameters that autocast casts be gathered in ``dtype``, and all gradients be reduced in
-    float32.
+    """Gather a block's float32 parameters in ``dtype`` if autocast casts them; reduce all gradients in float32.
 
-    On one process autocast makes the same tensors of them, once for each use. Half of the bytes travel, and half of the
-    memory is used. All others are gathered in float32, in the same collective.
+    On one process autocast makes the same tensors, once for each use. This halves the bytes sent and the memory. Other
+    parameters are gathered in float32, in the same collective.
 
     Args:
-        block: given to ``fully_shard`` without a policy, and not used yet.
-        dtype: that of autocast.
+        block: passed to ``fully_shard`` without a policy, and not used yet.
+        dtype: the dtype of autocast.
     """
     assert isinstance(block, FSDPModule)
     for group in groups_of(block):
@@ -46,19 +45,19 @@ def gather_in(block: nn.Module, dtype: torch.dtype) -> None:
             continue
         group.mp_policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         for param in group.fsdp_params:
-            param.__class__ = _Gathered  # torch makes them itself, and all of a group alike
+            param.__class__ = _Gathered  # torch constructs them, with the same dtype for all of a group
 
 
 class _Gathered(FSDPParam):
-    """A parameter of a group whose others may be gathered in another dtype."""
+    """A parameter of a group whose other parameters may be gathered in another dtype."""
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
-        """As the policy says, but that what autocast does not cast stays as it is."""
+        """Apply the policy, except that parameters which autocast does not cast keep their dtype."""
         super().init_dtype_attrs(mp_policy)
         if not all(is_cast(layer, name) for layer, name in _owners(self)):
             self.param_dtype = None
 
-    # torch casts the gradients of a reduce-scatter while it copies them, from one dtype only
+    # torch casts the gradients of a reduce-scatter while it copies them, from a single dtype
 
     @property
     def unsharded_grad_data(self) -> Tensor:

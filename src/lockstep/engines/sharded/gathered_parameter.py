@@ -1,7 +1,7 @@
-"""Parameters that are gathered now: what a step does to them reaches their shards.
+"""Gathered parameters: changes of a step to them are applied to their shards.
 
-torch's ``fully_shard`` puts a whole parameter in the place of a shard while a layer is gathered, and throws it away
-behind that. Here writes in place, ``.data``, ``requires_grad`` and ``.grad`` of it are those of the shard.
+torch's ``fully_shard`` replaces a shard by a whole parameter while a layer is gathered, and discards it afterwards.
+Here in-place writes, ``.data``, ``requires_grad`` and ``.grad`` of the whole parameter apply to the shard.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ WHOLE_GRADIENT = (
 
 
 class GatheredParameter(Parameter):
-    """A whole parameter that stands for its shard.
+    """A whole parameter that represents its shard.
 
-    In a backward ``.grad`` is that of this rank's samples; before and behind it, that of the shard.
+    During a backward ``.grad`` is the gradient of this rank's samples; before and after it, that of the shard.
     """
 
     _of: weakref.ref[FSDPParam]
     _version_before: int
     _needed_before: bool
     _may_be_written: bool
-    _memory: Tensor | None  # that torch gathers into, where `.data` is another tensor by now
+    _memory: Tensor | None  # the memory into which torch gathers, if `.data` is another tensor now
 
     @property
     def data(self) -> Tensor:
-        """The values, without a history; who has them may write there, which no counter tells."""
+        """The values without a history. A write to them does not change the version counter."""
         self._may_be_written = True
         return _raw_data.__get__(self)
 
@@ -74,7 +74,7 @@ class GatheredParameter(Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient."""
+        """The gradient: this rank's own if there is one, or in a backward; else the shard's."""
         own = own_gradient(self)
         if own is not None or _is_torchs_turn():
             return own
@@ -103,12 +103,12 @@ _raw_data: Any = torch.Tensor.data
 
 
 def _is_torchs_turn() -> bool:
-    """Whether a backward runs, in which torch takes gradients away, or a graph is traced."""
+    """Return True during a backward, in which torch takes gradients away, or while a graph is traced."""
     return torch._C._current_graph_task_id() != -1 or torch._guards.TracingContext.try_get() is not None
 
 
 class GatheredGroup(FSDPParamGroup):
-    """A group of parameters that are gathered together, of which nothing is lost where they are freed."""
+    """A group of parameters that are gathered together; changes are applied to the shards before they are freed."""
 
     def _to_unsharded(self) -> None:
         if self.is_unsharded:
@@ -134,16 +134,16 @@ class GatheredGroup(FSDPParamGroup):
         wrote = False
         for param in self.fsdp_params:
             wrote = _carry(param) or wrote
-        if wrote:  # the next gather reads shards on streams of its own
+        if wrote:  # the next gather reads the shards on its own streams
             written = self.device_handle.Event()
             written.record()
             self._wait_all_gather_streams_on_event(written)
 
 
 def watch(group: Any) -> None:
-    """Let what steps do to the gathered parameters of a group reach its shards."""
+    """Apply changes to the gathered parameters of a group to its shards."""
     if type(group) is FSDPParamGroup:
-        group.__class__ = GatheredGroup  # torch makes them itself
+        group.__class__ = GatheredGroup  # torch constructs the groups
     for param in group.fsdp_params:
         _is_data_set(param.sharded_param)
 
@@ -158,22 +158,22 @@ def _check_in_place(param: FSDPParam) -> None:
 
 
 def _is_data_set(shard: Parameter) -> bool:
-    """Whether ``shard.data = values`` was done since the first call: it replaces the empty memory of a DTensor."""
+    """Return True if ``shard.data`` was set since the first call: that replaces the empty memory of a DTensor."""
     memory = shard.untyped_storage()._cdata
     return bool(vars(shard).setdefault("_lockstep_memory", memory) != memory)
 
 
 def _begin(param: FSDPParam) -> None:
-    """Note how a parameter is that has just been gathered."""
+    """Record the state of a parameter that has just been gathered."""
     gathered: Any = param._unsharded_param
-    if type(gathered) is Parameter:  # not a DTensor, of which torch asks for the class
+    if type(gathered) is Parameter:  # not a DTensor, whose class torch checks
         made: Any = param._unsharded_param
-        made.__class__ = GatheredParameter  # torch makes it itself
+        made.__class__ = GatheredParameter  # torch constructs the parameters
         made._of = weakref.ref(param)
         made._memory = None
     shard = param.sharded_param
     if shard._backward_hooks and shard._backward_hooks is not gathered._backward_hooks:
-        gathered._backward_hooks = shard._backward_hooks  # the same dict: a handle takes its hook out of both
+        gathered._backward_hooks = shard._backward_hooks  # the same dict: a handle removes its hook from both
     gathered._may_be_written = False
     gathered._version_before = _version_of(gathered)
     gathered._needed_before = gathered.requires_grad
@@ -184,7 +184,7 @@ def _version_of(tensor: Tensor) -> int:
 
 
 def _carry(param: FSDPParam) -> bool:
-    """Let the shard be as the gathered parameter is by now; tells whether its values were written."""
+    """Apply changes of the gathered parameter to the shard. Return True if its values may have been written."""
     gathered: Any = param._unsharded_param
     shard = param.sharded_param
     if gathered.requires_grad is not gathered._needed_before:
@@ -193,7 +193,7 @@ def _carry(param: FSDPParam) -> bool:
     if not (is_written or gathered._may_be_written):
         return False
     part = local_part(shard)
-    if hasattr(part, "fsdp_post_all_gather"):  # torch's subclasses write there as they gather
+    if hasattr(part, "fsdp_post_all_gather"):  # torch's subclasses write to it when they gather
         return False
     with torch.no_grad():
         values = _own_part(param, local_part(gathered.detach()))
@@ -208,7 +208,7 @@ def _carry(param: FSDPParam) -> bool:
 
 
 def _own_part(param: FSDPParam, whole: Tensor) -> Tensor:
-    """This rank's part of a whole parameter."""
+    """Return this rank's part of a whole parameter."""
     mesh, dim = param.mesh_info, param.fsdp_placement.dim
     if not isinstance(mesh, FSDPMeshInfo):
         return whole

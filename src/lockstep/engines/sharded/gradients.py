@@ -1,4 +1,4 @@
-"""Gradients of which each rank has its shard, beside whole ones that wait for a reduction."""
+"""Gradients of sharded parameters: each rank's shards, and whole gradients that wait for a reduction."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 class ShardedGradients(Gradients["ShardedModule"]):
-    """Of a module whose parameters are shards, but for some that are whole."""
+    """Gradients of a module with shards as parameters, except for some whole ones."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
-        """This rank's shards, and whole ones that wait for a reduction."""
+        """Return this rank's shards, and whole gradients that wait for a reduction."""
         found = [*super().local(stepped), *([] if stepped else self.holder.gathered()[1])]
         return list({id(gradient): local_part(gradient) for gradient in found}.values())
 
     def held(self) -> dict[str, Any]:
-        """Those of parameters that are whole, and what each rank has to itself of the others, as ``"sharded"``."""
+        """Return the gradients of whole parameters, and under ``"sharded"`` this rank's gradients of the others."""
         named, shards = self.engine.named_parameters(), self.holder
         whole = {name: p.grad for name, p in named.items() if name not in shards.parameters and p.grad is not None}
         return {"gradients": {n: each.detach().cpu().clone() for n, each in whole.items()}, "sharded": shards.held()}
 
     def hold(self, saved: dict[str, Any]) -> None:
-        """Take this rank's part of gradients that come whole."""
+        """Restore gradients from `held`; of whole gradients of sharded parameters, this rank takes its part."""
         from lockstep.engines.sharded.fully_shard import cut_like
 
         given, parts = saved.get("gradients", {}), self.holder.parameters

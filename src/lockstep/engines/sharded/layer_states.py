@@ -1,4 +1,4 @@
-"""Layers that hold more than parameters and buffers (torchmetrics' objects), or call themselves again (`generate`)."""
+"""Layers with states besides parameters and buffers (torchmetrics' objects), and layers with a `generate`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from lockstep.checkpoint.pretrained import is_of_transformers
 
 
 def layers_with_states(module: nn.Module) -> Iterator[nn.Module]:
-    """Those that say themselves what of them is moved, and have no parameters."""
+    """Yield the layers that define their own ``_apply`` and have no parameters."""
     for layer in module.modules():
         if type(layer)._apply is not nn.Module._apply and next(layer.parameters(), None) is None:
             yield layer
 
 
 def bring_states(module: nn.Module, device: torch.device) -> None:
-    """Bring to the device what parameters and buffers that were moved one by one have left behind."""
+    """Move states to the device that a move of single parameters and buffers has left out."""
     for layer in layers_with_states(module):
         layer.to(device)
 
 
 def generate_together(module: nn.Module) -> None:
-    """Let ``generate`` of transformers' models call the model on every rank until the last rank's texts have ended.
+    """Make ``generate`` of transformers' models call the model until the texts of every rank have ended.
 
-    Each call gathers parameters: a rank that stopped when its own texts have ended would leave the others waiting.
+    Each call gathers parameters: if a rank stopped at the end of its own texts, the others would wait.
     """
     for layer in module.modules():
         if is_of_transformers(layer):

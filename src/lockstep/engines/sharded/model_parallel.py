@@ -1,4 +1,4 @@
-"""Tensor parallel and data parallel at once (2-D), by the plans that the user applies in ``configure_model``."""
+"""Tensor parallel combined with data parallel (2-D), by the plans that the user applies in ``configure_model``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
-"""The dimensions of the mesh, by Lightning's names."""
+"""Names of the mesh dimensions, which are Lightning's."""
 
 SIZES = (
     "ModelParallelStrategy(data_parallel_size={data!r}, tensor_parallel_size={tensor!r}): the run has {world} ranks, "
@@ -60,31 +60,31 @@ SPLIT_ALREADY = (
 
 
 class ModelParallelStrategy(FSDPStrategy):
-    """Ranks in a mesh of two dimensions: those of a row hold one model together, and rows see different samples.
+    """Ranks in a mesh of two dimensions: the ranks of a row share one model, and rows get different samples.
 
-    The module's ``configure_model`` says how, by torch's own functions: ``parallelize_module`` with plans over
-    ``self.device_mesh["tensor_parallel"]``, ``fully_shard`` over ``self.device_mesh["data_parallel"]``. What is whole
-    afterwards is whole on each rank, and its gradients are averaged over the rows. The numbers are those of one
-    process. CPUs work, too (gloo).
+    The module's ``configure_model`` splits it by torch's own functions: ``parallelize_module`` with plans over
+    ``self.device_mesh["tensor_parallel"]``, and ``fully_shard`` over ``self.device_mesh["data_parallel"]``. Parameters
+    that are not split are whole on each rank, and their gradients are averaged over the rows. The results are those of
+    one process. CPUs are supported (gloo).
 
-    Before ``configure_model`` all ranks get rank 0's weights, and in it they draw rank 0's random numbers. Layers that
-    it leaves on the meta device get the values of their ``reset_parameters``. The ranks of a row draw the same random
-    numbers from then on.
+    Before ``configure_model`` all ranks get rank 0's weights, and inside it they draw rank 0's random numbers. Layers
+    that it leaves on the meta device get the values of their ``reset_parameters``. From then on the ranks of a row draw
+    the same random numbers.
 
     Args:
-        data_parallel_size: number of rows; "auto": the number of nodes, or what the other size leaves.
-        tensor_parallel_size: ranks of a row; "auto": the ranks of a node, or what the other size leaves.
-        save_distributed_checkpoint: True: a checkpoint is a folder, into which each rank writes its part; any strategy
+        data_parallel_size: number of rows; "auto": the number of nodes, or the number of ranks over the other size.
+        tensor_parallel_size: ranks of a row; "auto": the ranks of a node, or the number of ranks over the other size.
+        save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes its part; any strategy
             reads it. False: it is one file, gathered by rank 0.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
-        timeout: how long a collective waits for the other ranks; None: 30 minutes.
+        timeout: time that a collective waits for the other ranks; None: 30 minutes.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
-        async_save: ranks copy their parts and train on, while a thread of each writes them.
-        nccl: NCCL's variables, as of ``DDPStrategy``.
-        start_method: as of ``DDPStrategy``; with "spawn" and "fork" the module comes back whole.
+        async_save: ranks copy their parts and continue training, while a thread of each writes them.
+        nccl: NCCL's variables, as in ``DDPStrategy``.
+        start_method: as in ``DDPStrategy``; with "spawn" and "fork" the module comes back whole.
 
     Raises:
-        MisconfigurationException: when a run begins, for sizes that do not fit the ranks, or a module that splits
+        MisconfigurationException: at the start of a run, if the sizes do not fit the ranks, or the module splits
             nothing.
 
     Example::
@@ -135,7 +135,7 @@ class ModelParallelStrategy(FSDPStrategy):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """As of any ranks, of which those of a row see the same samples."""
+        """Connect as any ranks do; the ranks of a row are one replica, with the same samples."""
         super().connect(world, device, precision)
         data, tensor = self._sizes(world)
         of_rank = tuple(rank // tensor for rank in range(world.size))
@@ -154,7 +154,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return int(data), int(tensor)
 
     def setup_environment(self) -> None:
-        """Join the other ranks, and make the mesh."""
+        """Join the other ranks and make the mesh."""
         from torch.distributed.device_mesh import init_device_mesh
 
         super().setup_environment()
@@ -164,7 +164,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Of two dimensions, "data_parallel" and "tensor_parallel"; the module has it as ``self.device_mesh``."""
+        """Mesh with the dimensions "data_parallel" and "tensor_parallel"; the module has it as ``self.device_mesh``."""
         if self._mesh_of_both is None:
             raise MisconfigurationException(
                 "device_mesh: there is none before the ranks have met: use it in `configure_model`."
@@ -173,7 +173,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let all ranks split rank 0's weights."""
+        """Let all ranks split rank 0's weights inside the block. Collective."""
         from torch.distributed.tensor import DTensor
 
         from lockstep.checkpoint.first_values import fill, leave_meta
@@ -199,7 +199,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @does("splitting the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Look at what ``configure_model`` has split, and bring the rest to the device."""
+        """Check what ``configure_model`` has split, and move the rest to the device. Collective."""
         from lockstep.engines.sharded.fully_shard import ShardedModule
 
         self.module, self._own_backward = module, own_backward
@@ -224,7 +224,7 @@ class ModelParallelStrategy(FSDPStrategy):
             set_random_states_of(of_first, self.own_devices)
 
     def _autocast_dtype(self) -> None:
-        """The user's own calls of ``fully_shard`` say what is gathered how."""
+        """Return None: the user's own calls of ``fully_shard`` decide the dtypes."""
 
     def _check_reduced(self, by_torch: set[int]) -> None:
         from torch.distributed.tensor import DTensor
@@ -236,7 +236,7 @@ class ModelParallelStrategy(FSDPStrategy):
                 raise MisconfigurationException(NOT_REDUCED.format(name=name, data=self.replicas.count))
 
     def _check_parts(self, by_torch: set[int]) -> None:
-        """Refuse what tensor parallelism has cut so small that a rank has nothing, which `fully_shard` cannot cut."""
+        """Refuse parameters that tensor parallelism leaves empty on a rank, which `fully_shard` cannot shard."""
         from torch.distributed.tensor import DTensor, Shard
 
         ranks = self.device_mesh[TENSOR].size()
@@ -252,7 +252,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
 @contextmanager
 def _split_once(module: LightningModule) -> Iterator[None]:
-    """What torch says of a module that is split already, in the user's terms."""
+    """Replace torch's error for a module that is already split by one in the user's terms."""
     was_split = is_split(module)
     try:
         yield

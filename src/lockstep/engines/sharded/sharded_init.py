@@ -1,4 +1,4 @@
-"""A model built by ranks none of which has the memory for it: each keeps its slice of what has been built so far."""
+"""Construction of a model that fits in no rank's memory: each rank keeps its slice of what has been built so far."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.ground.torch_support import INIT, refuse_without
 
 BUDGET = 256 * 2**20
-"""Bytes of tensors that are whole at a time, by default."""
+"""Default for the bytes of tensors that are whole at a time."""
 SMALL = 2**12
-"""Bytes up to which a tensor stays whole."""
+"""Bytes up to which a tensor always stays whole."""
 
 FILLS = frozenset(
     f"aten::{name}_"
@@ -42,7 +42,7 @@ FILLS = frozenset(
         "copy",
     ]
 )
-"""Operations after which nothing is left of what their first argument held."""
+"""Operations that overwrite all values of their first argument."""
 
 TOUCHES = frozenset(
     [
@@ -57,19 +57,19 @@ TOUCHES = frozenset(
         "__dlpack__",
     ]
 )
-"""Methods that read memory past torch's dispatcher."""
+"""Methods that access memory without torch's dispatcher."""
 
 
 @dataclass
 class _Storage:
-    """A tensor's memory, while it is built.
+    """The memory of a tensor under construction.
 
     Attributes:
-        weak: the storage, if something still uses it.
-        nbytes: its size when it is whole.
-        number: counted as they come, alike on all ranks.
-        part: this rank's slice, where it is not whole.
-        checksum: of the whole.
+        weak: reference to the storage, which may be gone.
+        nbytes: size when it is whole.
+        number: serial number, the same on all ranks.
+        part: this rank's slice, if it is not whole.
+        checksum: checksum of the whole.
     """
 
     weak: StorageWeakRef
@@ -79,7 +79,7 @@ class _Storage:
     checksum: int = 0
 
     def found(self) -> torch.UntypedStorage | None:
-        """The storage; None where nothing uses it any more."""
+        """Return the storage; None if nothing uses it any more."""
         if self.weak.expired():
             return None
         made: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
@@ -87,17 +87,17 @@ class _Storage:
 
 
 class ShardedInit(TorchDispatchMode):
-    """Inside, tensors that have not been used for long give their memory back, but for this rank's slice.
+    """Mode in which tensors that have not been used for a while release their memory, except for this rank's slice.
 
-    All ranks have to build the same, with the same values; then slices are gathered when a tensor is used again, and
-    an operation that overwrites the whole of it needs no message. Afterwards `gather` makes tensors whole.
+    All ranks must build the same with the same values. Slices are gathered when a tensor is used again; an operation
+    that overwrites all of it needs no message. Afterwards `gather` makes tensors whole.
 
     Args:
         budget: bytes of tensors that may be whole at a time, besides those in use.
         group: the ranks.
 
     Attributes:
-        peak: the largest number of bytes that were whole together.
+        peak: the largest number of bytes that were whole at a time.
 
     Example::
 
@@ -113,25 +113,25 @@ class ShardedInit(TorchDispatchMode):
         self._budget, self._group = budget, group
         self._world, self._rank = comm.world_size(group), comm.rank(group)
         self._known: dict[int, _Storage] = {}  # by address
-        self._whole: OrderedDict[int, _Storage] = OrderedDict()  # by number: the longest unused first
+        self._whole: OrderedDict[int, _Storage] = OrderedDict()  # by number; the least recently used is first
         self._count = self._bytes = self.peak = 0
         self._looks = _Looks(self)
 
     def __enter__(self) -> ShardedInit:
-        """Begin."""
+        """Enter the mode."""
         super().__enter__()
         self._looks.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing gives its memory back any more."""
+        """Leave the mode: no further memory is released."""
         self._looks.__exit__(*error)
         super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Make the operation's tensors whole, run it, and let others go."""
+        """Make the operation's tensors whole, run it, and release others."""
         with torch._C.DisableTorchFunction():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             fills = self._filled(func, args)
@@ -146,7 +146,7 @@ class ShardedInit(TorchDispatchMode):
 
     @staticmethod
     def _filled(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-        """The tensor that the operation overwrites, with the whole of its storage."""
+        """Return the tensor whose whole storage the operation overwrites, if there is one."""
         if func._schema.name not in FILLS or not args or not isinstance(args[0], Tensor):
             return None
         first = args[0]
@@ -154,7 +154,7 @@ class ShardedInit(TorchDispatchMode):
         return first if covers and not any(arg is first for arg in args[1:]) else None
 
     def _use(self, tensor: Tensor, overwritten: bool = False) -> None:
-        """Note that a tensor is used; make it whole."""
+        """Record a use of a tensor, and make it whole. May gather from all ranks."""
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -167,7 +167,7 @@ class ShardedInit(TorchDispatchMode):
             known = self._known[address] = _Storage(StorageWeakRef(storage), nbytes, self._count)
             self._count += 1
         if known.part is not None:
-            # of a part of the storage that is overwritten the rest is still needed
+            # if only a part of the storage is overwritten, the rest is still needed
             self._make_whole(known, storage, values=not (overwritten and _covers(tensor, known.nbytes)))
         self._note(known)
 
@@ -180,7 +180,7 @@ class ShardedInit(TorchDispatchMode):
             self.peak = max(self.peak, self._bytes)
 
     def _shrink(self, in_use: set[int]) -> None:
-        """Keep slices of the longest unused. Which they are depends on nothing that may differ between ranks."""
+        """Reduce the least recently used tensors to slices. The choice is the same on all ranks."""
         for number in list(self._whole):
             if self._bytes <= self._budget:
                 return
@@ -190,7 +190,7 @@ class ShardedInit(TorchDispatchMode):
                 continue
             del self._whole[number]
             self._bytes -= known.nbytes
-            if storage is not None and storage.resizable():  # numpy has no view of it
+            if storage is not None and storage.resizable():  # not if numpy has a view of it
                 self._keep_slice(known, storage)
 
     def _keep_slice(self, known: _Storage, storage: torch.UntypedStorage) -> None:
@@ -218,11 +218,11 @@ class ShardedInit(TorchDispatchMode):
         _flat(storage).copy_(whole)
 
     def slices(self) -> list[Tensor]:
-        """This rank's slices of what is not whole now."""
+        """Return this rank's slices of the tensors that are not whole."""
         return [known.part for known in self._known.values() if known.part is not None]
 
     def gather(self, tensors: Iterable[Tensor]) -> None:
-        """Make tensors whole. Collective, if any of them is not."""
+        """Make tensors whole. Collective if any of them is not."""
         with _disable_current_modes():
             for tensor in tensors:
                 if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -234,7 +234,7 @@ class ShardedInit(TorchDispatchMode):
 
 
 class _Looks(TorchFunctionMode):
-    """Makes tensors whole before methods that read their memory themselves."""
+    """Mode that makes tensors whole before methods that access their memory directly."""
 
     def __init__(self, building: ShardedInit) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class _Looks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Pass everything on."""
+        """Make the arguments whole if needed, and call the function."""
         if getattr(func, "__name__", "") in TOUCHES:
             self._building.gather(arg for arg in args if isinstance(arg, Tensor))
         return func(*args, **(kwargs or {}))
@@ -251,10 +251,10 @@ class _Looks(TorchFunctionMode):
 
 @contextmanager
 def rank_0_draws(devices: Sequence[torch.device], group: comm.Group = None) -> Iterator[None]:
-    """Inside, all ranks draw rank 0's random numbers. Collective.
+    """Use rank 0's random numbers on all ranks inside the block. Collective.
 
     Args:
-        devices: of this rank, as many on each.
+        devices: this rank's devices, the same number on each rank.
         group: the ranks.
     """
     own = random_states_of(devices)

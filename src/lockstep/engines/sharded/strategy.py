@@ -1,4 +1,4 @@
-"""The base of strategies whose ranks hold parts of a model, and go through its forwards and backwards together."""
+"""Base of the strategies whose ranks have parts of a model, and run its forwards and backwards together."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ LAID_END_TO_END = (
 
 
 class ShardedStrategy(RankedStrategy):
-    """One process per device, each with its part of the model's states; a subclass brings the engine.
+    """One process per device, each with its part of the model's states; a subclass adds the engine.
 
-    Of a subclass it needs :meth:`_through`, :meth:`setup_module` (which calls :meth:`_watch`), and
+    A subclass implements :meth:`_through`, :meth:`setup_module` (which calls :meth:`_watch`), and
     :meth:`setup_optimizers` (which calls ``copies.synchronize_norms``).
 
     Attributes:
-        gathers_updates: an optimizer that needs whole parameters gets them.
+        gathers_updates: True if an optimizer that needs whole parameters gets them.
     """
 
     runs_padding = True
-    places_first = True  # and later calls go on with the parts
+    places_first = True  # and later calls continue with the parts
     gathers_updates = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -75,12 +75,12 @@ class ShardedStrategy(RankedStrategy):
 
     @staticmethod
     def _take_others(kind: type, others: Mapping[str, object], no_effect: Mapping[str, str]) -> None:
-        """Look through the arguments for which the constructor of ``kind`` has no name."""
+        """Check the arguments that the constructor of ``kind`` does not name."""
         known = [*inspect.signature(kind).parameters]
         check_others(kind.__name__, others, known, no_effect)
 
     def _save_in_parts(self, asynchronous: bool = False) -> None:
-        """Let each rank write its part of a checkpoint."""
+        """Write checkpoints in parts, one for each rank."""
         self.saves_shards = True
         self.checkpoints = CheckpointWriter(AsyncShardedCheckpointIO() if asynchronous else ShardedCheckpointIO())
 
@@ -88,7 +88,7 @@ class ShardedStrategy(RankedStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let ranks that have not the memory for the module build it together, with rank 0's random numbers."""
+        """Let ranks without the memory for the module build it together, with rank 0's random numbers. Collective."""
         from lockstep.checkpoint.first_values import leave_meta
         from lockstep.engines.sharded import sharded_init
 
@@ -101,16 +101,16 @@ class ShardedStrategy(RankedStrategy):
             leave_meta(module, torch.device("cpu"))
 
     def _watch(self, module: LightningModule, gathered: type[Parameter] | None = None) -> None:
-        """From now on notice what comes into the module, and keep its buffers alike.
+        """Record additions to the module from now on, and keep its buffers the same on all ranks.
 
         Args:
-            module: of the run.
-            gathered: class of whole parameters that stand for shards. Parametrizations register them in a forward, as
-                those of peft's adapters of experts do.
+            module: the module of the run.
+            gathered: class of whole parameters that represent shards. Parametrizations register them in a forward, such
+                as those of peft's adapters of experts.
         """
         if self._late is not None:
             self._late.close()
-        # torch sets the parameters of layers with a `__setattr__` of their own (nn.LSTM) by it: each time they "come"
+        # layers with their own `__setattr__` (nn.LSTM): torch sets their parameters by it, which looks like an addition
         set_anew = {
             f"{prefix}.{name}".lstrip(".")
             for prefix, layer in module.named_modules()
@@ -121,7 +121,7 @@ class ShardedStrategy(RankedStrategy):
         self.copies.watch_buffers(self.module, self.world.size > 1)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Take the optimizers, unless they cannot update parts, or the gradients cannot be cut up."""
+        """Accept the optimizers unless they cannot update parts, or gradients cannot be sharded."""
         super().setup_optimizers(optimizers, configs)
         self._refuse_sparse()
         for optimizer in with_parameters(optimizers):
@@ -141,7 +141,7 @@ class ShardedStrategy(RankedStrategy):
             )
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Refuse other optimizers: nobody has looked at the new ones, and no engine has their states."""
+        """Refuse replaced optimizers: the new ones are not checked, and the engine lacks their states."""
         if replaced:
             raise MisconfigurationException(
                 f"{type(self).__name__}: other optimizers were put in the place of those of `configure_optimizers` in "
@@ -149,7 +149,7 @@ class ShardedStrategy(RankedStrategy):
             )
 
     def teardown(self) -> None:
-        """Let go of module and optimizers; ranks keep their parts."""
+        """Release module and optimizers; ranks keep their parts."""
         super().teardown()
         for optimizer in self.optimizers:
             vars(optimizer).pop("zero_grad", None)
@@ -161,7 +161,7 @@ class ShardedStrategy(RankedStrategy):
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """As on one process, with layers made whole as the forward comes to them."""
+        """Run ``fn`` as on one process; layers are gathered when the forward reaches them."""
         self._check_late()
         if torch.is_grad_enabled():
             self.copies.forward_begins()
@@ -179,14 +179,14 @@ class ShardedStrategy(RankedStrategy):
             refuse(self.world.rank, "buffer", self._late.buffer)
 
     def _backward_ends(self) -> None:
-        """Count a reduction, behind which buffers are due."""
+        """Count a reduction, after which buffers are synchronized."""
         self.rounds += self.sync_gradients
         self.copies.backward_ends(self.sync_gradients)
 
     # -- checkpoints
 
     def _refuse_alone(self, alone: bool) -> None:
-        """Refuse to save what one rank has not: its part is of use with the others' alone."""
+        """Refuse to save on one rank alone: its part is useless without the others'."""
         if alone and self.world.size > 1:
             raise MisconfigurationException(
                 f"rank {self.world.rank} cannot save by itself: each rank has a part of the states ({self.engine}), "
@@ -195,7 +195,7 @@ class ShardedStrategy(RankedStrategy):
             )
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint on every rank: a file whole, of a folder of parts this rank's. Collective."""
+        """Read a checkpoint on every rank: all of a file, or this rank's parts of a folder. Collective."""
         if not sharded.is_sharded(filepath):
             return super().load_checkpoint(filepath, weights_only)
         self.checkpoints.io.wait()
@@ -203,7 +203,7 @@ class ShardedStrategy(RankedStrategy):
         return sharded.load_parts(filepath, self._reads_into(), needs, weights_only)
 
     def _reads_into(self) -> Place:
-        """What makes the tensors into which this rank's parts are read."""
+        """Return a function that makes the tensors into which this rank's parts are read."""
         raise NotImplementedError
 
 

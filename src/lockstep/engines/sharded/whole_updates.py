@@ -1,9 +1,8 @@
-"""Optimizers that need whole parameters, where ranks hold parts: each parameter has an owner, which updates it.
+"""Optimizers that need whole parameters, for ranks with shards: each parameter has an owner, which updates it.
 
-The owner gets the parts of the gradient, makes the update by the optimizer's own ``step``, and sends each rank the part
-of the new value that it holds. States are whole, and on the owner alone. Parameters travel in rounds: one of each
-owner, or several small ones. While a round is computed, the next one's gradients are on their way, and the last one's
-values.
+The owner receives the shards of the gradient, runs the optimizer's own ``step``, and sends each rank its shard of the
+new value. States are whole, and only on the owner. Parameters are processed in rounds: one parameter of each owner, or
+several small ones. While a round is computed, the gradients of the next one and the values of the last one are sent.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from lockstep.ground.parameters import box_of, local_part
 from lockstep.ground.tree import tree_map
 
 ROUND = 2**25
-"""Bytes of an owner's parameters from which on it takes no further one into a round."""
+"""Bytes of an owner's parameters from which it adds no further one to a round."""
 ALIGNED = 16
-"""Bytes of which each part begins at a multiple, so that it can be viewed as its dtype."""
+"""Alignment of each part in bytes, so that it can be viewed as its dtype."""
 
 Box = tuple[slice, ...]
-"""The range of each dimension that a rank's part takes of the whole."""
+"""The range of each dimension that a rank's shard covers."""
 
 
 def _muon_keeps(group: Mapping[str, Any]) -> float:
@@ -43,12 +42,14 @@ def _muon_keeps(group: Mapping[str, Any]) -> float:
 
 
 KEEPS: dict[type[Optimizer], Callable[[Mapping[str, Any]], float]] = {torch.optim.Muon: _muon_keeps}
-"""Classes whose update does not look at a parameter's value: how much of that stays. The rest is added to it, so that
-values need not be gathered."""
+"""Optimizer classes whose update does not depend on a parameter's value: the factor by which the value is scaled.
+
+The rest of the update is added, so values need not be gathered.
+"""
 
 
 def cost_of(shape: Sequence[int]) -> int:
-    """What the update of a parameter costs beside others: elements, by the smaller side of a matrix.
+    """Return the relative cost of a parameter's update: elements, times the smaller side of a matrix.
 
     >>> cost_of((4, 3)), cost_of((5,)), cost_of((2, 3, 4))
     (36, 5, 48)
@@ -58,18 +59,18 @@ def cost_of(shape: Sequence[int]) -> int:
 
 
 class WholeUpdates(Owners):
-    """Optimizers over parts of parameters, of which every rank updates the whole parameters that it owns.
+    """Optimizers over shards of parameters; each rank updates the whole parameters that it owns.
 
     Args:
-        optimizers: that work parameter by parameter, over parameters that are DTensors or whole.
-        group: the ranks, of which each has a part of every parameter (or nothing of a small one).
+        optimizers: optimizers that update each parameter independently; parameters are DTensors or whole.
+        group: the ranks, each with a shard of every parameter (or nothing of a small one).
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], group: comm.Group = None) -> None:
         super().__init__(optimizers, group)
         self._boxes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._take_all()
-        self._assign([p for o in self._every for p in parameters_of(o)])  # what is frozen, behind the others
+        self._assign([p for o in self._every for p in parameters_of(o)])  # frozen parameters, after the others
 
     def __contains__(self, optimizer: Optimizer) -> bool:
         return id(optimizer) in self._own
@@ -78,7 +79,7 @@ class WholeUpdates(Owners):
         return cost_of(parameter.shape)
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
-        """Give those an owner that have none, and learn which rank has which part. Collective where there are such."""
+        """Assign an owner to parameters without one, and record each rank's shard. Collective if there are such."""
         new = [parameter for parameter in parameters if parameter not in self._boxes]
         if not new:
             return
@@ -90,7 +91,7 @@ class WholeUpdates(Owners):
             self._owners[parameter] = owner
 
     def _drop(self, optimizer: Optimizer) -> None:
-        """Let owners have the states that the optimizer has made at once, whole. Collective."""
+        """Make whole, on the owners, the states that the optimizer has created at once. Collective."""
         for parameter in [p for p in parameters_of(optimizer) if p in optimizer.state]:
             optimizer.state[parameter] = self._whole(optimizer.state[parameter])
         super()._drop(optimizer)
@@ -99,7 +100,7 @@ class WholeUpdates(Owners):
 
     @contextmanager
     def _updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around an update of nothing, in which the optimizer changes its groups alone; then come the rounds."""
+        """Let the optimizer change only its groups in the block, without an update; then run the rounds."""
         updated = self._with_gradient(optimizer)
         rounds = _Rounds(self, optimizer, updated)
         with without_gradients(updated):
@@ -107,19 +108,19 @@ class WholeUpdates(Owners):
         rounds.play()
 
     def owner(self, parameter: Tensor) -> int:
-        """The rank that updates a parameter."""
+        """Return the rank that updates a parameter."""
         found: int = self._owners[parameter]
         return found
 
     def boxes(self, parameter: Tensor) -> list[Box]:
-        """What each rank holds of a parameter."""
+        """Return each rank's range of a parameter."""
         found: list[Box] = self._boxes[parameter]
         return found
 
     # -- states
 
     def state_in_parts(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The ordinary state dict, in which tensors stand for what their owners have. Collective."""
+        """Return the ordinary state dict; other ranks' tensors are placeholders without values. Collective."""
         part = self.part_of(optimizer)
         about = tree_map(lambda tensor: _About(tensor.shape, tensor.dtype), part["state"], Tensor)
         state: dict[int, Any] = {}
@@ -134,13 +135,13 @@ class WholeUpdates(Owners):
 
 @dataclass(frozen=True)
 class _About:
-    """What a tensor of another rank is."""
+    """Shape and dtype of a tensor on another rank."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     def elsewhere(self) -> FlatPart:
-        """Stands for it here, without values."""
+        """Return a placeholder without values."""
         return FlatPart(self.shape, 0, torch.empty(0, dtype=self.dtype))
 
 
@@ -153,12 +154,12 @@ def _whole_of(tensor: Any) -> Tensor:
 
 
 class _Rounds:
-    """The updates of one step: what is gathered, computed and sent back, in rounds that all ranks know.
+    """The updates of one step, gathered, computed and sent back in rounds that are the same on all ranks.
 
     Args:
-        owners: of the parameters.
-        optimizer: whose groups are taken as they are now.
-        updated: the parameters that have gradients, alike on all ranks.
+        owners: owners of the parameters.
+        optimizer: the optimizer; its groups are used as they are now.
+        updated: the parameters that have gradients, the same on all ranks.
     """
 
     def __init__(self, owners: WholeUpdates, optimizer: Optimizer, updated: Sequence[Tensor]) -> None:
@@ -178,7 +179,7 @@ class _Rounds:
 
     @torch.no_grad()
     def play(self) -> None:
-        """Update all parameters; gradients of a round travel while the one before is computed. Collective."""
+        """Update all parameters; a round's gradients are sent while the previous round is computed. Collective."""
         coming = self._gather(self._rounds[0]) if self._rounds else None
         going: tuple[Any, _Exchange] | None = None
         for number, row in enumerate(self._rounds):
@@ -193,10 +194,10 @@ class _Rounds:
         if going is not None:
             self._apply(*going)
 
-    # -- from parts to the owner
+    # -- from shards to the owner
 
     def _sources(self, parameter: Tensor) -> list[tuple[int, Box]]:
-        """From whom the owner takes which part: from itself what it has, copies from one."""
+        """Return the (rank, range) from which the owner takes each shard: itself if possible, one rank for copies."""
         owner, boxes = self._owners.owner(parameter), self._owners.boxes(parameter)
         found: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank, box in enumerate(boxes):
@@ -208,7 +209,7 @@ class _Rounds:
         return [(rank, boxes[rank]) for rank in chosen]
 
     def _given(self, parameter: Tensor) -> list[Tensor]:
-        """What the owner needs of this rank's part."""
+        """Return the tensors of this rank that the owner needs."""
         assert parameter.grad is not None
         gradient = local_part(parameter.grad)
         return [gradient] if id(parameter) in self._keeps else [gradient, local_part(parameter.detach())]
@@ -235,7 +236,7 @@ class _Rounds:
         return _Exchange(send, expected, local_part(first.detach()).device, self._group)
 
     def _wholes(self, parameter: Tensor, arrived: list[Iterator[Tensor]]) -> list[Tensor]:
-        """Gradient and, where it is needed, value of a parameter that this rank owns."""
+        """Assemble the gradient and, if needed, the value of a parameter that this rank owns."""
         mine, sources = self._given(parameter), self._sources(parameter)
         if len(sources) == 1 and sources[0][0] == self._rank:
             return [mine[0], *(each.clone() for each in mine[1:])]
@@ -249,7 +250,7 @@ class _Rounds:
     # -- the update
 
     def _updated(self, parameters: Sequence[Tensor], arrived: list[list[Tensor]]) -> list[Tensor]:
-        """The new values of this rank's parameters, or where values were not gathered, what is added to them."""
+        """Return the new values of this rank's parameters, or what is added to values that were not gathered."""
         streams = [iter(each) for each in arrived]
         stands: dict[int, Parameter] = {}
         optimizer = self._optimizer
@@ -273,7 +274,7 @@ class _Rounds:
 
     @staticmethod
     def _group_of(group: Mapping[str, Any], stands: Mapping[int, Parameter]) -> dict[str, Any]:
-        """The group with what stands for its parameters; changes to it are lost, as each round begins with the same."""
+        """Copy the group with substitute parameters; changes to it are lost, so each round starts the same."""
         options = {name: value for name, value in group.items() if name != "params"}
         return {**copy.deepcopy(options), "params": [stands[id(p)] for p in group["params"] if id(p) in stands]}
 
@@ -294,7 +295,7 @@ class _Rounds:
         return self._exchange(send, expected, row)
 
     def _apply(self, row: Sequence[Sequence[Tensor]], exchange: _Exchange) -> None:
-        """Take over this rank's parts of new values."""
+        """Write this rank's shards of the new values."""
         streams = [iter(each) for each in exchange.arrive()]
         for owner, parameters in enumerate(row):
             for parameter in parameters:
@@ -309,18 +310,18 @@ class _Rounds:
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _REPLACED = {*Owners.METHODS, *_HOOKS, "_owned", "zero_grad", "state", "param_groups"}
-"""Attributes of an optimizer that are its own, and not of what makes a round's update."""
+"""Attributes that are not copied to the optimizer that computes a round."""
 
 
 def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The class's ``step``, without the hooks that torch puts around it."""
+    """Return the class's ``step`` without torch's hooks around it."""
     step: Any = kind.step
     found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return found
 
 
 def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Those of a round."""
+    """Yield the parameters of each round."""
     piece: list[Tensor] = []
     size = 0
     for parameter in parameters:
@@ -343,12 +344,12 @@ def _numel(box: Box) -> int:
 
 
 class _Exchange:
-    """Tensors that each rank sends to each other, under way.
+    """Tensors on their way from each rank to each other.
 
     Args:
-        send: by rank that gets them; what is for this rank itself stays as it is.
-        expected: what they are that come from each rank.
-        device: where they are computed with.
+        send: tensors by receiving rank; those for this rank itself are not copied.
+        expected: shapes and dtypes of the tensors from each rank.
+        device: device of the computation.
         group: the ranks.
     """
 
@@ -367,11 +368,11 @@ class _Exchange:
         come = [sum(_padded(_bytes(about)) for about in each) for each in self._expected]
         self._out = torch.empty(sum(come), dtype=torch.uint8, device=carrier)
         parts = [part for each in packed for part in each]
-        self._given = torch.cat(parts) if parts else self._out.new_empty(0)  # lives as long as the message
+        self._given = torch.cat(parts) if parts else self._out.new_empty(0)  # kept alive as long as the message
         self._work = dist.all_to_all_single(self._out, self._given, come, sizes, group=group, async_op=True)
 
     def arrive(self) -> list[list[Tensor]]:
-        """What came, by sender."""
+        """Wait, and return the received tensors by sender."""
         found: list[list[Tensor]] = [[] for _ in self._expected]
         if self._work is not None:
             self._work.wait()
@@ -394,7 +395,7 @@ def _padded(size: int) -> int:
 
 
 def _packed(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Their bytes, each with what fills it up."""
+    """Return the bytes of tensors, each followed by its padding."""
     made = []
     for tensor in tensors:
         flat = comm.as_bytes(tensor).to(device)

@@ -1,4 +1,4 @@
-"""What the time of a window goes to on one rank: fetching data, forward, backward, waiting for others, all else."""
+"""The time of a window on one rank: fetching data, forward, backward, waiting for others, everything else."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class WindowTimes(NamedTuple):
     """Seconds of one window on one rank, or of a typical one.
 
     Attributes:
-        samples: of this rank in the window.
+        samples: number of this rank's samples in the window.
         data: waiting for batches.
-        forward: ``training_step``, without what it waits for other ranks.
-        backward: until the last gradients are on their way.
-        waiting: in collectives, and for gradients of others.
+        forward: ``training_step``, without its waits for other ranks.
+        backward: until the last gradients are being sent.
+        waiting: in collectives, and for gradients from other ranks.
         other: the update, hooks, and the loop itself.
     """
 
@@ -30,11 +30,11 @@ class WindowTimes(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """All but waiting."""
+        """The seconds without waiting."""
         return self.data + self.forward + self.backward + self.other
 
 
 def typical(windows: Sequence[WindowTimes]) -> WindowTimes:
-    """The upper median of each part over some windows, at least one; `statistics` takes three times as long."""
+    """Return the upper median of each part over windows, at least one; `statistics` would take three times as long."""
     half = len(windows) // 2
     return WindowTimes(*[sorted(column)[half] for column in zip(*windows, strict=True)])

@@ -1,4 +1,4 @@
-"""Throughput: batches, samples and operations per second, and what a model needs and a device can do of them."""
+"""Throughput: batches, samples and operations per second, operations of a model, and the peak of a device."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lockstep.ground.rank import rank_zero_warn
 def measure_flops(
     model: torch.nn.Module, forward_fn: Callable[[], Tensor], loss_fn: Callable[[Tensor], Tensor] | None = None
 ) -> int:
-    """The floating-point operations of one forward, or of forward and backward.
+    """Return the floating-point operations of one forward, or of forward and backward.
 
-    A model on the "meta" device will do: nothing is computed then.
+    The model may be on the "meta" device; nothing is computed then.
 
     Args:
         model: the model that ``forward_fn`` runs.
-        forward_fn: runs the model's forward once and returns what it gave.
-        loss_fn: makes a scalar of that; with it the backward is run and counted too.
+        forward_fn: runs the model's forward once and returns its result.
+        loss_fn: makes a scalar of that result; if given, the backward is run and counted too.
 
     Returns:
-        the number of operations, as ``torch.utils.flop_counter`` counts them (matrix products, convolutions,
+        The number of operations, as ``torch.utils.flop_counter`` counts them (matrix products, convolutions,
         attention; an addition and a multiplication are two).
 
     Example::
@@ -48,15 +48,15 @@ def measure_flops(
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int | None:
-    """The operations per second that a device can make at most: nothing but large dense matrix products.
+    """Return the peak operations per second of a device, for large dense matrix products.
 
     Args:
-        device: a CUDA device; for others nothing is known.
-        dtype: of the matrices. ``torch.float32`` means TF32 where the device has it and
+        device: a CUDA device; for others the peak is unknown.
+        dtype: dtype of the matrices. ``torch.float32`` means TF32 if the device supports it and
             ``torch.set_float32_matmul_precision`` allows it.
 
     Returns:
-        operations per second; None (with a warning on CUDA devices) where the device or its dtype is not known.
+        Operations per second; None (with a warning on CUDA devices) if the device or its dtype is unknown.
     """
     if device.type != "cuda":
         return None
@@ -78,7 +78,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
 
 
 class _Rising:
-    """The newest values of a counter, which only ever rises."""
+    """The newest values of a counter that only increases."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
@@ -98,22 +98,22 @@ class _Rising:
 class Throughput:
     """Batches, samples, items and floating-point operations per second.
 
-    Rates are those between the oldest and the newest of the last ``window_size`` updates; they are there once
-    the window is full. :meth:`compute` gives
+    Rates are taken between the oldest and the newest of the last ``window_size`` updates, once the window is full.
+    :meth:`compute` returns
 
     - ``time``, ``batches``, ``samples``, ``lengths``: the totals;
     - ``device/batches_per_sec``, ``device/samples_per_sec``, ``device/items_per_sec``: per second on this device;
-    - ``device/flops_per_sec``: operations per second on this device, and ``device/mfu`` their part of
+    - ``device/flops_per_sec``: operations per second on this device, and ``device/mfu``, its fraction of
       ``available_flops``;
     - with several devices ``batches_per_sec``, ``samples_per_sec``, ``items_per_sec``, ``flops_per_sec``: of all
-      of them, taken to be as fast as this one.
+      devices, assuming that they are as fast as this one.
 
     Args:
-        available_flops: operations per second that a device can make; see
+        available_flops: peak operations per second of a device; see
             :func:`~lockstep.utilities.throughput.get_available_flops`.
         world_size: number of devices.
-        window_size: number of updates that rates are taken over, at least 2.
-        separator: stands between ``device`` and the name.
+        window_size: number of updates over which rates are taken, at least 2.
+        separator: separates ``device`` from the name.
 
     Raises:
         ValueError: ``world_size`` is below 1 or ``window_size`` below 2.
@@ -149,24 +149,24 @@ class Throughput:
 
     @property
     def seconds(self) -> float:
-        """The time of the newest update, 0 before the first."""
+        """The time of the newest update; 0 before the first."""
         return self._time.values[-1] if self._time.values else 0.0
 
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
     ) -> None:
-        """Take in how far the work has come. An update that is refused changes nothing.
+        """Record the progress of the work. An update that is refused changes nothing.
 
         Args:
             time: seconds since the start.
             batches: batches of this device since the start.
             samples: samples of this device since the start.
-            lengths: items of this device's samples (tokens, say) since the start; with each update or with none.
+            lengths: items of this device's samples (such as tokens) since the start; in every update or in none.
             flops: operations of this device since the last update.
 
         Raises:
-            ValueError: a total does not rise, there are fewer samples than batches or fewer items than samples,
-                or ``lengths`` was left out before.
+            ValueError: a total does not rise, there are fewer samples than batches or fewer items than samples, or
+                ``lengths`` was left out before.
         """
         if samples < batches:
             raise ValueError(f"Throughput.update(samples={samples}, batches={batches}): a batch has a sample at least.")
@@ -187,7 +187,7 @@ class Throughput:
             self._flops.append(flops)
 
     def compute(self) -> dict[str, int | float]:
-        """The metrics by name; empty before the first update."""
+        """Return the metrics by name; empty before the first update."""
         if not self._time.values:
             return {}
         counters = (self._time, self._batches, self._samples, self._lengths)
@@ -199,7 +199,7 @@ class Throughput:
         if len(self._lengths.values) == self._lengths.values.maxlen:
             rates["items_per_sec"] = self._lengths.grown() / elapsed
         if len(self._flops) == self._flops.maxlen:
-            # what was done up to the oldest update lies before the window
+            # operations up to the oldest update are before the window
             rates["flops_per_sec"] = (sum(self._flops) - self._flops[0]) / elapsed
         for name, rate in rates.items():
             metrics[f"device{self.separator}{name}"] = rate
@@ -210,7 +210,7 @@ class Throughput:
         return metrics
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget all updates."""
         for counter in (self._time, self._batches, self._samples, self._lengths):
             counter.values.clear()
         self._flops.clear()
