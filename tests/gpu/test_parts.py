@@ -13,10 +13,14 @@ import pytest
 
 from benchmarks.gpu import checks
 from benchmarks.gpu.checks import FAILED, PASSED, SKIPPED, Part, run_part
-from benchmarks.gpu.parts import life, speed
 from benchmarks.gpu.plan import PARTS, ROOT
 from tests.tools.extensions import is_there
 from tests.tools.pool import RankPool
+
+if not is_there("extras"):
+    pytest.skip("needs the extension extras", allow_module_level=True)
+
+from benchmarks.gpu.parts import life, speed
 
 EVERYDAY = ("fits", "waits", "collectives", "memory", "kernels")
 

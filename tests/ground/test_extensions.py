@@ -203,7 +203,7 @@ def test_the_tests_of_the_core_are_collected_and_some_run_without_extensions(wit
     assert run.returncode == 0, run.stdout[-4000:]
     passed, deselected = (int(re.findall(rf"(\d+) {word}", run.stdout)[-1]) for word in ("passed", "deselected"))
     assert passed > 200
-    assert passed + deselected > 9000
+    assert passed + deselected > 8000
 
 
 EACH = [pytest.param(name, marks=[] if name == "extras" else pytest.mark.slow) for name in THERE]

@@ -37,7 +37,7 @@ from benchmarks.gpu.ways import (
     Work,
     quiet_libraries,
 )
-from lockstep.ground.throughput import get_available_flops, measure_flops
+from lockstep.utilities.throughput import get_available_flops, measure_flops
 
 AS_FAST, NOT_SLOWER, LIKE_TORCH, IN_SHARDS = 1.02, 1.0, 1.10, 1.05
 """Goals: the Trainer over the loop where the device is the limit, over Lightning, the container over torch's, the

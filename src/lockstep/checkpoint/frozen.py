@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from lockstep.checkpoint.pretrained import FOLDER, shown
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import begins_of, local_part, plain_name, stands_in, state_dicts_without, whole_shape
+from lockstep.ground.parameters import (
+    begins_of,
+    local_part,
+    partition_values,
+    plain_name,
+    stands_in,
+    state_dicts_without,
+    whole_shape,
+)
 from lockstep.ground.rank import rank_zero_warn
 
 KEY = "base"
@@ -278,9 +286,9 @@ def _hash_here(parameter: Tensor) -> tuple[tuple[int, ...], int | None]:
 def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
     """Return this rank's part of a parameter, its offset, and the whole shape; for DeepSpeed's, all are flat."""
     if hasattr(parameter, "ds_tensor"):
-        part, numel = parameter.ds_tensor.detach().flatten(), parameter.ds_shape.numel()
-        begin = min(comm.rank(None) * part.numel(), numel)
-        return part[: numel - begin], [begin], (numel,)
+        numel, rank = parameter.ds_shape.numel(), comm.rank(None)
+        begin = min(rank * parameter.ds_tensor.numel(), numel)
+        return partition_values(parameter, rank), [begin], (numel,)
     if stands_in(parameter):
         return torch.empty(0), [0], (0,)
     return local_part(parameter.detach()), begins_of(parameter), parameter.shape

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lockstep.ground import comm
 from lockstep.ground.device import widest
-from lockstep.ground.parameters import stands_in
+from lockstep.ground.parameters import partition_values, stands_in
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -52,8 +53,7 @@ def _values_of(tensor: Tensor) -> Tensor | None:
     """Return this rank's floating-point values of a tensor; None if there are none that torch can search."""
     if is_lazy(tensor) or stands_in(tensor):
         return None
-    # DeepSpeed's stage 3 keeps the values of a partitioned parameter in another attribute
-    tensor = getattr(tensor, "ds_tensor", tensor).detach()
+    tensor = partition_values(tensor, comm.rank()) if hasattr(tensor, "ds_tensor") else tensor.detach()
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     plain = type(part) is Tensor and part.layout is torch.strided and not part.is_meta
     return part if plain and part.dtype in _FLOATS and part.numel() else None

@@ -311,6 +311,15 @@ def is_partitioned(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
+def partition_values(parameter: Any, rank: int) -> Tensor:
+    """Return a rank's elements of a parameter that DeepSpeed has partitioned, without the padding at their end.
+
+    The padding is memory that nobody writes, and may hold any values.
+    """
+    part: Tensor = parameter.ds_tensor.detach().flatten()
+    return part[: max(0, parameter.ds_shape.numel() - rank * part.numel())]
+
+
 def is_freed(module: nn.Module) -> bool:
     """Return True if a pipeline has freed weights of this module and has not restored them."""
     return any(stands_in(parameter) for parameter in module.parameters())
