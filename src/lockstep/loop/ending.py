@@ -114,7 +114,7 @@ class FitEnding:
     def between_epochs(self) -> str | None:
         """Return why the fit ends before its next epoch; None if it does not. Collective."""
         config, session = self._session.config, self._session
-        reason = None
+        reason: str | None
         if session.fit.loaded.num_batches == 0:
             reason = "no training batches"
         elif config.max_epochs != -1 and session.fit.progress.epoch >= config.max_epochs:

@@ -449,13 +449,9 @@ class FitLoop(FitNames):
         progress.windows += 1
         progress.phase = WINDOW_END
         signals = session.signals
-        has_come = (
-            session.should_stop
-            or progress.global_step >= self.ending.most_steps
-            or session.agreement.up
-            or session.fit.finite.has_found
-            or (signals is not None and signals.asked != 0)
-        )
+        is_asked = session.should_stop or (signals is not None and signals.asked != 0)
+        is_last = progress.global_step >= self.ending.most_steps
+        has_come = is_asked or is_last or session.fit.finite.has_found or session.agreement.up
         self._stops = bool(has_come) and self.ending.after_window()
 
     def _call_end_hooks(self, whole: bool) -> dict[str, Tensor]:
