@@ -74,6 +74,7 @@ class Resume:
     lacks_logged: bool = False
     cut_epoch: RankEntry | None = None
     validation: ValidationStart | None = None
+    # lambdas: their classes are defined below
     batches: RunBatches = field(default_factory=lambda: RunBatches())
     counted: Callable[[int], int] = int
     shares: dict[str, Any] | None = None

@@ -16,6 +16,7 @@ from lockstep.engines.ddp.owned_optimizer import shard_optimizers
 from lockstep.extensions.parallel.container import DistributedDataParallel
 from lockstep.ground import comm
 from lockstep.precision.base import LossScaler
+from tests.engines.ddp.test_owned_optimizer import batch_of, values
 from tests.tools.pool import RankPool
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -74,15 +75,6 @@ def made(name: str, net: nn.Module) -> torch.optim.Optimizer:
     if name == "muon":  # for matrices alone
         return torch.optim.Muon([p for p in net.parameters() if p.dim() == 2 and p.numel()], 0.02)
     return OPTIMIZERS[name](groups_of(net))
-
-
-def batch_of(step: int, rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, 2, 7, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def values(net: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in net.named_parameters()}
 
 
 def uses(step: int, rank: int) -> bool:
