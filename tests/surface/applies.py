@@ -2,7 +2,7 @@
 
 A key is ``flag CALL(argument)``, ``flag CALL(argument=value)``, ``name X`` or ``several Trainers``:
 `lockstep.extensions.lightning.migrate` looks for them.
-Beside these rows stands what is to be done by hand: hooks that nobody calls today, and arguments with another name.
+The file also lists what a user changes by hand: hooks that are no longer called, and arguments with another name.
 """
 
 from __future__ import annotations
@@ -17,78 +17,9 @@ from lockstep.names.former_methods import former_methods
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "src" / "lockstep" / "extensions" / "lightning" / "differences.json"
-PAGE = ROOT / "docs" / "from-lightning.md"
-
-RANKS = ("flag Trainer(devices)", "flag Trainer(strategy)", "flag Trainer(num_nodes)", "flag Trainer(gpus)")
-RESUMED = ("flag fit(ckpt_path)", "flag Trainer(resume_from_checkpoint)")
-# The rows of docs/from-lightning.md by how they begin; without keys: no name of a script tells.
-PROSE: dict[str, tuple[str, ...]] = {
-    "samples that do not divide": RANKS,
-    "a rank that has no samples": ("name self.all_gather",),
-    "batches that come ready-made": ("flag DataLoader(batch_size=None)",),
-    "a loader that is no `DataLoader`": (),
-    "a data set that grows or shrinks": (),
-    "a sampler of yours that decides": (),
-    "loaders side by side": ("name CombinedLoader",),
-    "the last, partial window": ("flag Trainer(accumulate_grad_batches)",),
-    "a smaller last batch": ("flag Trainer(accumulate_grad_batches)",),
-    "`self.log` on several ranks": ("name self.log", "name self.log_dict"),
-    "`self.all_gather` of what ranks": ("name self.all_gather",),
-    "an `IterableDataset`": ("name IterableDataset",),
-    "data sets of different length": (),
-    "a class of loader whose": (),
-    "`trainer.callbacks` that a hook": (),
-    "`trainer.validate`, `test`": (),
-    "Ctrl-C in `fit`": ("name KeyboardInterrupt",),
-    "shuffling": ("flag DataLoader(shuffle=True)",),
-    "random numbers in `__getitem__`": (),
-    "resume in mid-epoch": RESUMED,
-    "resume with another number of processes": RESUMED,
-    "resume of an `IterableDataset`": (),
-    "a data set or an order that has changed": (),
-    "resume with another `batch_size`": (),
-    "checkpoints": ("name load_from_checkpoint", "name save_checkpoint"),
-    "a loss or gradient that is NaN": (),
-    "`fit()`": (),
-    "a rank that fails": (),
-    "ranks that wait": (),
-    "a restart by the agent": (),
-    "notebooks": ("flag Trainer(strategy=ddp_notebook)",),
-    "`predict` under spawn": ("flag Trainer(strategy=ddp_spawn)", "flag Trainer(strategy=ddp_fork)"),
-    "a parameter or buffer that comes": ("name add_param_group", "name weight_norm"),
-    "gradients of ranks on one machine": (),
-    "unused parameters": (
-        "flag DDPStrategy(find_unused_parameters)",
-        "flag Trainer(strategy=ddp_find_unused_parameters_true)",
-    ),
-    "buffers (BatchNorm": ("name BatchNorm1d", "name BatchNorm2d", "name BatchNorm3d"),
-    "communication hooks off CUDA": ("flag DDPStrategy(ddp_comm_hook)",),
-    "post-local SGD": ("name PostLocalSGDState",),
-    "`shard_optimizer=True`": (),
-    "a SLURM batch script": ("name SLURMEnvironment",),
-    "a SLURM job that is asked": ("name SLURMEnvironment",),
-    "Trainers of different sizes": ("several Trainers",),
-    "SIGTERM": ("name SIGTERM",),
-    "calls of the ranks": (),
-    "progress bar": (),
-    "hyperparameters in checkpoints": ("name self.save_hyperparameters",),
-    "`nn.Embedding(max_norm": ("flag Embedding(max_norm)", "flag EmbeddingBag(max_norm)"),
-    "`loss.backward()` in manual": ("name manual_backward",),
-    "LBFGS": ("name LBFGS",),
-    "resume with another optimizer class": (),
-    "lazy layers (`nn.LazyLinear`)": ("name LazyLinear",),
-    "manual optimization under `16-mixed`": ("name self.automatic_optimization",),
-    "steps of a plain optimizer in manual": ("name self.automatic_optimization",),
-    "a step that `16-mixed` leaves out": ("flag Trainer(precision=16-mixed)",),
-    "`ModelCheckpoint(monitor=<of validation>": ("name ModelCheckpoint",),
-    "`ModelCheckpoint(every_n_train_steps": ("flag ModelCheckpoint(every_n_train_steps)",),
-    "an epoch with fewer batches": (),
-    "`ModelCheckpoint` and `EarlyStopping` in a fit": ("flag Trainer(check_val_every_n_epoch)",),
-    "one name from several loaders": ("flag log(add_dataloader_idx=False)",),
-    "`BackboneFinetuning`, `ModelPruning`": ("name BackboneFinetuning", "name ModelPruning"),
-    "`accumulate_grad_batches={0: 8": ("flag Trainer(accumulate_grad_batches=dict)",),
-}
-
+BEHAVIOUR: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("behaviour.json").read_text())
+"""Differences in behaviour: "common" ones, the most frequent first, for docs/from-lightning.md; "others" for
+docs/lightning.md. An entry without keys cannot be found in a script by a name."""
 
 # By call: arguments of years ago, and what is written today.
 ARGUMENTS = {
@@ -126,13 +57,6 @@ def by_hand() -> dict[str, list[str]]:
     found["name self.hparams="] = ["self.hparams = ...: today self.save_hyperparameters(...)."]
     found["name lockstep.__version__"] = ["__version__ is lockstep's version, not Lightning's."]
     return dict(sorted(found.items()))
-
-
-def prose() -> list[list[str]]:
-    """The rows of docs/from-lightning.md: what, in Lightning, in lockstep, why."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "Lightning 2.6 |" not in line]
-    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines]
-    return [row for row in rows if len(row) == 4]
 
 
 def keys_of(row: dict[str, Any]) -> list[str]:
@@ -174,10 +98,9 @@ def shortened(text: str) -> str:
 def differences(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Sentences by key, of what differs, and of what is refused and no import tells."""
     found: dict[str, list[str]] = {}
-    for what, _, here, _ in prose():
-        (begins,) = (begin for begin in PROSE if what.startswith(begin))
-        for key in PROSE[begins]:
-            found.setdefault(key, []).append(shortened(f"{what}: {here}."))
+    for entry in [*BEHAVIOUR["common"], *BEHAVIOUR["others"]]:
+        for key in entry["keys"]:
+            found.setdefault(key, []).append(shortened(f"{entry['what']}: {entry['here']}"))
     for row in rows:
         refused = row["verdict"] == "refused" and row["kind"] in ("flag", "attribute", "hook", "callback hook")
         if row["verdict"] == "differs" or refused:

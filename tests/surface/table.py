@@ -1,6 +1,7 @@
 """The table of Lightning 2.6's public surface: what works here, what differs, what is refused, and the test of each.
 
-``rows/*.json`` hold the rows; ``python -m tests.surface.table`` writes docs/lightning.md from them.
+``rows/*.json`` and ``behaviour.json`` hold the rows; ``python -m tests.surface.table`` writes docs/lightning.md and the
+list on docs/from-lightning.md from them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from tests.surface import applies, matrix
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 PAGE = ROOT / "docs" / "lightning.md"
+GUIDE = ROOT / "docs" / "from-lightning.md"
+MARK = "<!-- written by python -m tests.surface.table -->"
+"""Stands before and after the list of common differences on `GUIDE`."""
 
 KINDS = {
     "flag": "Flags of Trainer",
@@ -73,11 +77,10 @@ def page() -> str:
     lines = [
         "# Lightning 2.6 in lockstep",
         "",
-        "What of Lightning 2.6.6's public surface works here, what works otherwise and how, what is refused and why.",
-        "Each row names the test that fails when the thing is ignored. Written by `python -m tests.surface.table`;",
-        "a test holds the page to the code, and to Lightning where that is installed. What behaves otherwise, and why,",
-        "is on a page of its own: [from Lightning](from-lightning.md).",
-        "[Where it has run](../README.md#where-it-has-run) says on which devices and with what.",
+        "Reference for people who use Lightning 2.6.6: every name of its public surface, and whether it works here,",
+        "differs or is refused. [Coming from Lightning](from-lightning.md) has the differences that people meet most",
+        "often, and [where it has run](../README.md#where-it-has-run) the devices. Each row names the test that holds it.",
+        "The page is written by `python -m tests.surface.table`.",
         "",
         f"{counts['works']} rows work, {counts['differs']} differ, {counts['refused']} are refused.",
     ]
@@ -85,8 +88,8 @@ def page() -> str:
         "",
         "## Support matrix",
         "",
-        "That of 2019, printed from what the tests run (`tests/config/test_support_matrix.py`, on CPU devices and in",
-        "bf16 in place of GPUs and 16 bit). Its last row is new: dp and 16 bit excluded each other.",
+        "The table of 2019, from what `tests/config/test_support_matrix.py` runs (on CPU devices and in bf16 instead",
+        "of GPUs and 16 bit). The last row is new: dp and 16 bit excluded each other.",
         "",
         *matrix.lines(),
     ]
@@ -103,13 +106,33 @@ def page() -> str:
             lines += [_line(row) for row in of_kind]
     lines += [
         "",
-        "## Seen in programs",
+        "## Rarer differences",
         "",
-        "What random programs show otherwise than Lightning (`python -m tests.differential`); no row above tells it.",
+        *behaviour("others"),
+        "",
+        "## Found by random programs",
+        "",
+        "Differences that `python -m tests.differential` found by running random programs on both.",
         "",
         *(f"- {row.sentence}" for row in known.ROWS if row.where == known.PAGE),
     ]
     return "\n".join(lines) + "\n"
+
+
+def behaviour(part: str) -> list[str]:
+    """Return the list of what behaves otherwise than in Lightning: the "common" part, or the "others"."""
+    lines = []
+    for entry in applies.BEHAVIOUR[part]:
+        there = f" *Lightning:* {entry['lightning']}." if entry["lightning"] else ""
+        lines.append(f"- **{entry['what']}**: {entry['here']}{there}")
+    return lines
+
+
+def guide() -> str:
+    """Return the page for people who come from Lightning, with today's list of common differences."""
+    before, rest = GUIDE.read_text().split(f"{MARK}\n", 1)
+    _, after = rest.split(f"{MARK}\n", 1)
+    return "\n".join([f"{before}{MARK}", *behaviour("common"), f"{MARK}\n{after}"])
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -119,8 +142,9 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write the page, and what `lockstep migrate` has of it."""
+    """Write both pages, and what `lockstep migrate` reports of them."""
     PAGE.write_text(page())
+    GUIDE.write_text(guide())
     applies.FILE.write_text(applies.text(rows()))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import lockstep
 from tests.surface import applies
-from tests.surface.table import KINDS, PAGE, VERDICTS, is_test, page, rows
+from tests.surface.table import GUIDE, KINDS, PAGE, VERDICTS, guide, is_test, page, rows
 from tests.tools.absent import is_absent
 
 
@@ -34,17 +34,15 @@ def lightning() -> Iterator[Any]:
     os.environ.update(before)
 
 
-def test_the_page_is_written_from_the_rows() -> None:
+def test_the_pages_are_written_from_the_rows() -> None:
     assert PAGE.read_text() == page(), "run `python -m tests.surface.table`"
+    assert GUIDE.read_text() == guide(), "run `python -m tests.surface.table`"
+    assert len(applies.BEHAVIOUR["common"]) <= 25
 
 
 def test_migrate_has_the_rows_of_both_pages() -> None:
     wanted = applies.text(rows())
     assert applies.FILE.read_text() == wanted, "run `python -m tests.surface.table`"
-    titles = [row[0] for row in applies.prose()]
-    assert len(titles) > 30
-    assert [title for title in titles if sum(title.startswith(begin) for begin in applies.PROSE) != 1] == []
-    assert [begin for begin in applies.PROSE if not any(title.startswith(begin) for title in titles)] == []
 
 
 def test_no_cell_is_empty() -> None:
