@@ -79,7 +79,7 @@ def page() -> str:
         "",
         "Reference for people who use Lightning 2.6.6: every name of its public surface, and whether it works here,",
         "differs or is refused. [Coming from Lightning](from-lightning.md) has the differences that people meet most",
-        "often, and [where it has run](../README.md#where-it-has-run) the devices. Each row names the test that holds it.",
+        "often, and [where it has run](../README.md#where-it-has-run) the devices. Each row names its test.",
         "The page is written by `python -m tests.surface.table`.",
         "",
         f"{counts['works']} rows work, {counts['differs']} differ, {counts['refused']} are refused.",
