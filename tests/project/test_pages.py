@@ -124,7 +124,7 @@ def test_default_places_are_those_of_the_table(ranks: RankPool, tmp_path: Path) 
 
 
 def test_the_readme_lists_every_page() -> None:
-    readme = (ROOT / "README.md").read_text().partition("## How to go on")[2]
+    readme = (ROOT / "README.md").read_text().partition("## Documentation")[2]
     listed = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", readme))
     assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
 
