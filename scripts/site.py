@@ -47,6 +47,7 @@ def main() -> None:
             target.write_text(linked(source, target))
         else:
             shutil.copy(source, target)
+    (PAGES / "llms.txt").write_text(for_programs())
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(PROJECT / "src", SOURCE, ignore=shutil.ignore_patterns("__pycache__"))
     for file in SOURCE.rglob("*.py"):
@@ -70,6 +71,23 @@ def pages() -> dict[Path, Path]:
         found[file] = PAGES / "examples" / f"{file.stem}.md"
     found[PROJECT / "LICENSE"] = PAGES / "LICENSE"
     return found
+
+
+def for_programs() -> str:
+    """Return llms.txt: the rules of AGENTS.md, and each page with its first sentence, for programs that read the site.
+
+    The format is that of llmstxt.org: a title, a summary and lists of links.
+    """
+    rules = (PROJECT / "AGENTS.md").read_text().partition("\n\n")[2]
+    lines = ["# lockstep", "", "> A trainer for PyTorch with the API of Lightning 2.x.", "", rules, "## Pages", ""]
+    for source, target in sorted(pages().items()):
+        if source.suffix == ".md":
+            title, _, rest = source.read_text().partition("\n")
+            text = re.sub(r"^(#.*|!\[.*|<!--.*|\|.*)$", "", rest, flags=re.MULTILINE).strip().partition("\n\n")[0]
+            sentence = re.split(r"(?<=\.)\s", LINK.sub(r"\2", " ".join(text.split())))[0]
+            page = target.relative_to(PAGES).with_suffix(".html").as_posix()
+            lines.append(f"- [{title.removeprefix('# ')}]({page}): {sentence}")
+    return "\n".join(lines) + "\n"
 
 
 def linked(source: Path, target: Path) -> str:

@@ -43,10 +43,10 @@ def test_a_name_of_two_modules_is_described_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs the extra docs: scripts/docs installs it")
+@pytest.mark.skipif(find_spec("zensical") is None, reason="needs the extra docs: scripts/docs installs it")
 def test_the_site_is_built_without_a_warning() -> None:
     site.main()
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet"]
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     assert "Trainer" in (ROOT / "build/site/reference/lockstep.html").read_text()
