@@ -409,8 +409,8 @@ Written by `python benchmarks/overhead.py --runs {args.runs} --steps {args.steps
 {text}
 
 - The model is one linear layer with SGD, batches of {BATCH} from a shuffled `TensorDataset` and one computing thread.
-- A figure is the difference between the smallest CPU times of {args.runs} interleaved runs of {args.steps} steps, without
-  set-up. With two processes it is the CPU time of the training thread, averaged over both.
+- A figure is the difference between the smallest CPU times of {args.runs} interleaved runs of {args.steps} steps,
+  without set-up. With two processes it is the CPU time of the training thread, averaged over both.
 - The Trainers run without logger, callbacks, progress bar and checkpoints, except where the table names them.
 - Accelerate does not reduce logged values, so only its bare step is compared.
 - torch's own shuffle keeps every index in memory, so it is measured on a hundredth of the samples.
