@@ -122,8 +122,8 @@ def between_ranks(nodes: Sequence[int]) -> str:
         lines.append(f"| {ranks:,} | {' | '.join(map(str, cells))} |")
     lines += [
         "",
-        f"A rank sends and receives at most {messages:.1f} log2(ranks) messages and {size:.1f} log2(ranks) KB to reduce",
-        f"the logged values, and a host at most {agreements:.1f} log2(ranks) messages to agree.",
+        f"A rank sends and receives at most {messages:.1f} log2(ranks) messages and {size:.1f} log2(ranks) KB to",
+        f"reduce the logged values, and a host at most {agreements:.1f} log2(ranks) messages to agree.",
     ]
     return "\n".join(lines)
 
@@ -212,8 +212,8 @@ Written by `python benchmarks/scale.py` (Python {platform.python_version()}, tor
 
 ## Start, hangs and failures
 
-All nodes run in one process: supervisors, connections and messages are lockstep's own, and the ranks, {RANKS_PER_NODE} on a
-node, are simulated (`tests.tools.scale`). For the hang, all ranks but one wait in an all-reduce for {wait} s, with
+All nodes run in one process: supervisors, connections and messages are lockstep's own, and {RANKS_PER_NODE} ranks on
+each node are simulated (`tests.tools.scale`). For the hang, all ranks but one wait in an all-reduce for {wait} s, with
 `hang_timeout={TIMEOUT:.0f}`. The benchmark fails if a healthy node is lost or a wrong rank is named.
 
 {table(rows)}
