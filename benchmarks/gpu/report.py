@@ -131,9 +131,9 @@ def overview(found: Found) -> str:
                 sum(check["result"] == word for check in told["checks"]) for word in ("passed", "failed", "skipped")
             ]
             run = told.get("run", "as above")
-            rows.append([part.name, part.title, told["result"], *counts, told.get("seconds"), run])
+            rows.append([part.name, told["result"], *counts, told.get("seconds"), run])
     several_runs = any("run" in told for told in found["parts"].values())
-    head = ["part", "what", "verdict", "passed", "failed", "left out", "seconds", *(["run"] if several_runs else [])]
+    head = ["part", "verdict", "passed", "failed", "skipped", "seconds", *(["run"] if several_runs else [])]
     return table(head, (row[: len(head)] for row in rows))
 
 
@@ -144,7 +144,7 @@ def details(part: PartPlan, told: Found) -> str:
     if names and part.name in ("speed", "large"):
         return speed(checks)
     rows = [[check["name"], check["result"], _words(check)] for check in checks]
-    return table(["check", "verdict", "found"], rows)
+    return table(["check", "verdict", "measured"], rows)
 
 
 def _words(check: Found) -> str:
@@ -163,7 +163,7 @@ def speed(checks: list[Found]) -> str:
         pieces.append(f"{check['name']}: {check['result']}{'. ' + check['said'] if check.get('said') else ''}")
         if ways:
             unit = check["numbers"].get("unit", "units")
-            head = ["way", *(column.replace("units", unit) for column in COLUMNS)]
+            head = ["method", *(column.replace("units", unit) for column in COLUMNS)]
             pieces.append(table(head, ([way, *(row.get(column) for column in COLUMNS)] for way, row in ways.items())))
         more = {name: value for name, value in check.get("numbers", {}).items() if name not in ("ways", "unit")}
         if more:
