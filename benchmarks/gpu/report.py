@@ -177,7 +177,8 @@ def speed(checks: list[Found]) -> str:
 def write_tables(out: Path, commit: str) -> int:
     """Put the tables of a run into docs/gpu.md, and its rows into the README; returns the exit status.
 
-    A run on a CPU replaces the page's section of the CPU alone, and one on a device that of its device.
+    A run on a CPU replaces the page's section of the CPU alone, without its checks, and one on a device that of its
+    device.
 
     Args:
         out: the folder that has gpu.json.
@@ -210,7 +211,8 @@ def with_section(page: str, found: Found) -> str:
     for piece in inside.split("\n## ")[1:]:
         title, _, text = piece.partition("\n")
         sections[title] = text.strip()
-    sections[title_of(found)] = tables(found).strip()
+    short = found["kind"] == "cpu"  # a trial of the script: its checks are in gpu.md
+    sections[title_of(found)] = f"{where(found)}\n\n{overview(found)}" if short else tables(found).strip()
     devices_first = sorted(sections, key=lambda title: (title.startswith("CPU"), title))
     body = "\n\n".join(f"## {title}\n\n{sections[title]}" for title in devices_first)
     return f"{before}{begin}\n{body}\n\n{end}{after}"
