@@ -206,7 +206,7 @@ def page(rows: Sequence[Row], wait: int) -> str:
     most = rows[-1]
     return f"""# Scaling to a thousand nodes
 
-This page shows how lockstep's supervision and its messages between ranks scale with the number of nodes.
+This page shows how lockstep's supervision and messages scale with the number of nodes, for users of large clusters.
 Written by `python benchmarks/scale.py` (Python {platform.python_version()}, torch {torch.__version__},
 {os.cpu_count()} CPU cores).
 
