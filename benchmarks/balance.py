@@ -137,7 +137,7 @@ def schedules(args: argparse.Namespace) -> None:
             took = median(found[name]) * 1e3
             ratio = ratios(found["1f1b"], found[name])
             body.append([f"{world}", f"{count}", name, f"{took:.0f}", f"{1 - busy / took:.0%}", f"{ratio:.2f}"])
-    head = ["ranks", "micro-batches", "schedule", "ms a step", "of which not computing", "1f1b / this"]
+    head = ["ranks", "micro-batches", "schedule", "ms a step", "idle", "1f1b / this one"]
     print(table(head, body), "\n", flush=True)
 
 

@@ -400,21 +400,22 @@ def main() -> None:
     }
     text = table(figures)
     print(text)
-    about = f"""# What a step costs
+    about = f"""# Overhead of a training step
 
+This page shows how much CPU time lockstep, Lightning and Accelerate add to a training step, for users who compare them.
 Written by `python benchmarks/overhead.py --runs {args.runs} --steps {args.steps}`
 ({versions()}).
 
-One linear layer, SGD, batches of {BATCH} from a shuffled `TensorDataset`, one computing thread. A figure is
-the difference of the smallest CPU times of {args.runs} interleaved runs of {args.steps} steps. The Trainers
-run without logger, callbacks, progress bar and checkpoints but where a row names them, and their set-up is
-not counted. Accelerate reduces no logged values, so only its bare step is compared. torch's own shuffle keeps
-every index in memory, so it is shown for a hundredth of the samples. With two processes it is the CPU time of
-the training thread, the mean of both.
-
 {text}
 
-![What a step costs over a hand-written loop](overhead.png)
+- The model is one linear layer with SGD, batches of {BATCH} from a shuffled `TensorDataset` and one computing thread.
+- A figure is the difference between the smallest CPU times of {args.runs} interleaved runs of {args.steps} steps,
+  without set-up. With two processes it is the CPU time of the training thread, averaged over both.
+- The Trainers run without logger, callbacks, progress bar and checkpoints, except where the table names them.
+- Accelerate does not reduce logged values, so only its bare step is compared.
+- torch's own shuffle keeps every index in memory, so it is measured on a hundredth of the samples.
+
+![Overhead of a step over a hand-written loop](overhead.png)
 """
     (DOCS / "overhead.md").write_text(about)
     draw(figures["one"], DOCS / "overhead.png")

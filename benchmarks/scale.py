@@ -77,9 +77,9 @@ def measure(nodes: int, wait: int) -> Row:
 def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown."""
     head = (
-        "| nodes | ranks | start, ms | messages a second of another node, while ranks wait | node 0's part of a core | "
-        "told after, s | first cause everywhere after, ms | lost node everywhere after, ms | end, ms | "
-        "requests of a rank to meet | of rank 0 |"
+        "| nodes | ranks | start, ms | messages a second of another node, while ranks wait | load of node 0's core | "
+        "hang reported after, s | failure known everywhere after, ms | lost node known everywhere after, ms | "
+        "end, ms | rendezvous requests of a rank | of rank 0 |"
     )
     lines = [head, "|" + "---|" * 11]
     for row in rows:
@@ -106,8 +106,8 @@ def table(rows: Sequence[Row]) -> str:
 def between_ranks(nodes: Sequence[int]) -> str:
     """Messages and calls of ranks, as Markdown."""
     head = (
-        f"| ranks | messages of rank 0 to reduce {NAMES} logged values | most of another rank | KB of a rank | deep | "
-        "messages of a host to agree | deep | calls to draw a micro-batch by a user's sampler |"
+        f"| ranks | messages of rank 0 to reduce {NAMES} logged values | most of another rank | KB of a rank | depth | "
+        "messages of a host to agree | depth | calls of a custom sampler for a micro-batch |"
     )
     lines = [head, "|" + "---|" * 8]
     messages = size = agreements = 0.0  # the largest, divided by log2(ranks)
@@ -122,8 +122,8 @@ def between_ranks(nodes: Sequence[int]) -> str:
         lines.append(f"| {ranks:,} | {' | '.join(map(str, cells))} |")
     lines += [
         "",
-        f"In every row a rank sends and gets at most {messages:.1f} log2(ranks) messages and {size:.1f} log2(ranks) KB",
-        f"to reduce the logged values, and a host at most {agreements:.1f} log2(ranks) messages to agree.",
+        f"A rank sends and receives at most {messages:.1f} log2(ranks) messages and {size:.1f} log2(ranks) KB to",
+        f"reduce the logged values, and a host at most {agreements:.1f} log2(ranks) messages to agree.",
     ]
     return "\n".join(lines)
 
@@ -183,8 +183,8 @@ def real(path: str) -> tuple[int, int, int]:
 def on_real_ranks() -> str:
     """What real ranks open and send, as Markdown."""
     head = (
-        "| ranks on two hosts | sockets of torch's group | more in training | MB that a rank sends to save in a window "
-        "of manual optimization | MB of the file |"
+        "| ranks on two hosts | sockets of torch's group | more in training | MB sent by a rank for a checkpoint in a "
+        "window of manual optimization | MB of the file |"
     )
     lines = [head, "|" + "---|" * 5]
     with RankPool(max(REAL)) as pool, tempfile.TemporaryDirectory() as folder:
@@ -204,38 +204,39 @@ def on_real_ranks() -> str:
 def page(rows: Sequence[Row], wait: int) -> str:
     """docs/scale.md, up to what is between ranks."""
     most = rows[-1]
-    return f"""# A thousand nodes
+    return f"""# Scaling to a thousand nodes
 
+This page shows how lockstep's supervision and messages scale with the number of nodes, for users of large clusters.
 Written by `python benchmarks/scale.py` (Python {platform.python_version()}, torch {torch.__version__},
 {os.cpu_count()} CPU cores).
 
-Nodes are played in one process: supervisors, connections and messages are lockstep's own, and {RANKS_PER_NODE} ranks of
-each node are made up (`tests.tools.scale`). In the wait all ranks but one wait in an all-reduce for
-{wait} s, with `hang_timeout={TIMEOUT:.0f}`. No healthy node was lost, and the right rank was named, in every row: the
-benchmark ends with an error otherwise.
+## Start, hangs and failures
+
+All nodes run in one process: supervisors, connections and messages are lockstep's own, and {RANKS_PER_NODE} ranks on
+each node are simulated (`tests.tools.scale`). For the hang, all ranks but one wait in an all-reduce for {wait} s, with
+`hang_timeout={TIMEOUT:.0f}`. The benchmark fails if a healthy node is lost or a wrong rank is named.
 
 {table(rows)}
 
-![What node 0 does, and how long news takes](scale.png)
+![Load of node 0, and time until all nodes know of a failure](scale.png)
 
-How each part grows with the number of nodes N:
+Node 0 is the center of a star: its traffic grows with the number of nodes N, that of other nodes does not.
 
-- **start:** each node calls node 0 once: 2 messages for a node, 2(N-1) for node 0.
-- **wait:** nobody tells anything for 2 s, and one second more for each 256 ranks, but no longer than half of
-  `hang_timeout`. Then each node tells node 0 what has changed of its ranks, at once, and that nothing has, every 2 s.
-  Node 0 asks the nodes every 2 s. That is at most a message a second for a node.
-- **proof by stacks:** where all ranks seem to wait, node 0 puts a question to all nodes, twice; each answers once.
-  Where that proves nothing it asks again after 1 s, 3 s, and so on up to a minute.
-- **comparison of the ranks:** one pass over their newest notes. Node 0 gives it 4 % of a core, so that among
-  thousands of ranks it comes every few seconds.
-- **failure:** one claim to node 0, and one message from node 0 to each node.
-- **lost node:** the system closes its connection; one message from node 0 to each node.
-- **end:** one farewell of each node.
-- **meeting:** ranks of an elastic run on several nodes agree on their attempt with {most.requests["another rank"]}
-  requests of each rank, and 4 of rank 0 for each of them. Nobody polls.
+- **Start:** each node connects to node 0: 2 messages for a node, 2(N-1) for node 0.
+- **Hang, while ranks wait:** at most one message a second for a node. Nothing is sent for the first 2 s plus one second
+  for each 256 ranks, at most half of `hang_timeout`. Then each node reports changes of its ranks at once, and "no
+  change" every 2 s. Node 0 polls the nodes every 2 s.
+- **Hang, proof by stacks:** if all ranks seem to wait, node 0 queries all nodes twice, with one answer each. If that
+  proves nothing, it queries again after 1 s, 3 s, and so on up to a minute.
+- **Hang, comparison of the ranks:** one pass over their newest records. Node 0 spends 4 % of a core on it: every few
+  seconds for thousands of ranks.
+- **Failure:** one report to node 0, and one message from node 0 to each node.
+- **Lost node:** the operating system closes its connection; node 0 sends one message to each node.
+- **End:** one message of each node.
+- **Rendezvous:** ranks of an elastic run on several nodes agree on their attempt without polling, with
+  {most.requests["another rank"]} requests of each rank, and 4 of rank 0 for each of them.
 
-Node 0 is the center of a star: what it sends and hears grows with the number of nodes. Each other node's part does not
-grow. `docs/failures.md` has the same failures with real ranks.
+[Failures](failures.md) describes the same failures with real ranks.
 """
 
 
@@ -247,27 +248,24 @@ def second_part(ranks: str, measured: str) -> str:
     return f"""{BETWEEN}
 Written by `python benchmarks/scale.py --between-ranks` (Python {platform.python_version()}, torch {torch.__version__}).
 
-Messages are counted as lockstep's own code makes them, by ranks that are played in one process
-(`tests.tools.scale_messages`); each result is compared with the true one. What is sent and what is got both count.
-{RANKS_PER_NODE} ranks are on a host.
+The messages of lockstep's own code are counted, sent and received, with all ranks simulated in one process
+(`tests.tools.scale_messages`), {RANKS_PER_NODE} ranks on a host. Each result is compared with the correct one.
 
 {ranks}
 
-- **logged values:** neighbours by eights along a tree, log8(ranks) levels of at most 7 messages to a rank, and gloo's
-  broadcast. Up to 8 ranks, and between GPUs (NCCL), each rank gets all ranks' rows by one all_gather.
-- **agreement over hosts:** a page of memory within each host, and messages of 0.5 KB between the hosts' leaders: 8 of
-  them exchange what they have, more do so along a tree of eights. There is one agreement every 8 windows, or every
-  50 ms, or less often where it costs more than a tenth of the time.
-- **a user's sampler:** each rank draws all of it, as the order is the user's, and cuts its own part by arithmetic.
+- **Logged values:** ranks reduce in groups of eight along a tree, log8(ranks) levels of at most 7 messages to a rank,
+  followed by gloo's broadcast. Up to 8 ranks, and between GPUs (NCCL), one all_gather is used.
+- **Agreement over hosts:** ranks of a host use a page of shared memory. Hosts exchange messages of 0.5 KB: up to 8
+  hosts directly, more along a tree of eights. Ranks agree once every 8 windows, or every 50 ms, or less often if it
+  would cost more than a tenth of the time.
+- **Custom samplers:** each rank draws all of the sampler and takes its own part.
 
-Of real ranks, on two hosts that are made up (the model has 2.9 MB):
+Real ranks on two simulated hosts, with a model of 2.9 MB:
 
 {measured}
 
-Gradients that were reduced are the same on all ranks: they are sent by none and are in the file once. The agreement
-goes over the connections of torch's group.
-
-Not on this page: the connections themselves, which are torch's and gloo's, one between each two ranks.
+Reduced gradients are the same on all ranks, so no rank sends them, and the file contains them once. The agreement uses
+the connections of torch's group. The connections of torch and gloo, one between each two ranks, are not measured here.
 """
 
 

@@ -1,4 +1,4 @@
-"""What FSDP and DeepSpeed cost through the Trainer over loops by hand, and which sharding engine is for what.
+"""FSDP and DeepSpeed through the Trainer, compared with hand-written loops.
 
     python benchmarks/sharded.py             # prints tables, writes them into docs/sharded-speed.md
     python benchmarks/sharded.py --quick     # small counts, to see that it runs; prints only
@@ -28,9 +28,9 @@ MODES = ("FULL_SHARD", "SHARD_GRAD_OP")
 ENGINES = ("ddp, sharded optimizer", "ddp, sharded optimizer, TCP", "SHARD_GRAD_OP")
 STAGES = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 HEADINGS = {
-    "fsdp": "## FSDP through the Trainer, over `fully_shard` by hand",
-    "deepspeed": "## DeepSpeed through the Trainer, over `deepspeed.initialize` by hand",
-    "engines": "## Which engine for optimizer states in shards",
+    "fsdp": "## FSDP compared with `fully_shard`",
+    "deepspeed": "## DeepSpeed compared with `deepspeed.initialize`",
+    "engines": "## Strategies that shard optimizer states",
 }
 """Of the page, by table."""
 

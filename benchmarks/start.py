@@ -1,4 +1,4 @@
-"""How long a run takes to begin: from the start of its process to the end of the first step, on two ranks.
+"""Startup time of a run on two ranks: from the start of its process to the end of the first step.
 
     pip install -c constraints.txt -e ".[bench]"
     python benchmarks/start.py
@@ -264,23 +264,25 @@ def verdict(over: Interval) -> str:
 def page(text: str, rounds: int, load: tuple[float, float]) -> str:
     """docs/start.md."""
     about = f"Python {platform.python_version()}, torch {version('torch')}, {os.cpu_count()} CPU cores"
-    return f"""# How long a run takes to begin
+    return f"""# Startup time
 
+This page compares how fast a run on two ranks starts with each start method, for users who start many short runs.
 Written by `python benchmarks/start.py --rounds {rounds}`
 ({about}; load average {load[0]:.1f} before, {load[1]:.1f} after).
 
-From the start of the process to the end of the first optimizer step of the last of two ranks: a small network on the
-CPU, gloo, no logger, no callbacks. {rounds} rounds, each way once a round and in turns as to which is first, after one
-that fills the file caches. Medians; the ratio is the median of the rounds' ratios, in brackets its 90 % interval. CPU
-is that of all processes, their ends included. PSS is the memory of all processes after the first step, in a run of its
-own; what they share is counted once.
-
 {text}
 
-`ddp` runs the script once for each rank; the script's own process is one of them, so that one import of torch less has
-to wait for another process than under torchrun, whose agent imports torch, too. `ddp_spawn` starts its ranks when `fit`
-is called, after the script has imported torch itself. `ddp_fork` copies the calling process: its ranks are there at
-once and share its memory, and a second `fit` begins within tenths of a second.
+- `ddp` runs the script once for each rank. The script's own process is one of them, which saves an import of torch
+  compared with torchrun, because torchrun's agent imports torch, too.
+- `ddp_spawn` starts its ranks when `fit` is called, after the script has imported torch.
+- `ddp_fork` copies the calling process. Its ranks start at once and share its memory. A second `fit` starts within
+  tenths of a second.
+
+The time is measured from the start of the process to the end of the last rank's first optimizer step. The model is a
+small network on the CPU, with gloo, without logger and callbacks. Each of the {rounds} rounds runs every method once,
+in a different order, after one round that fills the file caches. Figures are medians; a ratio is the median of the
+rounds' ratios, with its 90 % interval in brackets. CPU is the time of all processes, including their exit. PSS is the
+memory of all processes after the first step, measured in a separate run; shared memory is counted once.
 """
 
 

@@ -50,14 +50,17 @@ def of_cost(found: Found) -> list[str]:
     base = min(seconds[0] for seconds in rounds[cost.PLAIN]) * 1e6 / cost.TENSORS
     head = [
         f"µs a tensor, {count} pairs",
-        "Python",
+        "over a backward into existing gradients",
         "of minima",
-        "with C++'s additions",
+        "over a plain backward",
         "of minima",
         "promised",
         "kept",
     ]
-    about = f"A plain zero_grad and backward takes {base:.1f} µs a tensor. The container's rows count the forward too."
+    about = (
+        f"Without a reducer, zero_grad and backward take {base:.1f} µs a tensor. The rows of the container include the "
+        "forward."
+    )
     return [*_table(head, rows), "", about]
 
 
@@ -113,7 +116,7 @@ def of_bits(found: Found) -> list[str]:
         promised = world == "2" or kind.startswith("laid out")
         verdict = "equal" if different == 0 else "**no**" if promised else "not promised"
         rows.append([world, kind, f"{different} of {total}", verdict])
-    return _table(["ranks", "lockstep's engine", "elements with other bits than torch's", "promised: equal"], rows)
+    return _table(["ranks", "lockstep's engine", "elements that differ from torch's", "promised: equal"], rows)
 
 
 def of_wire(found: Found) -> list[str]:
@@ -157,7 +160,8 @@ def of_link(found: Found) -> list[str]:
     head = ["100 Mbit/s", "seconds", "steps", "steps a second", "over torch's", "MB sent a step", "loss, held out"]
     kept = "yes" if best >= 5 else "**no**"
     about = (
-        f"Promised: the best at least 5 times torch's steps, with no higher loss; found {best:.1f} times. Kept: {kept}."
+        "Promised: the best method takes at least 5 times torch's steps, with no higher loss; measured: "
+        f"{best:.1f} times. Kept: {kept}."
     )
     return [*_table(head, rows), "", about]
 
@@ -191,42 +195,48 @@ def of_gpu(found: Found) -> list[str]:
 
 SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
     "cost": (
-        "The reducer's own time",
-        "CPU time of zero_grad and backward of 200 small tensors, one process, nothing sent; differences of pairs.",
+        "Overhead of the reducer",
+        "CPU time that the reducer adds to zero_grad and backward of 200 small tensors, in one process that sends "
+        "nothing. “Of minima”:\nthe difference of the smallest times instead of the median of the differences.",
         of_cost,
     ),
     "tcp": (
         "Over TCP",
-        "Steps of zero_grad, forward, backward and SGD on two ranks; gloo on the loopback device.",
+        "Time of a step (zero_grad, forward, backward, SGD) on two ranks, with gloo on the loopback device.",
         of_tcp,
     ),
     "shared": (
         "Through shared memory",
-        "The same steps; a step over the local step, without reduction, of the same round; the slower rank's of each.",
+        "The same step, divided by a local step without reduction in the same round. The slower rank counts.",
         of_shared,
     ),
     "bits": (
-        "Bits",
-        "Gradients of several steps against torch's. “Laid out”: torch's offsets in torch's buckets, without marks; "
-        "with three and more ranks gloo's sums depend on them.",
+        "Equal bits",
+        "Gradients of several steps compared with torch's. With three or more ranks gloo's sums depend on the layout "
+        "of buckets; “laid out” uses torch's offsets.",
         of_bits,
     ),
     "wire": (
-        "Bytes on the wire",
-        "Counted at `torch.distributed`'s calls, as a ring of two ranks sends them.",
+        "Bytes sent",
+        "Counted in the calls of `torch.distributed`, as a ring of two ranks sends them.",
         of_wire,
     ),
     "memory": ("Memory", "Bytes of tensors after a step.", of_memory),
-    "dp": ("dp beside ddp", "One process that drives two devices (here: the CPU twice), and two processes.", of_dp),
+    "dp": (
+        "dp compared with ddp",
+        "One process that drives two devices (here the CPU twice), and two processes.",
+        of_dp,
+    ),
     "link": (
-        "A slow network",
-        "A GPT of 5 M (0.9 M with --quick) by AdamW, each method for the same time, in turns; two namespaces joined by "
-        "a cable of 100 Mbit/s. Local steps: 16 between two averages. Bytes are the interface's, with headers.",
+        "Slow network",
+        "A GPT of 5 M parameters (0.9 M with --quick) is trained by AdamW with each method for the same time. Two "
+        "network namespaces are joined by a virtual cable of 100 Mbit/s. Local steps are averaged every 16 steps. "
+        "Bytes are those of the interface, with headers.",
         of_link,
     ),
     "powersgd": (
-        "PowerSGD's loss",
-        "A small GPT by SGD with momentum on two ranks; two plain rounds first.",
+        "Loss with PowerSGD",
+        "A small GPT, trained by SGD with momentum on two ranks. The first two steps are plain.",
         of_powersgd,
     ),
     "gpu": ("On a GPU", "NCCL with one rank, and two ranks on one card over gloo.", of_gpu),
@@ -245,13 +255,14 @@ def section(name: str, figures: Found) -> str:
 def write(figures: Found, folder: Path, command: str) -> None:
     """docs/ddp-speed.md and the picture."""
     parts = [section(name, figures[name]) for name in SECTIONS if name in figures]
-    about = f"""# How fast the DDP engine is
+    about = f"""# Speed of DDP
 
+This page compares lockstep's DDP engine with torch's, in time, bytes and memory, for users who choose between them.
 Written by {command}.
 
-Times are paired: a round plays every contestant once, in turns as to which is first, from a common start. A ratio is
-the median of the rounds' ratios, with the bounds of its 90 % interval (order statistics) in brackets. Ranks are
-processes on one machine with one computing thread each.
+Times are paired: each round runs every method once, in a different order, from a common start. A ratio is the median of
+the rounds' ratios, with the bounds of its 90 % interval (order statistics) in brackets. Ranks are processes on one
+machine with one computing thread each. Each section ends with the load average at its start and end.
 
 ![Ratios, and loss over time](ddp-speed.png)
 """

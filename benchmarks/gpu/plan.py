@@ -31,15 +31,15 @@ PARTS: tuple[PartPlan, ...] = (
     PartPlan("suite", "the tests marked gpu", 45, beside=True),
     PartPlan("fits", "fits in every precision, resumed to the same bits", 60, beside=True),
     PartPlan("waits", "places where a step waits for the device", 40, beside=True),
-    PartPlan("one_card", "two ranks on one device, against one process", 70, beside=True),
-    PartPlan("collectives", "what goes over NCCL: reducer, hooks, objects, shards", 45, beside=True),
+    PartPlan("one_card", "two ranks on one device, compared with one process", 70, beside=True),
+    PartPlan("collectives", "reducer, hooks, objects and shards over NCCL", 45, beside=True),
     PartPlan("fine_tune", "pretrained weights, adapters, matrix optimizers, compiled layers", 80, beside=True),
-    PartPlan("life", "how ranks begin and end, failures and hangs", 150, beside=True),
-    PartPlan("speed", "steps beside a hand-written loop, torch's DDP, Lightning, Accelerate", 205),
+    PartPlan("life", "start and end of ranks, failures and hangs", 150, beside=True),
+    PartPlan("speed", "steps compared with a hand-written loop, torch's DDP, Lightning, Accelerate", 205),
     PartPlan("large", "steps of 1.2 billion parameters, compiled, whole and in shards", 150),
-    PartPlan("memory", "peaks, what is left, what a plan predicts", 45),
+    PartPlan("memory", "peak memory, memory left after a fit, predictions of a plan", 45),
     PartPlan("kernels", "SyncBatchNorm, copies to the host", 25),
-    PartPlan("several", "several devices: equality, scaling, who is late", 120),
+    PartPlan("several", "equality, scaling and late ranks on several devices", 120),
 )
 """In the order in which they run: the most valuable first."""
 WHOLE = 585.0

@@ -131,9 +131,9 @@ def overview(found: Found) -> str:
                 sum(check["result"] == word for check in told["checks"]) for word in ("passed", "failed", "skipped")
             ]
             run = told.get("run", "as above")
-            rows.append([part.name, part.title, told["result"], *counts, told.get("seconds"), run])
+            rows.append([part.name, told["result"], *counts, told.get("seconds"), run])
     several_runs = any("run" in told for told in found["parts"].values())
-    head = ["part", "what", "verdict", "passed", "failed", "left out", "seconds", *(["run"] if several_runs else [])]
+    head = ["part", "verdict", "passed", "failed", "skipped", "seconds", *(["run"] if several_runs else [])]
     return table(head, (row[: len(head)] for row in rows))
 
 
@@ -144,7 +144,7 @@ def details(part: PartPlan, told: Found) -> str:
     if names and part.name in ("speed", "large"):
         return speed(checks)
     rows = [[check["name"], check["result"], _words(check)] for check in checks]
-    return table(["check", "verdict", "found"], rows)
+    return table(["check", "verdict", "measured"], rows)
 
 
 def _words(check: Found) -> str:
@@ -163,7 +163,7 @@ def speed(checks: list[Found]) -> str:
         pieces.append(f"{check['name']}: {check['result']}{'. ' + check['said'] if check.get('said') else ''}")
         if ways:
             unit = check["numbers"].get("unit", "units")
-            head = ["way", *(column.replace("units", unit) for column in COLUMNS)]
+            head = ["method", *(column.replace("units", unit) for column in COLUMNS)]
             pieces.append(table(head, ([way, *(row.get(column) for column in COLUMNS)] for way, row in ways.items())))
         more = {name: value for name, value in check.get("numbers", {}).items() if name not in ("ways", "unit")}
         if more:
@@ -177,7 +177,8 @@ def speed(checks: list[Found]) -> str:
 def write_tables(out: Path, commit: str) -> int:
     """Put the tables of a run into docs/gpu.md, and its rows into the README; returns the exit status.
 
-    A run on a CPU replaces the page's section of the CPU alone, and one on a device that of its device.
+    A run on a CPU replaces the page's section of the CPU alone, without its checks, and one on a device that of its
+    device.
 
     Args:
         out: the folder that has gpu.json.
@@ -210,7 +211,8 @@ def with_section(page: str, found: Found) -> str:
     for piece in inside.split("\n## ")[1:]:
         title, _, text = piece.partition("\n")
         sections[title] = text.strip()
-    sections[title_of(found)] = tables(found).strip()
+    short = found["kind"] == "cpu"  # a trial of the script: its checks are in gpu.md
+    sections[title_of(found)] = f"{where(found)}\n\n{overview(found)}" if short else tables(found).strip()
     devices_first = sorted(sections, key=lambda title: (title.startswith("CPU"), title))
     body = "\n\n".join(f"## {title}\n\n{sections[title]}" for title in devices_first)
     return f"{before}{begin}\n{body}\n\n{end}{after}"

@@ -154,7 +154,7 @@ def test_tests_of_another_package_are_not_imported(tmp_path: Path) -> None:
 
 def test_a_table_for_each_part() -> None:
     text = report.tables(found(waits="passed"))
-    assert "| waits | places where a step waits for the device | passed | 1 | 0 | 0 | 1 |" in text
+    assert "| waits | passed | 1 | 0 | 0 | 1 |" in text
     assert "| plain | passed | waits a step 0; places – |" in text
     assert "not a measurement" not in text
     assert "not a measurement" in report.tables(found("cpu", waits="passed"))
@@ -163,7 +163,7 @@ def test_a_table_for_each_part() -> None:
 def test_the_table_of_speed_has_a_row_for_each_way() -> None:
     ways = {"by hand": {"ms a step": 2.0, "over the loop": 1.0, "units/s": 50.0}, "Trainer": {"ms a step": 2.1}}
     text = report.speed([{"name": "GPT", "result": "passed", "numbers": {"unit": "tokens", "ways": ways, "more": 3}}])
-    assert "| way | ms a step | over the loop | tokens/s | MFU | peak MiB | waits a step |" in text
+    assert "| method | ms a step | over the loop | tokens/s | MFU | peak MiB | waits a step |" in text
     assert "| Trainer | 2.1 | – | – | – | – | – |" in text
     assert text.endswith("more 3")
 

@@ -133,7 +133,7 @@ IMPORTS = "import torch\nfrom torch import nn\nfrom torch.utils.data import Data
 
 
 def test_layers_are_split_as_the_page_says(ranks: RankPool, tmp_path: Path) -> None:
-    (code,) = blocks("tensor-parallel.md")["Layers split over devices: tensor parallel and 2-D"]
+    (code,) = blocks("tensor-parallel.md")["Tensor parallel and 2-D parallel"]
     told = "print(trainer.global_step, type(trainer.lightning_module.up.weight).__name__)\n"
     (tmp_path / "train.py").write_text(IMPORTS + code + told)
     for done in run_script(ranks, tmp_path / "train.py", folder=tmp_path, world=4, launched=True):

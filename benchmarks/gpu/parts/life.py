@@ -42,7 +42,7 @@ def run(part: Part) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             part.check(f"{number.name} while a rank waits for the device", signalled, part, number)
         part.check("a rank that is asleep is named", asleep, part)
-        part.check("lack of memory is told", lacking, part)
+        part.check("lack of memory is reported", lacking, part)
     part.check("PyTorchProfiler", profiled, part)
     part.check("DeviceStatsMonitor", observed, part)
     if importlib.import_module("lockstep.ground.extensions").is_there("extras"):

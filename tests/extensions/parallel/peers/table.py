@@ -1,4 +1,4 @@
-"""The table of torch's own tests of DistributedDataParallel: torch's class beside ours, and why where they differ.
+"""The page of torch's own tests of DistributedDataParallel: results of torch's class and ours, and why they differ.
 
 ``python -m tests.extensions.parallel.peers.table`` writes docs/peers.md from ``verdicts.json`` and ``reasons.json``.
 """
@@ -11,12 +11,12 @@ from tests.extensions.parallel.peers.record import reasons, recorded
 
 PAGE = Path(__file__).parents[4] / "docs" / "peers.md"
 KINDS = {
-    "unused": "for the error about unused parameters, which need no flag here",
-    "private": "for private methods and objects that belong to torch's reducer",
-    "log": "for torch's log of the container, or the profiler's events of its reducer",
-    "refused": "for what is refused here, with an error that says what to do",
-    "wording": "for an error in torch's words; it is raised in ours, and the rest of the test passes",
-    "differs": "for a difference",
+    "unused": "expect the error about unused parameters, which need no flag here",
+    "private": "use private methods and objects of torch's reducer",
+    "log": "read torch's log of the container, or its reducer's events in the profiler",
+    "refused": "use features that are refused here with a suggestion",
+    "wording": "expect torch's words of an error, which is raised with other words; the rest of the test passes",
+    "differs": "differ",
 }
 """Why a test that torch's class passes is not passed by ours."""
 
@@ -28,39 +28,44 @@ def page() -> str:
     theirs = [test for test, row in tests.items() if row["torch"] == "passes"]
     ours = [test for test in theirs if tests[test]["lockstep"] == "passes"]
     tcp = [test for test in theirs if tests[test]["over TCP"] == "passes"]
-    worded = [test for test in theirs if tests[test].get("own words") == "passes"]
     beyond = [test for test, row in tests.items() if row["lockstep"] == "passes" and test not in theirs]
     listed = [test for test in theirs if test not in ours]
     kinds = [why[test]["kind"] for test in listed]
-    tally = (
-        f"Of these ours passes {len(ours)} ({len(tcp)} over TCP), {len(worded)} more but for the wording of an error,"
-    )
     lines = [
-        "# torch's tests of DistributedDataParallel, with ours in its place",
+        "# Compatibility with torch's DistributedDataParallel",
         "",
-        f"The tests in torch {record['torch']} that make a DistributedDataParallel, run as they are: those of",
-        "`torch/testing/_internal/distributed/distributed_test.py` on two gloo ranks, and those of",
-        "`ddp_under_dist_autograd_test.py` beside it on four, or six, that also call each other (RPC).",
-        "They are written for GPUs: their calls on devices are mapped to the CPU from outside",
-        "(`tests/extensions/parallel/peers/mapping.py`), decorators that skip are taken off, and `nn.SyncBatchNorm`,",
-        "for GPUs only in torch, is lockstep's. *Ours* is `lockstep`'s DistributedDataParallel as it comes (gradients",
-        "through shared memory), *over TCP* the same with `shared_memory=False`.",
-        "Written by `python -m tests.extensions.parallel.peers.table` from what",
-        "`python -m tests.extensions.parallel.peers.record` has found;",
-        "`pytest -m slow tests/extensions/parallel/peers` runs it all again, the everyday suite a part.",
+        "This page lists which of torch's own tests of DistributedDataParallel lockstep's class passes, for users who",
+        "replace one by the other.",
         "",
-        f"Of {len(tests)} tests torch's class passes {len(theirs)}.",
-        tally,
-        f"and {len(beyond)} that torch's does not. Of the {len(listed)} that it does not pass",
+        f"Of {len(tests)} tests torch's class passes {len(theirs)}. Lockstep's class passes {len(ours)} of these",
+        f"({len(tcp)} over TCP), and {len(beyond)} that torch's does not. The other {len(listed)}:",
         "",
         *(f"- {count} {text}" for kind, text in KINDS.items() if (count := kinds.count(kind))),
+        "",
+        "*Ours* uses shared memory for gradients, the default; *over TCP* has `shared_memory=False`.",
+        "",
+        "## Tests that differ",
         "",
         "| test | torch | ours | over TCP | reason |",
         "|---|---|---|---|---|",
     ]
     lines += [_line(test, tests[test], why[test]) for test in tests if test in why]
-    lines += ["", "## Passed by both, over TCP too", ""]
+    lines += ["", "## Tests that both pass", ""]
     lines += [f"- `{test}`" for test in tests if test not in why]
+    lines += [
+        "",
+        "## How the tests are run",
+        "",
+        f"The tests are those of torch {record['torch']} that create a DistributedDataParallel, unchanged:",
+        "`torch/testing/_internal/distributed/distributed_test.py` on two gloo ranks, and",
+        "`ddp_under_dist_autograd_test.py` on four or six ranks that also use RPC. They are written for GPUs: calls on",
+        "devices are mapped to the CPU (`tests/extensions/parallel/peers/mapping.py`), skip decorators are removed,",
+        "and `nn.SyncBatchNorm`, which torch has for GPUs only, is lockstep's.",
+        "",
+        "`python -m tests.extensions.parallel.peers.record` records the results,",
+        "`python -m tests.extensions.parallel.peers.table` writes this page, and",
+        "`pytest -m slow tests/extensions/parallel/peers` runs all tests again; the everyday suite runs a part.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -69,7 +74,7 @@ def _line(test: str, row: dict[str, str], said: dict[str, str]) -> str:
     parts = [theirs] if theirs == ours else [text for text in (theirs and f"torch's {theirs}", ours) if text]
     words = {name: row[name] for name in ("torch", "lockstep", "over TCP")}
     if row.get("own words") == "passes":
-        words["lockstep"] = words["over TCP"] = "passes but for the wording"
+        words["lockstep"] = words["over TCP"] = "passes except for the wording"
     return f"| `{test}` | {words['torch']} | {words['lockstep']} | {words['over TCP']} | {'; '.join(parts)} |"
 
 
