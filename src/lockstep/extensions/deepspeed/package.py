@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import comm
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.installed import Installation
 from lockstep.ground.rank import log
 
@@ -37,6 +39,9 @@ DEEPSPEED_WARNINGS = Installation(
     stays=False,
 )
 
+OLDEST = (0, 19, 8)
+"""The oldest version of DeepSpeed whose gradients were compared with those of one process."""
+
 SHARED_MEMORY = "deepspeed_shm_comm"
 """DeepSpeed's own all-reduce within a host, which a compiler builds at the first start unless it is switched off."""
 
@@ -44,6 +49,27 @@ SHARED_MEMORY = "deepspeed_shm_comm"
 def is_installed() -> bool:
     """Whether the package is there; it is not imported."""
     return importlib.util.find_spec("deepspeed") is not None
+
+
+def check_installed(what: str) -> None:
+    """Raise an error if DeepSpeed is missing or too old.
+
+    Args:
+        what: the class or option that needs it, for the error.
+
+    Raises:
+        MissingExtra: DeepSpeed is not installed.
+        MisconfigurationException: the installed version is older than `OLDEST`.
+    """
+    if not is_installed():
+        raise missing_extra("deepspeed", "deepspeed", what)
+    version = importlib.metadata.version("deepspeed")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise MisconfigurationException(
+            f"{what} needs deepspeed {oldest} or newer: the gradients of older ones are not tested, and {version} is "
+            'installed. Run `pip install "torch-lockstep[deepspeed]"`.'
+        )
 
 
 def bring_in() -> None:

@@ -33,7 +33,7 @@ from lockstep.extensions.deepspeed import package
 from lockstep.extensions.deepspeed.checkpoint_io import EngineCheckpointIO
 from lockstep.extensions.deepspeed.partition import partition, put, span
 from lockstep.ground import comm
-from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.optimizers import CombinedOptimizer
 from lockstep.ground.parameters import is_partitioned, whole_shape
 from lockstep.ground.rank import does, rank_zero_info
@@ -158,8 +158,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         **others: object,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OF_CONFIG and value is not None}
-        if not package.is_installed():
-            raise missing_extra("deepspeed", "deepspeed", "DeepSpeedStrategy")
+        package.check_installed("DeepSpeedStrategy")
         super().__init__(
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, nccl=nccl
         )
