@@ -85,21 +85,21 @@ def _flags(**flags: Any) -> dict[str, Any]:
 
 TAKEN_OUT = [
     Row(
-        "ModelCheckpoint saves a step behind the module's on_train_batch_end, so that what the hook changes is in the "
-        "checkpoint; Lightning's saves before it, and a resume loses that.",
+        "ModelCheckpoint saves a step after the module's on_train_batch_end, so that the checkpoint holds what the "
+        "hook changes; Lightning's saves before it.",
         PAGE,
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"every_n_train_steps": 1}),)),
         ends_in_batch_end,
         take=saved_before_own,
     ),
     Row(
-        "A name that is logged in some steps only is shown in those; Lightning repeats its last value.",
+        "A name that only some steps log is shown for those steps; Lightning repeats its last value.",
         PAGE,
         replace(PLAIN, logs=(LOSS, Log("training_step", "a", "module", {}, every=2))),
         take=without_repeated,
     ),
     Row(
-        "limit_train_batches=0: the loader is asked for, and the log says that there is nothing to train.",
+        "limit_train_batches=0: the loader is still created, and the log reports that there is nothing to train.",
         PAGE,
         replace(PLAIN, flags=_flags(limit_train_batches=0)),
         lambda program, d, theirs, ours: (
@@ -112,14 +112,15 @@ TAKEN_OUT = [
         take=without_loader_of_nothing,
     ),
     Row(
-        "A resumed fit has no sanity check; Lightning has one where the checkpoint is of an epoch's end.",
+        "A resumed fit has no sanity check; Lightning runs one if the checkpoint is from an epoch's end.",
         PAGE,
         replace(PLAIN, flags=_flags(num_sanity_val_steps=1), calls=("fit", "resume")),
         of_sanity_check,
         take=without_sanity_of_resumed,
     ),
     Row(
-        "Callbacks' on_save_checkpoint runs for files that hold weights only, too: it may put other weights in.",
+        "The on_save_checkpoint of callbacks also runs for files that hold only weights, since it may replace the "
+        "weights.",
         PAGE,
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"save_weights_only": True}),)),
         lambda program, d, theirs, ours: (
@@ -138,21 +139,21 @@ TAKEN_OUT = [
         take=without_early_configure_model,
     ),
     Row(
-        "A module's on_load_checkpoint is called for the weights that train beside an average, too.",
+        "A module's on_load_checkpoint is also called for the weights that train next to an average.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume"), callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
         take=without_load_of_trained_weights,
     ),
     Row(
-        "A resumed fit knows the metrics of its checkpoint.",
+        "A resumed fit has the metrics of its checkpoint.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume"), logs=(LOSS, Log("on_train_epoch_end", "a", "module", {}))),
         named_by_known,
         take=without_restored_metrics,
     ),
     Row(
-        "CSVLogger writes hparams.yaml, an empty one, where there are no hyperparameters, too; Lightning's "
-        "TensorBoardLogger alone.",
+        "CSVLogger also writes an empty hparams.yaml if there are no hyperparameters; in Lightning only "
+        "TensorBoardLogger does.",
         PAGE,
         replace(PLAIN, loggers=("csv",)),
         take=without_empty_hyperparameters,
@@ -165,7 +166,7 @@ ROWS = [
     *OF_CALLBACKS,
     *OF_FITS,
     Row(
-        "A fit that goes on trains what was thawed; Lightning's finetuning freezes it again, for good.",
+        "A resumed fit trains what was thawed; Lightning's finetuning freezes it again for good.",
         PAGE,
         replace(
             PLAIN,
@@ -177,16 +178,16 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "WeightAveraging keeps the current weights for a checkpoint that is taken after the fit, and has nothing to "
-        "save before training; Lightning saves the average for both, and the first weights.",
+        "WeightAveraging keeps the current weights for a checkpoint that is saved after the fit, and saves nothing "
+        "before training; Lightning saves the average as both, and the first weights.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume"), callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
         of_averaging,
         then="numbers",
     ),
     Row(
-        "Where a training batch is None, nothing is logged; Lightning logs the last values again. A window that has "
-        "other batches is stepped with those.",
+        "If a training batch is None, nothing is logged; Lightning logs the last values again. A window with other "
+        "batches is stepped with those.",
         PAGE,
         replace(PLAIN, train="some None", train_samples=(9, 4)),
         of_none,
@@ -205,13 +206,14 @@ ROWS = [
         then="all",
     ),
     Row(
-        "OnExceptionCheckpoint keeps its file until a fit ends well; in Lightning any other call deletes it.",
+        "OnExceptionCheckpoint keeps its file until a fit ends without an exception; in Lightning any other call "
+        "deletes it.",
         PAGE,
         widen(draw(1093)),
         kept_on_exception,
     ),
     Row(
-        "OnExceptionCheckpoint saves what has been trained, and nothing before training.",
+        "OnExceptionCheckpoint saves nothing before training has started.",
         PAGE,
         replace(
             PLAIN,
@@ -229,8 +231,8 @@ ROWS = [
         then="all",
     ),
     Row(
-        "With 64-true and 16 bits Lightning loads a checkpoint's weights into float32 and casts them after it; here "
-        "they keep their bits.",
+        "With 64-true and 16-bit precision, the weights of a checkpoint keep their bits; Lightning loads them into "
+        "float32 and casts them afterwards.",
         PAGE,
         replace(PLAIN, flags=_flags(precision="64-true"), calls=("fit", "resume")),
         lambda program, d, theirs, ours: (
@@ -251,14 +253,15 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "Loaders side by side: a batch weighs what our loader drew for it, in Lightning as much as its first tensor.",
+        "Several loaders: a batch weighs the samples that lockstep's loaders drew for it; in Lightning the length "
+        "of its first tensor.",
         "docs/architecture.md: Micro-batches weigh their samples",
         replace(PLAIN, train="list min_size", train_samples=(3, 5)),
         lambda program, d, theirs, ours: program.train in COMBINED and d.name.endswith("_metrics"),
         then="numbers",
     ),
     Row(
-        "A resumed run goes on with the order of data of its own epoch; Lightning draws the first epoch's again.",
+        "A resumed run continues with the order of data of its own epoch; Lightning draws the first epoch's again.",
         "README.md",
         replace(
             PLAIN,
@@ -272,7 +275,7 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "A fit that goes on, or makes its loader anew, shuffles once an epoch; Lightning begins with the second "
+        "A fit that resumes, or creates its loader again, shuffles once per epoch; Lightning starts with the second "
         "permutation of the loader's generator.",
         PAGE,
         replace(PLAIN, train="shuffled", calls=("fit", "fit on")),
@@ -285,7 +288,7 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "Loaders are asked for before gradients are switched off, in Lightning after it.",
+        "Loaders are created before gradients are switched off; in Lightning afterwards.",
         "tests/golden/test_hook_order.py",
         replace(PLAIN, flags=_flags(num_sanity_val_steps=1)),
         lambda program, d, theirs, ours: (
@@ -293,7 +296,7 @@ ROWS = [
         ),
     ),
     Row(
-        "accumulate_grad_batches is that of the epoch from the start; 1 again after the fit.",
+        "trainer.accumulate_grad_batches is that of the current epoch from the start, and 1 again after the fit.",
         f"{PAGE}: GradientAccumulationScheduler",
         replace(PLAIN, callbacks=(("GradientAccumulationScheduler", {"scheduling": {0: 2}}),)),
         lambda program, d, theirs, ours: (
@@ -302,7 +305,7 @@ ROWS = [
         ),
     ),
     Row(
-        "estimated_stepping_batches is infinite for a loader without length and no max_steps.",
+        "estimated_stepping_batches is infinite for a loader without a length if max_steps is not set.",
         f"{PAGE}: estimated_stepping_batches",
         replace(PLAIN, train="iterable"),
         lambda program, d, theirs, ours: (
@@ -321,8 +324,8 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "A fraction of several training loaders is one of their batches together; Lightning refuses it where it is no "
-        "batch of one of them.",
+        "A fraction as a limit on several training loaders applies to their combined batches; Lightning refuses it "
+        "if one of them has no batch in it.",
         PAGE,
         replace(
             PLAIN,
@@ -342,7 +345,7 @@ ROWS = [
         then="all",
     ),
     Row(
-        "is_last_batch is false before the first batch of a fit, and where a user ends the epoch before the loader.",
+        "is_last_batch is False before the first batch of a fit, and if a user ends the epoch before the loader does.",
         "tests/golden/test_hook_order.py",
         replace(PLAIN, calls=("fit", "fit on")),
         lambda program, d, theirs, ours: (
@@ -352,27 +355,27 @@ ROWS = [
         ),
     ),
     Row(
-        "The last batch of a loader without length is known as such, and its window stepped; where there is a limit "
-        "Lightning waits for that one.",
+        "The last batch of a loader without a length is recognized, and its window is stepped; with a limit, "
+        "Lightning waits for that limit.",
         PAGE,
         replace(PLAIN, train="iterable", flags=_flags(limit_train_batches=5)),
         ends_before_limit,
         then="all",
     ),
     Row(
-        "In manual optimization the entry of a plateau scheduler keeps its monitor; Lightning drops it.",
+        "In manual optimization, the configuration of a plateau scheduler keeps its monitor; Lightning drops it.",
         PAGE,
         replace(PLAIN, manual=True, schedulers=(Scheduler("plateau", {"monitor": "loss"}),)),
         monitor_kept,
     ),
     Row(
-        "ckpt_path is there from the start of the call.",
+        "trainer.ckpt_path is set from the start of the call.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume")),
         path_from_start,
     ),
     Row(
-        "The pass for SWA's BatchNorm statistics is no epoch of its own.",
+        "The pass for SWA's BatchNorm statistics does not count as an epoch.",
         f"{PAGE}: StochasticWeightAveraging",
         replace(PLAIN, norm=True, callbacks=(("StochasticWeightAveraging", {"swa_lrs": 0.02}),)),
         lambda program, d, theirs, ours: (
@@ -382,13 +385,13 @@ ROWS = [
         then="all",
     ),
     Row(
-        "configure_gradient_clipping is given 'norm' where no algorithm was chosen, in Lightning None.",
+        "configure_gradient_clipping gets 'norm' if no algorithm was chosen; in Lightning None.",
         f"{PAGE}: gradient_clip_algorithm",
         replace(PLAIN, hooks="working", flags=_flags(gradient_clip_val=0.1)),
         algorithm,
     ),
     Row(
-        "Numbers of batches are those of this call: infinite or empty until its loaders are asked for.",
+        "Numbers of batches belong to the current call: they are infinite or empty until its loaders are created.",
         PAGE,
         replace(PLAIN, calls=("fit", "fit on")),
         lambda program, d, theirs, ours: (
@@ -396,28 +399,28 @@ ROWS = [
         ),
     ),
     Row(
-        "A call that lacks data or a checkpoint is refused before its first hook.",
+        "A call without data, or with a missing checkpoint, is refused before its first hook.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume last")),
         refused_call,
         then="all",
     ),
     Row(
-        "A call without a module takes the weights of the last fit where no checkpoint was kept; Lightning raises.",
+        "A call without a module uses the weights of the last fit if no checkpoint was kept; Lightning raises.",
         PAGE,
         replace(PLAIN, calls=("fit", "test untold")),
         lambda program, d, theirs, ours: d.call.endswith("untold") and "raised" in end(theirs, d.call),
         then="all",
     ),
     Row(
-        "A run that was saved at the last batch of an epoch goes on with that epoch's end; Lightning leaves it out.",
+        "A run that was saved at the last batch of an epoch resumes with the end of that epoch; Lightning skips it.",
         PAGE,
         program_of(421),
         ends_epoch,
         then="all",
     ),
     Row(
-        "A call that fails before its loop, as its checkpoint is not there, shows no metrics of the call before.",
+        "A call that fails before its loop, because its checkpoint is missing, shows no metrics of the previous call.",
         PAGE,
         program_of(849),
         lambda program, d, theirs, ours: (
@@ -432,9 +435,8 @@ ROWS = [
         then="all",
     ),
     Row(
-        "A monitored name that no fit has logged is an error, where there are no validation's batches either (with "
-        "limit_val_batches=0 a warning), or where a save by steps or time waits for it; Lightning warns, and saves "
-        "nothing.",
+        "A monitored name that was never logged is an error, also if there are no validation batches (with "
+        "limit_val_batches=0 a warning) or a save by steps or time waits for it; Lightning warns and saves nothing.",
         PAGE,
         replace(PLAIN, val_loaders=(), callbacks=(("ModelCheckpoint", {"monitor": "val"}),)),
         lambda program, d, theirs, ours: (
@@ -447,22 +449,23 @@ ROWS = [
         then="all",
     ),
     Row(
-        "LearningRateMonitor leaves out what an optimizer does not have; Lightning raises a KeyError.",
+        "LearningRateMonitor omits what an optimizer does not have; Lightning's raises a KeyError.",
         PAGE,
         replace(PLAIN, optimizers=("lbfgs",), callbacks=(("LearningRateMonitor", {"log_weight_decay": True}),)),
         lambda program, d, theirs, ours: has(program, "LearningRateMonitor") and "KeyError" in str(theirs.ends),
         then="all",
     ),
     Row(
-        "A fit after one with SWA begins with the epoch that it says; Lightning has counted the pass for BatchNorm.",
+        "A fit after one with SWA starts with the epoch that trainer.current_epoch reports; Lightning has counted "
+        "the pass for BatchNorm.",
         PAGE,
         program_of(510),
         swa_resumed,
         then="all",
     ),
     Row(
-        "In on_train_start and before, current_epoch is that of the checkpoint; in Lightning the one after, where the "
-        "checkpoint is of an epoch's end.",
+        "Until on_train_start, current_epoch is that of the checkpoint; in Lightning it is the next one if the "
+        "checkpoint is from an epoch's end.",
         PAGE,
         replace(
             PLAIN,
@@ -478,8 +481,8 @@ ROWS = [
         ),
     ),
     Row(
-        "A run that goes on within an epoch begins with the batch that follows; Lightning begins the loader anew, and "
-        "counts on with max_steps in the next epoch, too.",
+        "A run that resumes within an epoch continues with the next batch; Lightning restarts the loader, and also "
+        "continues the count with max_steps in the next epoch.",
         "README.md",
         replace(
             PLAIN,
@@ -491,15 +494,15 @@ ROWS = [
         then="all",
     ),
     Row(
-        "save_top_k=0 with save_last: last.ckpt is written where training ends.",
+        "save_top_k=0 with save_last: last.ckpt is written when training ends.",
         PAGE,
         widen(draw(2157)),
         only_last,
         then="all",
     ),
     Row(
-        "An evaluation of a checkpoint with an average takes the average; Lightning's, in the Trainer of the fit, the "
-        "current weights.",
+        "An evaluation of a checkpoint with an average uses the average; Lightning's, in the Trainer of the fit, "
+        "uses the current weights.",
         PAGE,
         replace(
             PLAIN,
@@ -510,15 +513,15 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "Before the first update of an average, validation, a checkpoint and the end of training see the current "
-        "weights; in Lightning those that the fit began with.",
+        "Before the first update of an average, validation, checkpoints and the end of training use the current "
+        "weights; in Lightning, those at the start of the fit.",
         PAGE,
         widen(draw(328)),
         before_average,
         then="numbers",
     ),
     Row(
-        "An exception in a validation leaves the current weights in the module; in Lightning the average.",
+        "After an exception in a validation the module has the current weights; in Lightning, the average.",
         PAGE,
         replace(
             PLAIN,
@@ -529,14 +532,15 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "A run that an exception has ended goes on at the hook where it was saved; Lightning repeats some.",
+        "A run that an exception ended resumes at the hook at which it was saved; Lightning repeats some hooks.",
         PAGE,
         replace(PLAIN, acts=(Act("raise", "on_validation_epoch_end", 1),), calls=("fit", "resume")),
         after_exception,
         then="all",
     ),
     Row(
-        "A save by steps or time that waits for its metric is made when that is there; Lightning's at a validation.",
+        "A save by steps or time that waits for its metric happens when the metric is available; Lightning's at a "
+        "validation.",
         PAGE,
         replace(
             PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss_epoch", "every_n_train_steps": 1}),), val_loaders=()
@@ -545,14 +549,14 @@ ROWS = [
         then="all",
     ),
     Row(
-        "train_time_interval works under manual optimization, too.",
+        "train_time_interval also works in manual optimization.",
         PAGE,
         replace(PLAIN, manual=True, callbacks=(("ModelCheckpoint", {"train_time_interval": "at once"}),)),
         by_time,
         then="all",
     ),
     Row(
-        "LearningRateMonitor logs once an update; Lightning's for each micro-batch of the window.",
+        "LearningRateMonitor logs once per update; Lightning's once per micro-batch of the window.",
         PAGE,
         replace(
             PLAIN,
@@ -564,14 +568,15 @@ ROWS = [
         rate_of_window,
     ),
     Row(
-        "A fit that is asked to stop within an accumulation window ends with the window; Lightning drops what it has.",
+        "A fit that is stopped within an accumulation window ends with the window; Lightning drops its gradients.",
         PAGE,
         replace(PLAIN, flags=_flags(accumulate_grad_batches=3), acts=(Act("stop", "training_step", 2),)),
         stopped_at_boundary,
         then="all",
     ),
     Row(
-        "Metrics of a call have nothing of an interrupted one before; Lightning adds to the results of its validation.",
+        "Metrics of a call include nothing of an interrupted one before; Lightning adds to the results of its "
+        "validation.",
         PAGE,
         replace(
             PLAIN,
@@ -583,27 +588,27 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        'ckpt_path="last" takes the newest checkpoint where none is called last; Lightning begins anew.',
+        'ckpt_path="last" takes the newest checkpoint if none is called last; Lightning starts from the beginning.',
         PAGE,
         replace(PLAIN, calls=("fit", "resume last"), callbacks=(("ModelCheckpoint", {"dirpath": "kept"}),)),
         newest_as_last,
         then="all",
     ),
     Row(
-        "A run that goes on from last.ckpt writes it again; Lightning, whose file does not know its name, another.",
+        "A run that resumes from last.ckpt overwrites it; Lightning writes another file.",
         PAGE,
         program_of(1353),
         one_last,
     ),
     Row(
-        "A resumed run does not save the state again that it was resumed from.",
+        "A resumed run does not save again the state that it was resumed from.",
         PAGE,
         widen(draw(741)),
         saved_again,
         then="all",
     ),
     Row(
-        "Whether the epoch that a resumed fit begins with is validated is asked of its own number; in Lightning of the "
+        "check_val_every_n_epoch decides by the number of the epoch in which a fit resumes; in Lightning, by the "
         "next one.",
         PAGE,
         widen(draw(859)),
@@ -611,54 +616,54 @@ ROWS = [
         then="all",
     ),
     Row(
-        "fast_dev_run has no least length.",
+        "fast_dev_run ignores min_epochs and min_steps.",
         PAGE,
         replace(PLAIN, flags=_flags(fast_dev_run=2, min_steps=2), acts=(Act("stop", "training_step", 1),)),
         no_least,
         then="all",
     ),
     Row(
-        "fast_dev_run saves nothing; Lightning's save_last does at the end of training.",
+        "fast_dev_run saves nothing; Lightning's save_last writes a file at the end of training.",
         PAGE,
         replace(PLAIN, flags=_flags(fast_dev_run=1), callbacks=(("ModelCheckpoint", {"save_last": True}),)),
         dry_run_saves,
         then="all",
     ),
     Row(
-        "Where there is no gradient, nothing is clipped; Lightning's clipping by value raises.",
+        "Without gradients nothing is clipped; Lightning's clipping by value raises.",
         PAGE,
         replace(PLAIN, optimizers=("none",), flags=_flags(gradient_clip_val=0.1, gradient_clip_algorithm="value")),
         lambda program, d, theirs, ours: "nested_tensorlist" in str(theirs.ends),
         then="all",
     ),
     Row(
-        "last.ckpt is the newest state at each occasion to save; Lightning's only where that is among the best.",
+        "last.ckpt is the newest state at each save; in Lightning only if that state is among the best.",
         PAGE,
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss", "mode": "max", "save_last": True}),)),
         newest_is_last,
         then="all",
     ),
     Row(
-        "Without validation Lightning's pass for SWA ends with a step along the last epoch's gradient.",
+        "Without validation, Lightning's pass for SWA ends with a step along the last epoch's gradient.",
         f"{PAGE}: StochasticWeightAveraging",
         replace(PLAIN, val_loaders=(), norm=True, callbacks=(("StochasticWeightAveraging", {"swa_lrs": 0.02}),)),
         lambda program, d, theirs, ours: d.name == "weights" and has(program, "StochasticWeightAveraging"),
         then="all",
     ),
     Row(
-        "current_epoch counts finished epochs: a fit that ended within one has not finished it.",
+        "current_epoch counts finished epochs: an epoch in which a fit ended is not counted.",
         f"{PAGE}: current_epoch",
         replace(PLAIN, flags=_flags(max_steps=1)),
         unfinished,
     ),
     Row(
-        "KeyboardInterrupt raised in a hook comes out of the call; Lightning exits the process with 1.",
+        "A KeyboardInterrupt raised in a hook leaves the call; Lightning exits the process with code 1.",
         PAGE,
         replace(PLAIN, acts=(Act("interrupt", "training_step", 2),)),
         interrupted,
     ),
     Row(
-        "ModelCheckpoint(save_on_exception=True) overwrites no file that is there: it takes the next version.",
+        "ModelCheckpoint(save_on_exception=True) overwrites no existing file: it uses the next version.",
         PAGE,
         replace(
             PLAIN,
@@ -671,7 +676,7 @@ ROWS = [
         saved_on_exception,
     ),
     Row(
-        "Of a batch that on_train_batch_start has ended, what was logged before it is shown.",
+        "Values that were logged before on_train_batch_start ended a batch are shown.",
         PAGE,
         replace(
             PLAIN,

@@ -27,39 +27,39 @@ SAVED_MID_EPOCH = ("ModelCheckpoint", {"every_n_train_steps": 1, "save_top_k": -
 AVERAGED = replace(PLAIN, late=True, callbacks=(("EMAWeightAveraging", {"decay": 0.5}),))
 FEWER: dict[str, tuple[str, Program]] = {
     "summary's precision": (
-        "The summary of a model knows the bytes of every precision.",
+        "The summary of a model has the bytes of every precision.",
         replace(PLAIN, flags={**PLAIN.flags, "precision": "bf16-mixed"}, callbacks=(("ModelSummary", {}),)),
     ),
     "batch size": (
-        "Batches weigh by the samples that our loader drew, so that no size is guessed from tensors, or warned of.",
+        "Batches weigh by the samples that the loader drew: no size is guessed from tensors, so no warning about it.",
         replace(PLAIN, train="list min_size", train_samples=(3, 5)),
     ),
     "hooks of transfer": (
-        "Nothing is said where the module moves batches and there is a data module, too, whose hooks come first.",
+        "No warning if both the module and a data module define transfer hooks; the data module's come first.",
         replace(PLAIN, data="data module", hooks="working"),
     ),
     "averaging of made layers": (
-        "WeightAveraging copies layers that are made in configure_model when training starts; Lightning warns of it.",
+        "No warning from WeightAveraging about layers of configure_model: they are copied when training starts.",
         AVERAGED,
     ),
     "monitor of a manual scheduler": (
-        "In manual optimization nothing is said of a scheduler's monitor, which its entry keeps.",
+        "No warning about a scheduler's monitor in manual optimization, since its configuration keeps it.",
         replace(PLAIN, manual=True, schedulers=(Scheduler("plateau", {"monitor": "loss"}),)),
     ),
     "saves in manual optimization": (
-        "A save in manual optimization holds the weights after the step, as any other; Lightning warns of it.",
+        "No warning about saves in manual optimization: they hold the weights after the step, as any other.",
         replace(PLAIN, manual=True, callbacks=(SAVED_MID_EPOCH,)),
     ),
     "folder of checkpoints": (
-        "A folder may hold checkpoints, which no other overwrites; Lightning warns of it.",
+        "No warning about a folder that holds checkpoints, since none of them is overwritten.",
         replace(PLAIN, calls=("fit", "fit on"), callbacks=(("ModelCheckpoint", {}),)),
     ),
     "resumed mid epoch": (
-        "A resume within an epoch is exact, and nothing is said of it.",
+        "No warning about a resume within an epoch, since it is exact.",
         replace(PLAIN, train_samples=(8, 4), calls=("fit", "resume mid"), callbacks=(SAVED_MID_EPOCH,)),
     ),
     "scheduler of SWA": (
-        "Nothing is said where SWA takes the place of a scheduler by step.",
+        "No warning if SWA replaces a scheduler by step.",
         replace(
             PLAIN,
             schedulers=(Scheduler("step", {"interval": "step"}),),
@@ -67,24 +67,23 @@ FEWER: dict[str, tuple[str, Program]] = {
         ),
     ),
     "no module": (
-        "Which weights a call without a module takes is information, not a warning.",
+        "A call without a module logs its choice of weights as information, not as a warning.",
         replace(PLAIN, calls=("fit", "test untold"), callbacks=(("ModelCheckpoint", {}),)),
     ),
     "overfit and shuffled": (
-        "overfit_batches with an iterable data set: it does not shuffle, and is not said to.",
+        "No warning about shuffling with overfit_batches and an iterable data set, which does not shuffle.",
         replace(PLAIN, train="iterable", flags={**PLAIN.flags, "overfit_batches": 1}),
     ),
     "nothing to clip": (
-        "Where there is no gradient, nothing is clipped, and nothing is said.",
+        "No warning about clipping without gradients.",
         replace(PLAIN, optimizers=("none",), flags={**PLAIN.flags, "gradient_clip_val": 0.1}),
     ),
     "hooks of windows": (
-        "GradientAccumulationScheduler with a module that overrides optimizer_step: nothing is said of when it is "
-        "called, which accumulate_grad_batches decides as ever.",
+        "No warning about GradientAccumulationScheduler with a module that overrides optimizer_step.",
         replace(PLAIN, hooks="working", callbacks=(("GradientAccumulationScheduler", {"scheduling": {0: 2}}),)),
     ),
     "best of several": (
-        "A call without a module says which checkpoint it takes as information, with several ModelCheckpoints, too.",
+        "A call without a module logs its checkpoint as information, also with several ModelCheckpoints.",
         replace(
             PLAIN,
             calls=("fit", "test untold"),
@@ -92,23 +91,23 @@ FEWER: dict[str, tuple[str, Program]] = {
         ),
     ),
     "no momentum": (
-        "log_momentum with an SGD and an Adam: each has one, as momentum or as betas; Lightning warns of it.",
+        "No warning about log_momentum with an SGD and an Adam: each has one, as momentum or as betas.",
         replace(
             PLAIN, manual=True, optimizers=("sgd", "adam"), callbacks=(("LearningRateMonitor", {"log_momentum": True}),)
         ),
     ),
     "dataloader_iter": (
-        "A module whose `training_step` takes dataloader_iter is refused in a fit; elsewhere nothing is said of it.",
+        "A module whose `training_step` takes dataloader_iter is refused in a fit; other calls do not warn about it.",
         replace(PLAIN, iter_step=True, calls=("test",)),
     ),
 }
 MORE: dict[str, tuple[str, Program]] = {
     "nothing left to train": (
-        "A resumed fit that has nothing left to train says so.",
+        "A resumed fit that has nothing left to train warns.",
         replace(PLAIN, flags={**PLAIN.flags, "max_steps": 2}, calls=("fit", "resume")),
     ),
     "uneven loaders": (
-        "Loaders side by side that give parts of other sizes are told of once.",
+        "Several loaders whose batches have different sizes give one warning.",
         replace(
             PLAIN,
             train="dict max_size_cycle",
@@ -117,11 +116,11 @@ MORE: dict[str, tuple[str, Program]] = {
         ),
     ),
     "loaders that stay": (
-        "reload_dataloaders_every_n_epochs with loaders that are given as objects, which stay the same, says so.",
+        "reload_dataloaders_every_n_epochs warns if the loaders are objects, which stay the same.",
         replace(PLAIN, data="arguments", flags={**PLAIN.flags, "reload_dataloaders_every_n_epochs": 1}),
     ),
     "average begins anew": (
-        "WeightAveraging has nothing to save before training, and says so where a fit goes on from that.",
+        "WeightAveraging saves nothing before training, and warns if a fit resumes from such a checkpoint.",
         replace(
             PLAIN,
             acts=(Act("raise", "on_fit_start", 1),),
@@ -130,11 +129,11 @@ MORE: dict[str, tuple[str, Program]] = {
         ),
     ),
     "checkpoint without its metric": (
-        "A save by steps whose metric is never logged is told of; Lightning's waits for it in silence.",
+        "A save by steps whose metric is never logged gives a warning; Lightning's waits in silence.",
         program_of(1091),
     ),
     "no effect": (
-        "What has no effect beside another flag is said.",
+        "A flag without effect next to another flag gives a warning.",
         replace(PLAIN, flags={**PLAIN.flags, "overfit_batches": 1, "limit_train_batches": 2}),
     ),
 }

@@ -86,16 +86,16 @@ JUDGES, LOADS = ("validate", "test", "predict"), ("best", "last", "path", "untol
 
 OF_CALLBACKS = [
     Row(
-        "A scheduler that was made for fewer groups than a finetuning callback leaves is named; in Lightning torch's "
-        "own error comes through, or the group is not added where a run goes on.",
+        "A scheduler that was created for fewer parameter groups than a finetuning callback leaves is an error that "
+        "names it; Lightning raises torch's error, or does not add the group on resume.",
         PAGE,
         program_of(80508),
         lambda program, d, theirs, ours: refused(ours, "parameter groups by now, and the lr scheduler"),
         then="all",
     ),
     Row(
-        "save_top_k=-1 keeps every file, by a version where the name is the same; Lightning, where nothing is "
-        "monitored, has one file, which each save overwrites.",
+        "save_top_k=-1 keeps every file and adds a version to equal names; Lightning, if nothing is monitored, "
+        "overwrites one file.",
         PAGE,
         replace(
             PLAIN, callbacks=(("ModelCheckpoint", {"save_top_k": -1, "filename": "best", "every_n_train_steps": 2}),)
@@ -103,15 +103,16 @@ OF_CALLBACKS = [
         all_kept,
     ),
     Row(
-        "Of an epoch that ended before its last batch EarlyStopping misses no metric, and says so; Lightning's raises.",
+        "If an epoch ended before its last batch, EarlyStopping reports that it skips the check; Lightning raises "
+        "an error for the missing metric.",
         PAGE,
         program_of(20087),
         cut_without_metric,
         then="all",
     ),
     Row(
-        "A checkpoint that is taken after an evaluation of another one holds the weights that the module has since; "
-        "Lightning's has the average of the fit beside them.",
+        "A checkpoint that is saved after the evaluation of another one holds the weights that the module has since "
+        "then; Lightning's also holds the average of the fit.",
         PAGE,
         replace(
             PLAIN,
@@ -121,8 +122,8 @@ OF_CALLBACKS = [
         saved_behind_another,
     ),
     Row(
-        "Without validation ModelCheckpoint and EarlyStopping act at the end of each epoch, also beside "
-        "check_val_every_n_epoch and val_check_interval, where Lightning's do nothing.",
+        "Without validation, ModelCheckpoint and EarlyStopping act at the end of each epoch, also with "
+        "check_val_every_n_epoch and val_check_interval; Lightning's do nothing.",
         PAGE,
         replace(
             PLAIN,
@@ -134,20 +135,20 @@ OF_CALLBACKS = [
         then="all",
     ),
     Row(
-        "EarlyStopping's stopped_epoch is that of the last fit, 0 where that was not stopped; Lightning keeps an "
-        "earlier fit's.",
+        "EarlyStopping.stopped_epoch belongs to the last fit, and is 0 if that fit was not stopped; Lightning keeps "
+        "the one of an earlier fit.",
         PAGE,
         program_of(40157),
         stopped_before,
     ),
     Row(
-        "ModelCheckpoint(save_on_exception=True) saves in a fit; Lightning's where an evaluation raises, too.",
+        "ModelCheckpoint(save_on_exception=True) saves in a fit; Lightning's also saves if an evaluation raises.",
         PAGE,
         program_of(40688),
         saved_in_evaluation,
     ),
     Row(
-        "What an epoch's last hooks have logged is there, too, where one of them raises.",
+        "Values that an epoch's last hooks logged are available even if one of the hooks raises.",
         PAGE,
         program_of(10374),
         logged_at_end,

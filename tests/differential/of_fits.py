@@ -137,7 +137,8 @@ def of_epochs(rows: list[Any]) -> list[int]:
 
 OF_FITS = [
     Row(
-        "What a step has logged before it fails can be read behind the failure; in Lightning what the step before had.",
+        "Values that a step logged before it fails can be read after the failure; in Lightning, those of the step "
+        "before.",
         PAGE,
         replace(PLAIN, acts=(Act("raise", "on_after_backward", 2),)),
         lambda program, d, theirs, ours: (
@@ -145,24 +146,23 @@ OF_FITS = [
         ),
     ),
     Row(
-        "A save at the validation with which an epoch ends waits for the mean of the epoch's training, and a name that "
-        "is missing is told there; Lightning's takes an older mean, or raises.",
+        "A save at the validation that ends an epoch waits for the epoch's training mean, and a missing name is "
+        "reported there; Lightning uses an older mean, or raises.",
         PAGE,
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss_epoch", "save_on_train_epoch_end": False}),)),
         waits_for_mean,
         then="all",
     ),
     Row(
-        "EarlyStopping at an epoch's end with which a run goes on has the metrics of the checkpoint; Lightning's "
-        "raises.",
+        "EarlyStopping has the metrics of the checkpoint if a run resumes at an epoch's end; Lightning's raises.",
         PAGE,
         program_of(80196),
         metric_of_checkpoint,
         then="all",
     ),
     Row(
-        "GradientAccumulationScheduler holds in the epoch with which a run goes on, too; Lightning's windows there "
-        "have one batch.",
+        "GradientAccumulationScheduler also applies in the epoch in which a run resumes; in Lightning, windows "
+        "there have one batch.",
         PAGE,
         replace(
             PLAIN,
@@ -177,8 +177,7 @@ OF_FITS = [
         then="all",
     ),
     Row(
-        "A plateau that was due when a run was saved, by step or at the epoch's end, is stepped where the run goes on; "
-        "Lightning leaves that step out.",
+        "A plateau scheduler that was due when a run was saved is stepped on resume; Lightning skips that step.",
         PAGE,
         replace(
             PLAIN,
@@ -191,22 +190,22 @@ OF_FITS = [
         then="numbers",
     ),
     Row(
-        "A fit that goes on behind an epoch's end makes its loader anew where reload_dataloaders_every_n_epochs is due "
-        "in the next one; Lightning has asked for it once, in that epoch.",
+        "A fit that resumes after an epoch's end creates its loader again if reload_dataloaders_every_n_epochs is "
+        "due in the next epoch; Lightning has created it once in that epoch.",
         PAGE,
         program_of(40717),
         loader_made_anew,
     ),
     Row(
-        "A fit that goes on under reload_dataloaders_every_n_epochs asks for a loader as in the epoch that it was made "
-        "in, which current_epoch tells meanwhile; Lightning tells the epoch of the resume.",
+        "A fit that resumes with reload_dataloaders_every_n_epochs creates a loader with current_epoch set to the "
+        "epoch in which it was created originally; Lightning uses the epoch of the resume.",
         PAGE,
         program_of(40717),
         epoch_of_a_loader,
     ),
     Row(
-        "fast_dev_run sets the flags of validation before they are compared with each other; Lightning refuses "
-        "check_val_every_n_epoch=None beside a fraction there, too.",
+        "fast_dev_run sets the flags of validation before they are compared; Lightning refuses "
+        "check_val_every_n_epoch=None with a fraction even then.",
         PAGE,
         replace(
             PLAIN,
@@ -216,15 +215,15 @@ OF_FITS = [
         then="all",
     ),
     Row(
-        "An optimizer that steers by the loss is named where training_step returned None; Lightning's raises a "
-        "TypeError.",
+        "An optimizer that needs the loss is an error that names it if training_step returned None; Lightning "
+        "raises a TypeError.",
         PAGE,
         replace(PLAIN, optimizers=("lbfgs",), acts=(Act("skip", "training_step", 2),)),
         without_loss,
     ),
     Row(
-        "Of a name that two hooks log the value that was logged last is shown; Lightning shows again what the other "
-        "hook logged before.",
+        "If two hooks log the same name, the last logged value is shown; Lightning shows the value of the other "
+        "hook again.",
         PAGE,
         replace(
             PLAIN,
@@ -237,7 +236,7 @@ OF_FITS = [
         logged_by_two,
     ),
     Row(
-        "A fit that goes on after an exception logs at the steps that were taken; Lightning's count may be one ahead.",
+        "A fit that resumes after an exception logs at the steps that were taken; Lightning's count may be one ahead.",
         PAGE,
         replace(
             PLAIN,
@@ -250,8 +249,8 @@ OF_FITS = [
         logged_at,
     ),
     Row(
-        "Schedulers by step advance where an optimizer steps; Lightning's on a batch that is None, or that "
-        "on_train_batch_start has ended, too.",
+        "Step schedulers advance when an optimizer steps; Lightning's also advance on a batch that is None, or that "
+        "on_train_batch_start ended.",
         PAGE,
         replace(
             PLAIN,
@@ -263,8 +262,8 @@ OF_FITS = [
         then="all",
     ),
     Row(
-        "Where validations come by a count over all epochs, a batch that on_train_batch_start has ended is none of it, "
-        "nor one of an epoch that an exception has ended and that begins anew; Lightning counts them.",
+        "If validations are counted over all epochs, batches that on_train_batch_start ended, or of an epoch that "
+        "an exception ended, do not count; in Lightning they do.",
         PAGE,
         replace(
             PLAIN,
@@ -275,8 +274,8 @@ OF_FITS = [
         then="all",
     ),
     Row(
-        "A save by steps or time that no validation precedes says of which step its value is, and is ranked behind "
-        "those whose value is their own.",
+        "A save by steps or time without a preceding validation records the step of its value, and ranks below "
+        "saves with a value of their own.",
         PAGE,
         replace(
             PLAIN,
