@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -185,6 +186,51 @@ def one_process(runs: int, steps: int) -> dict[str, float]:
     return interleaved(variants, runs, steps)
 
 
+def work_of(run: Callable[[], object]) -> tuple[int, int]:
+    """Return the calls of Python functions and the bytecode instructions of this thread while a function runs."""
+    calls = instructions = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
+        nonlocal calls, instructions
+        if event == "call":
+            calls += 1
+            frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        elif event == "opcode":
+            instructions += 1
+        return trace
+
+    gc.collect()
+    gc.disable()  # a collection calls finalizers of earlier runs
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(None)
+        gc.enable()
+    return calls, instructions
+
+
+def counted(steps: int = 100) -> dict[str, list[float]]:
+    """Return the calls and bytecode instructions of a step, by variant; they do not depend on the load of the machine.
+
+    A run of ``2 * steps`` less one of ``steps`` leaves out the set-up.
+    """
+    loaders = [DataLoader(samples(count), batch_size=BATCH, shuffle=True) for count in (steps, 2 * steps)]
+    variants: dict[str, Callable[[Any], object]] = {"hand-written": lambda loader: by_hand(nn.Linear(8, 1), loader)}
+    for library in ("lockstep", "Lightning"):
+        for logged in LOGGED:
+            variants[f"{library}, {logged.label}"] = lambda loader, package=LIBRARIES[library], logged=logged: (  # type: ignore[misc]
+                with_trainer(package, loader, logged)
+            )
+    variants[f"Accelerate, {NOTHING.label}"] = with_accelerate
+    found = {}
+    for name, measure in variants.items():
+        measure(loaders[0])  # what is made once for the process is made here
+        once, twice = (work_of(lambda loader=loader: measure(loader)) for loader in loaders)  # type: ignore[misc]
+        found[name] = [(more - less) / steps for less, more in zip(once, twice, strict=True)]
+    return found
+
+
 def this_rank(runs: int, steps: int, report: Path) -> None:
     """One of two ranks: the hand-written loop over lockstep's container against Trainer(strategy="ddp")."""
     import torch.distributed as dist
@@ -327,6 +373,15 @@ def table(figures: dict[str, Any]) -> str:
     for logged, limit in ((LOGGED[2], 3), (LOGGED[3], 5)):
         cells = [a_value(library, logged) for library in ("lockstep", "Lightning")]
         rows.append(f"| each value of “{logged.label}” | – | {' | '.join(cells)} | – | ≤ {limit} |")
+    counts = figures["counted"]
+    hand = counts["hand-written"]
+    rows += ["", "| one process, a step | hand-written | lockstep | Lightning | Accelerate |", "|---|---|---|---|---|"]
+    for place, kind in enumerate(("calls of Python functions", "bytecode instructions")):
+        for logged in LOGGED:
+            names = [f"{library}, {logged.label}" for library in LIBRARIES]
+            cells = [f"{counts[name][place] - hand[place]:+,.0f}" if name in counts else "–" for name in names]
+            first = f"{hand[place]:,.0f}" if logged is NOTHING else "–"
+            rows.append(f"| {kind}, {logged.label} | {first} | {' | '.join(cells)} |")
     over = two["lockstep"] - two["hand-written"]
     rows += ["", "| two processes, µs a step | hand-written with lockstep's DDP | Trainer, ddp | promised |"]
     rows += ["|---|---|---|---|", f"| nothing logged | {two['hand-written']:.1f} | {over:+.1f} | ≤ 15 |"]
@@ -395,6 +450,7 @@ def main() -> None:
     figures = {
         "one": one_process(args.runs, args.steps),
         "two": two_processes(args.runs, args.steps),
+        "counted": counted(),
         "imports": import_times(),
         "first": first_batch(),
     }
@@ -411,6 +467,8 @@ Written by `python benchmarks/overhead.py --runs {args.runs} --steps {args.steps
 - The model is one linear layer with SGD, batches of {BATCH} from a shuffled `TensorDataset` and one computing thread.
 - A figure is the difference between the smallest CPU times of {args.runs} interleaved runs of {args.steps} steps,
   without set-up. With two processes it is the CPU time of the training thread, averaged over both.
+- Calls and bytecode instructions are counted in the training thread, with tracing on, in a run of its own. They do not
+  depend on the load of the machine, as times do: on a shared machine two runs of one commit may differ by 25 µs a step.
 - The Trainers run without logger, callbacks, progress bar and checkpoints, except where the table names them.
 - Accelerate does not reduce logged values, so only its bare step is compared.
 - torch's own shuffle keeps every index in memory, so it is measured on a hundredth of the samples.
