@@ -26,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -226,7 +227,7 @@ def counted(steps: int = 100) -> dict[str, list[float]]:
     found = {}
     for name, measure in variants.items():
         measure(loaders[0])  # what is made once for the process is made here
-        once, twice = (work_of(lambda loader=loader: measure(loader)) for loader in loaders)  # type: ignore[misc]
+        once, twice = (work_of(partial(measure, loader)) for loader in loaders)
         found[name] = [(more - less) / steps for less, more in zip(once, twice, strict=True)]
     return found
 
