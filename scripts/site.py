@@ -4,7 +4,7 @@
 
 README.md is the first page. Links from one page to another stay; those to files that are no page (scripts, tests) lead
 to nothing in a site, and become text. The reference has a page for each module whose names users import; mkdocstrings
-fills it from the docstrings of a copy of the package, in which examples have the heading that it knows.
+fills it from the docstrings of a copy of the package, in which headings and roles have the form that it knows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from types import ModuleType
 PROJECT = Path(__file__).resolve().parents[1]
 PAGES = PROJECT / "build" / "pages"
 SOURCE = PROJECT / "build" / "source"
-EXAMPLE = re.compile(r"^( +)Example:$", re.MULTILINE)
+SPELLINGS = (
+    (re.compile(r"^( +)Example:$", re.MULTILINE), r"\1Examples:"),
+    (re.compile(r"^( +)Example::$", re.MULTILINE), r"\1**Example**"),  # the indented lines below it are code
+    (re.compile(r":(?:attr|class|func|meth|mod):`[~.]?([^`]+)`"), r"`\1`"),
+)
+"""What the docstrings write as editors know it, and how mkdocstrings knows it."""
 LINK = re.compile(r"(!?)\[([^\]\n]+)\]\(([^)\s]+)\)")
 
 REFERENCE = (
@@ -52,8 +57,9 @@ def main() -> None:
     shutil.copytree(PROJECT / "src", SOURCE, ignore=shutil.ignore_patterns("__pycache__"))
     for file in SOURCE.rglob("*.py"):
         text = file.read_text()
-        if EXAMPLE.search(text):
-            file.write_text(EXAMPLE.sub(r"\1Examples:", text))
+        for written, known in SPELLINGS:
+            text = written.sub(known, text)
+        file.write_text(text)
     shown: dict[str, str] = {}
     for module in REFERENCE:
         target = PAGES / "reference" / f"{module}.md"
