@@ -105,13 +105,13 @@ def _hangs(rows: Sequence[Hang], found: Found) -> list[str]:
         runs = [verdict.OfHang(**{**run, "missing": _by_rank(run["missing"])}) for run in found["runs"][row.key]]
         missed = [run.missed(found["timeout"], row.is_busy, row.is_harmless) for run in runs]
         worst = max(runs, key=lambda run: len(run.missing))
-        named = "nobody waits" if row.is_harmless else spread([run.seconds for run in runs])
-        ended = "goes on" if row.is_busy else spread([run.ended for run in runs])
+        named = "no rank waits" if row.is_harmless else spread([run.seconds for run in runs])
+        ended = "continues" if row.is_busy else spread([run.ended for run in runs])
         if row.is_harmless:
             ended = "at its end"
         wanted = "; ".join(f"rank {rank} at {place}" for rank, place in row.places.items())
         cells.append([row.name, row.start, wanted, named, ended, cell(worst.line), kept(missed)])
-    head = ["hang", "started by", "to be named", "named after s", "gone after s", "as it was named", "kept"]
+    head = ["hang", "started by", "expected", "reported after s", "ended after s", "message", "kept"]
     return table(head, cells)
 
 
@@ -123,7 +123,7 @@ def of_healthy(found: Found) -> list[str]:
     """No false alarm."""
     run = verdict.OfHealth(**found["run"])
     cells = [f"{run.seconds:.0f}", f"{found['timeout']:g}", run.did, str(run.busy), str(len(run.alarms)), str(run.code)]
-    head = ["seconds", "hang_timeout", "what it did", "times a busy rank was named", "alarms", "exit code", "kept"]
+    head = ["seconds", "hang_timeout", "what it did", "reports of a busy rank", "false alarms", "exit code", "kept"]
     return table(head, [[*cells, kept([[cell(line) for line in run.missed]])]])
 
 
@@ -133,7 +133,7 @@ def of_gate(found: Found) -> list[str]:
         [GATED.get(kind, kind), f"{cost:.2f}", f"≤ {COST:g}", "yes" if cost <= COST else "**no**"]
         for kind, cost in found["costs"].items()
     ]
-    return table(["collective", "µs that the gate adds", "promised", "kept"], rows)
+    return table(["collective", "added µs", "promised", "kept"], rows)
 
 
 def of_peers(found: Found) -> list[str]:
@@ -162,49 +162,51 @@ def _ending(run: Found, limit: float) -> str:
 
 SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
     "failures": (
-        "Twelve failures",
-        f"Promised: all gone and the cause printed within {verdict.SECONDS:g} s; at most {verdict.LINES} lines; the "
-        "last of them names the rank, and the file and line of the frame that raised (where none did: how the process "
-        "ended); an exit code other than 0; no process, no file in /dev/shm, no port left.",
+        "Failures of a rank",
+        f"The promise: within {verdict.SECONDS:g} s all processes have ended and the cause is printed, in at most "
+        f"{verdict.LINES} lines. The last line names the rank, and the file and line of the frame that raised (or how "
+        "the process ended). The exit code is not 0. No process, no file in /dev/shm and no port is left.",
         of_failures,
     ),
     "elsewhere": (
-        "Failures under other launchers",
-        "Under torchrun the last line is the last one before torchrun's own report, which nothing can come after, and "
-        "whose lines count.",
+        "Failures under ddp_spawn, torchrun and on two nodes",
+        "Under torchrun the last line is the one before torchrun's own report, which always comes last and whose lines "
+        "count.",
         of_elsewhere,
     ),
     "hangs": (
-        "Twelve hangs",
-        f"Promised: the ranks are named with their lines within `hang_timeout` + {verdict.SLACK:g} s of the moment at "
-        "which they went different ways, and the run is ended, but for a rank that is only busy. Where collectives "
-        "return when they are queued on a device, as NCCL's do, what the device is not done with is seen within 1.5 s, "
-        "and a late rank is named so much later; a circle of waits is no proof there, since a queue may still move.",
+        "Hangs and mismatched collectives",
+        "The promise: the ranks are reported with their lines within "
+        f"`hang_timeout` + {verdict.SLACK:g} s after they diverged. Then the run ends, unless a rank is only busy. On "
+        "devices whose collectives return when they are queued, as NCCL's do, unfinished work is detected within "
+        "1.5 s, and a late rank is reported that much later. Ranks that wait for each other in a circle are not enough "
+        "to end the run there, because a queue may still advance.",
         of_hangs,
     ),
     "nodes": (
-        "The same on two nodes",
-        "Two nodes of one rank each, started by hand with NODE_RANK, on this machine. The promises are the same; the "
-        "last line counts on both screens. A script that fails before its Trainer is no rank yet: its node tells it, "
-        "and the other waits until the ranks' meeting is given up.",
+        "Failures and hangs on two nodes",
+        "Two nodes of one rank each, started by hand with NODE_RANK on this machine. The promises are the same, and "
+        "hold for the last line on both screens. If a script fails before its Trainer, only its own node reports it; "
+        "the other waits until the rendezvous times out.",
         of_nodes,
     ),
     "healthy": (
-        "No false alarm",
-        "A run in which ranks wait for one another again and again for 1.5 times `hang_timeout`, since one of them is "
-        "slow in a step, reads a slow sample, validates longer, or works alone at the end of an epoch. Promised: it "
-        "runs to its end, and nothing is said of its ranks but that one is busy and the other waits for it.",
+        "No false alarms",
+        "In this run ranks repeatedly wait for each other for 1.5 times `hang_timeout`: one of them has a slow step, "
+        "reads a slow sample, validates longer, or works alone at the end of an epoch. The promise: the run completes, "
+        "and the only report is that one rank is busy and the other waits for it.",
         of_healthy,
     ),
     "gate": (
-        "What the gate costs",
-        "Each collective of torch.distributed is noted as it begins and ends, in memory that outlives the rank. "
-        "Processor time of the calling thread, by turns with and without; the least of 40 rounds of 500 calls.",
+        "What hang detection costs",
+        "The start and end of each collective of torch.distributed are recorded in memory that outlives the rank. The "
+        "table shows processor time of the calling thread with and without this, in turns: the minimum of 40 rounds of "
+        "500 calls.",
         of_gate,
     ),
     "peers": (
-        "Beside Lightning",
-        "The same scripts with `import lightning.pytorch`; the time is until the last process was gone.",
+        "Compared with Lightning",
+        "The same scripts with `import lightning.pytorch`. Times are until the last process has ended.",
         of_peers,
     ),
 }
@@ -220,14 +222,27 @@ def section(name: str, figures: Found) -> str:
 
 def page(figures: Found, command: str) -> str:
     """docs/failures.md."""
-    about = f"""# When a rank fails or strays
+    timeout = figures["hangs"]["found"]["timeout"]
+    about = f"""# Failures and hangs: what is reported
 
+This page shows what lockstep reports when a rank fails or hangs, and how fast, for readers of such a message.
 Written by {command}.
 
-Every row is a training script that is run as a user would, at a terminal, in a fresh folder. At the 20th step one rank
-fails, or does something else than the other. The script notes the time; who watches it has adopted every process that
-comes of it, so the end of the last one is seen. Lines count from that moment on, as they stand on the screen. Where
-there are several runs, seconds are their median, with the worst in brackets, and a promise has to be kept in all.
+```
+lockstep: rank 1 failed first, at fails.py:88: KeyError: 'no such label'
+```
+
+**Failures.** The last line on stderr is the first cause: the rank, the file and line, and the error. All other ranks
+are ended. Resume with `ckpt_path="last"`, or let [lockstep run](run.md) restart the ranks.
+
+**Hangs.** `Trainer(hang_timeout=60.0)`, the default, reports after 60 s of waiting which rank waits where, and what the
+others do. If the ranks have provably diverged, the run ends at once. Otherwise it ends after `hang_kill=1800.0` s. None
+turns each off.
+
+In the tables each row is a training script with two or more ranks, started as a user would, at a terminal, in a new
+folder. At the 20th step one rank fails, or does something different from the others. Times and lines count from that
+moment; for failures until the last process has ended. With several runs, seconds are the median, with the worst in
+brackets, and "kept" means that every run kept the promise. In the tables of hangs `hang_timeout` is {timeout:g} s.
 """
     return "\n".join([about, *(section(name, figures[name]) for name in SECTIONS if name in figures)])
 

@@ -113,7 +113,7 @@ def test_results_lie_where_the_page_says(ranks: RankPool, tmp_path: Path) -> Non
 
 
 def test_default_places_are_those_of_the_table(ranks: RankPool, tmp_path: Path) -> None:
-    code = blocks("results.md")["What a fit leaves"][0]
+    code = blocks("results.md")["Where a fit writes its files"][0]
     (tmp_path / "train.py").write_text(re.sub(r"    (logger|callbacks)=.*,\n", "", code))
     (done,) = run_script(ranks, tmp_path / "train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
