@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import lockstep.trainer
+from lockstep.extensions.verify import settings
 from lockstep.extensions.verify.calls import first_other_line
 from lockstep.extensions.verify.compare import NOT_FINITE, Numbers, aligned, exact
 from lockstep.extensions.verify.diagnose import Parts, Shares
@@ -18,6 +20,7 @@ from lockstep.extensions.verify.nudge import compares_samples
 from lockstep.extensions.verify.processes import Ending
 from lockstep.extensions.verify.recordings import RankRecording, Recording
 from lockstep.extensions.verify.refusals import deadlock, of_memory, of_ranks, short_window
+from lockstep.extensions.verify.settings import is_user_code
 from lockstep.extensions.verify.steps import strided_sums
 
 Events = Sequence[dict[str, object]]
@@ -136,6 +139,12 @@ def test_ranks_in_the_same_collectives_are_not(tmp_path: Path) -> None:
 def test_weights_of_a_mean_over_samples_add_up_to_one() -> None:
     assert Shares(torch.tensor([[0.4], [0.6]]), 0.0).sum_to_one
     assert not Shares(torch.tensor([[0.5], [0.556]]), 0.0).sum_to_one
+
+
+def test_lines_of_lockstep_are_not_the_users() -> None:
+    """Only those of extensions were left out in a checkout, where no path has "site-packages"."""
+    assert is_user_code(__file__)
+    assert not any(map(is_user_code, (lockstep.trainer.__file__, settings.__file__, torch.__file__, json.__file__)))
 
 
 def called(line: int, *sums: float) -> dict[str, object]:

@@ -14,8 +14,7 @@ from typing import Any
 HOME = [""]
 """The user's current folder. Set in each observed process, whose own current folder is a copy of it."""
 
-_HERE = str(Path(__file__).parent)
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
@@ -157,6 +156,4 @@ def short(file: str) -> str:
 def is_user_code(file: str) -> bool:
     """Return True unless a file belongs to an installed package, to Python or to lockstep."""
     # "<" starts the names of code that has no file, as that of a dataclass
-    if file.startswith(("<", _HERE)) or "site-packages" in file:
-        return False
-    return not file.startswith((_PACKAGE, _PYTHON))
+    return not (file.startswith(("<", _PACKAGE, _PYTHON)) or "site-packages" in file)
