@@ -63,7 +63,7 @@ def clipped(model: nn.Module, norm: float) -> Callable[[int], object]:
 
 
 def plain(
-    model: str,
+    model: str | Callable[[ModuleType], nn.Module],
     data: str,
     criterion: Callable[[Tensor, Tensor], Tensor],
     optimizer: Callable[[Any], torch.optim.Optimizer],
@@ -74,14 +74,15 @@ def plain(
     epochs: int = 3,
     accumulate: int = 1,
     norm: float = math.inf,
+    sampler_seed: int = 0,
 ) -> Reference:
     """A reference of the script's functions that make a model and, from ``arguments``, data; and what else it sets."""
 
     def reference(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
         torch.manual_seed(seed)
-        made = getattr(script, model)()
+        made = getattr(script, model)() if isinstance(model, str) else model(script)
         before_step = clipped(made, norm) if norm < math.inf else lambda step: None
-        steps = windows(getattr(script, data)(*arguments), ranks, batch_size, epochs, accumulate)
+        steps = windows(getattr(script, data)(*arguments), ranks, batch_size, epochs, accumulate, seed=sampler_seed)
         return train(optimizer(made.parameters()), steps, of(made, criterion), before_step)
 
     return reference
@@ -95,6 +96,16 @@ ddp_accumulation = plain("Net", "Sines", F.mse_loss, ADAMW(lr=3e-3), seed=42, ba
 fsdp2_accumulation = plain(
     "get_model", "get_dataset", F.mse_loss, MOMENTUM(lr=0.02), batch_size=4, accumulate=3, norm=0.5
 )
+fsdp2 = plain(
+    "Transformer",
+    "make_dataset",
+    lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+    ADAMW(lr=3e-3),
+    seed=7,
+    sampler_seed=7,
+)
+deep_net = lambda script: script.DeepNet(use_checkpoint=False)  # noqa: E731
+gradient_checkpointing = plain(deep_net, "build_dataset", F.smooth_l1_loss, ADAMW(lr=1e-3, weight_decay=0.1), seed=100)
 ema = plain("make_model", "make_data", F.binary_cross_entropy_with_logits, SGD(lr=0.3), arguments=(96, 0))
 last_window = plain("make_model", "make_dataset", F.mse_loss, SGD(lr=0.1), batch_size=12, epochs=6, accumulate=4)
 padded_metrics = plain("make_model", "make_data", F.cross_entropy, ADAM(lr=0.01), arguments=(48, 0), epochs=6)
@@ -116,17 +127,6 @@ def ddp_join(script: ModuleType, ranks: int, inputs: object) -> Iterator[Paramet
     share = 8 * ranks
     steps = ([data[i] for i in range(start, min(start + share, 104))] for start in range(0, 104, share))
     return train(optimizer, steps, of(model, F.mse_loss))
-
-
-def fsdp2(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    torch.manual_seed(7)
-    model = script.Transformer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-    def loss(batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-    return train(optimizer, windows(script.make_dataset(), ranks, 8, 3, seed=7), loss)
 
 
 def lightning_automatic(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
@@ -202,13 +202,6 @@ def bf16_autocast(script: ModuleType, ranks: int, inputs: object) -> Iterator[Pa
             return F.cross_entropy(model(batch[0]), batch[1])
 
     return train(optimizer, windows(script.get_data(), ranks, 8, 2), loss)
-
-
-def gradient_checkpointing(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    torch.manual_seed(100)
-    model = script.DeepNet(use_checkpoint=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    return train(optimizer, windows(script.build_dataset(), ranks, 8, 3), of(model, F.smooth_l1_loss))
 
 
 def cosine_by_hand(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:

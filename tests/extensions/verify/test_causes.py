@@ -47,11 +47,6 @@ share = len(data) // world
 own = Subset(data, range(rank * share, min(len(data), (rank + 1) * share + 12)))
 loader = DataLoader(own, 8, drop_last=True)
 """
-SHUFFLED = """\
-order = list(range(len(data)))
-random.shuffle(order)
-loader = DataLoader(Subset(data, order[rank::world]), 8)
-"""
 SPLIT = """\
 torch.manual_seed(rank)
 own, left = torch.utils.data.random_split(data, [80, 16])
@@ -87,10 +82,6 @@ SAMPLERS: dict[str, tuple[Changes, str]] = {
     ),
     "slices of the data that overlap after the last step": (
         ((SHARED_OUT, SLICES), (SET_EPOCH, "")),
-        "ranks share samples: their Subsets of the data overlap",
-    ),
-    "indices that each rank shuffles for itself": (
-        ((SHARED_OUT, SHUFFLED), (SET_EPOCH, "")),
         "ranks share samples: their Subsets of the data overlap",
     ),
     "a split that each rank draws by its own seed": (
