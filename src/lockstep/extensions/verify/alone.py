@@ -56,7 +56,7 @@ class AloneFinding:
 
 
 class RanksAlone:
-    """Compares ranks with one process, rank by rank.
+    """Comparison of ranks with one process, rank by rank.
 
     Args:
         ranks: the run on ranks.

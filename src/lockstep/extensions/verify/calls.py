@@ -35,7 +35,7 @@ _FORWARD = {"forward", "_run_ddp_forward", "_fn"}
 
 
 class Calls:
-    """Notes name, line and result of each function of torch's that a step calls.
+    """Trace of the calls of torch's functions: name, line and result of each.
 
     Args:
         watch: of this process.

@@ -1,4 +1,4 @@
-"""The cause of a first difference: from what gradients are made of, from what was observed, and by switching it off."""
+"""Search for the cause of a first difference: in weights of micro-batches, in events, and by switching things off."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Retry = Callable[[str], bool]
 
 
 class Causes:
-    """Finds the cause of a difference.
+    """Search for the cause of a difference.
 
     Args:
         difference: the first difference.

@@ -179,7 +179,7 @@ def exact(kind: str, update: int) -> float:
 
 
 class Numbers:
-    """Compares the numbers of two runs.
+    """Comparison of the numbers of two runs.
 
     Args:
         ranks: the run on N ranks.

@@ -33,7 +33,7 @@ _MAX_FORWARDS = 64
 
 
 class Forwards:
-    """Observes calls of modules, and the wrappers that synchronize them.
+    """Observer of calls of modules, and of the wrappers that synchronize them.
 
     Args:
         watch: of this process.

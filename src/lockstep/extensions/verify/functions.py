@@ -41,7 +41,7 @@ Keywords = dict[str, Any]
 
 
 class Functions(TorchFunctionMode):
-    """Intercepts torch's functions.
+    """Mode that intercepts torch's functions.
 
     Ranks write the random numbers that they draw in training. One process gets those of all ranks, put together as the
     samples are. Dropout is off. BatchNorm computes its statistics for each rank's part of a batch, as ranks do that do

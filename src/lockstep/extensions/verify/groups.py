@@ -24,7 +24,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Groups:
-    """Observes `torch.distributed`.
+    """Observer of `torch.distributed`.
 
     Args:
         watch: of this process.
@@ -89,7 +89,7 @@ class Groups:
         patch(torch.multiprocessing, "start_processes", spawn)
 
     def _report_size_of_ranks(self) -> None:
-        """Let one process read the ranks' number, to see whether its learning rates are then theirs."""
+        """Let one process read the number of ranks, to see whether its learning rates are then theirs."""
         get_world_size, size = dist.get_world_size, len(self.watch.settings.feed)
         os.environ["WORLD_SIZE"] = str(size)
 

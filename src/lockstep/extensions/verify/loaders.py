@@ -83,7 +83,7 @@ class KnownLoader:
 
 
 class Loaders:
-    """Replaces the iteration of every DataLoader.
+    """Observer that replaces the iteration of every DataLoader.
 
     Args:
         watch: of this process.

@@ -36,7 +36,7 @@ def moved_batch(batch: Any) -> Any:
 
 
 class Nudge:
-    """Moves the first row of modules' outputs, and notes the gradients of the other rows in the first backward.
+    """Hook that moves the first row of modules' outputs, and notes the other rows' gradients in the first backward.
 
     These stay the same if each sample has a loss of its own, whatever that is divided by.
 

@@ -70,7 +70,7 @@ class Patience:
 
 
 class ServerDied(RuntimeError):
-    """Raised when the server, from which the processes of runs are forked, has ended.
+    """Error for a server, from which the processes of runs are forked, that has ended.
 
     Args:
         code: its exit code.

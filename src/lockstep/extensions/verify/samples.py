@@ -58,7 +58,7 @@ class SampleFindings:
 
 
 class Samples:
-    """Compares the samples of ranks.
+    """Comparison of the samples of ranks.
 
     Args:
         ranks: the run on ranks.

@@ -21,7 +21,7 @@ _COMPARED = "simulated ranks"
 
 
 class Simulation:
-    """Runs a script on each of many ranks, without the others, and compares what they would have sent.
+    """Check that runs a script on each of many ranks, without the others, and compares what they would have sent.
 
     Args:
         request: what to verify; its devices are the ranks to simulate.

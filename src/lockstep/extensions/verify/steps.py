@@ -30,7 +30,7 @@ STRIDE = 13
 
 
 class Steps:
-    """Observes optimizers.
+    """Observer of optimizers.
 
     Args:
         watch: of this process.

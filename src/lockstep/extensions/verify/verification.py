@@ -96,7 +96,7 @@ def verify(
 
 
 class Verification:
-    """Compares a script on one number of ranks with one process.
+    """Check that compares a script on one number of ranks with one process.
 
     Args:
         request: what to verify.

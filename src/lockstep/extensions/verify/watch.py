@@ -14,7 +14,7 @@ from lockstep.extensions.verify.settings import Journal, Settings, stack
 
 
 class Stop(BaseException):
-    """Raised to end a script whose steps are made. `except Exception` in the script does not catch it."""
+    """Exception that ends a script whose steps are made. `except Exception` in the script does not catch it."""
 
 
 class Watch:
