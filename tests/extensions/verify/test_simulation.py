@@ -1,4 +1,4 @@
-"""`lockstep verify --simulate`: ranks that have no others to talk to make the same collectives, or are named."""
+"""`lockstep verify --simulate`: ranks without others call the same collectives, or the difference is named."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from lockstep.cli.run import main
 from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
-from lockstep.extensions.verify.processes import Ending, Patience, Server
+from lockstep.extensions.verify.processes import Ending, Server
 from lockstep.extensions.verify.recordings import RankRecording, Recording
 from lockstep.extensions.verify.runs import Request, Runs
 from lockstep.extensions.verify.simulation import Simulation
-from lockstep.extensions.verify.verification import verify
-from tests.extensions.verify.small_script import LOCKSTEP, LOSS, MODEL, STEP, changed
+from tests.extensions.verify.small_script import LOCKSTEP, LOSS, MODEL, STEP, Certify, Changes, changed
 
 Events = list[dict[str, object]]
 GROUP: dict[str, object] = {"kind": "group", "where": "train.py:1"}
@@ -27,7 +25,7 @@ def call(name: str, line: int, shape: list[int]) -> dict[str, object]:
 
 
 class Noted(Runs):
-    """Stands for runs: gives what ranks are said to have noted, and of one rank alone that it made its steps."""
+    """Runs whose ranks have noted given events, and where one rank by itself makes its steps."""
 
     def __init__(self, folder: Path, by_rank: list[Events], endings: list[Ending]) -> None:
         super().__init__(Request(("train.py",), len(by_rank)), folder, Mock(Server))
@@ -81,29 +79,13 @@ def test_a_rank_that_fails_where_one_does_not_is_named(tmp_path: Path) -> None:
     certificate = simulated(tmp_path, [[GROUP], [GROUP]], ends)
     assert certificate.verdict == DIFFERENT
     assert certificate.first.startswith("rank 1 of 2 failed: RuntimeError: shape '[3, -1]'")
-    assert certificate.cause == "the script does not work out on 2 ranks (train.py:9)"
+    assert certificate.cause == "the script does not support 2 ranks (train.py:9)"
 
 
 def test_ranks_that_never_meet_are_no_pass(tmp_path: Path) -> None:
     certificate = simulated(tmp_path, [STEPPED, STEPPED])
     assert certificate.verdict == UNKNOWN
-    assert "makes no process group" in certificate.reasons[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--simulate", "1"], "--simulate: '1': give a number from 2"),
-        (["--simulate", "8", "--resume"], "--simulate 8 --resume: give each in a command of its own"),
-    ],
-)
-def test_what_cannot_be_simulated_is_refused(
-    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    assert main(["verify", "train.py", *words]) == 2
-    assert sentence in capsys.readouterr().err
+    assert "creates no process group" in certificate.reasons[0]
 
 
 SHARDED = """\
@@ -125,27 +107,15 @@ fully_shard(model)
         (((LOSS, "F.mse_loss(model(x).view(3, -1), y)"),), UNKNOWN, "failed at train.py:"),
     ],
 )
-def test_six_ranks_are_simulated(
-    changes: tuple[tuple[str, str], ...],
-    verdict: str,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    server: Server,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(changed(*changes))
-    request = Request(("train.py",), 6, patience=Patience(60.0, 300.0))
-    certificate = verify(request, Simulation, server)
+def test_six_ranks_are_simulated(changes: Changes, verdict: str, words: str, certify: Certify) -> None:
+    certificate = certify(changed(*changes), Simulation, devices=6)
     assert certificate.verdict == verdict, str(certificate)
     assert words in str(certificate)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ranks_of_a_trainer_are_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-    """They read what rank 0 has broadcast: ranks that ran beside it found nothing."""
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(LOCKSTEP)
-    certificate = verify(Request(("train.py",), 4, patience=Patience(60.0, 300.0)), Simulation, server)
+def test_ranks_of_a_trainer_are_simulated(certify: Certify) -> None:
+    """They read what rank 0 has broadcast: ranks that ran at the same time found nothing."""
+    certificate = certify(LOCKSTEP, Simulation, devices=4)
     assert certificate.verdict == ALIKE, str(certificate)

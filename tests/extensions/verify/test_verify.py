@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,38 +14,29 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
 from lockstep.cli.run import main
-from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate, write
-from lockstep.extensions.verify.processes import Patience, Server
-from lockstep.extensions.verify.runs import Request
-from lockstep.extensions.verify.verification import verify
-from lockstep.extensions.verify.working_copy import working_copy
+from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, write
+from lockstep.extensions.verify.processes import Server
+from lockstep.extensions.verify.runs import working_copy
 from lockstep.ground.errors import MisconfigurationException
-from tests.extensions.verify.small_script import LOOP, changed
+from tests.extensions.verify.small_script import LOOP, SCRIPTS, Certify, changed
 
-SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[3]
-PATIENCE = Patience(silence=60.0, whole=300.0)
 
 
-Certify = Callable[[str], Certificate]
-
-
-@pytest.fixture
-def certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> Certify:
-    monkeypatch.chdir(tmp_path)  # scripts may write files
-    return lambda name: verify(Request((str(SCRIPTS / f"{name}.py"),), patience=PATIENCE), server=server)
+def judge_report() -> None:
+    (found,) = json.loads(Path("report/certificate.json").read_text())
+    assert found["verdict"] == ALIKE
+    assert found["steps"] == 5
+    assert {row["what"] for row in found["rows"]} >= {"samples", "parameters", "number of steps"}
+    assert all(not row["outcome"].startswith("DIFFERENT") for row in found["rows"])
+    assert "alike" in Path("report/certificate.md").read_text()
 
 
 @pytest.mark.slow
 def test_a_healthy_script_is_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["verify", str(SCRIPTS / "healthy/ddp_plain.py"), "--output", "report"]) == 0
-    (found,) = json.loads(Path("report/certificate.json").read_text())
-    assert found["verdict"] == ALIKE
-    assert found["steps"] == 5
-    assert {row["what"] for row in found["rows"]} >= {"samples", "gradients", "parameters", "number of steps"}
-    assert all(not row["outcome"].startswith("DIFFERENT") for row in found["rows"])
-    assert "alike" in Path("report/certificate.md").read_text()
+    judge_report()
 
 
 BY_CLOSURE = (
@@ -63,58 +53,33 @@ BY_CLOSURE = (
 )
 
 
-def test_a_script_whose_optimizer_steps_by_closures_is_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
-) -> None:
-    """No window was counted then, and one process was fed as if it accumulated by the ranks."""
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(changed((LOOP, BY_CLOSURE)))
-    certificate = verify(Request(("train.py",), patience=PATIENCE), server=server)
+def test_a_script_whose_optimizer_steps_by_closures_is_alike(certify: Certify) -> None:
+    """Its windows have no backwards, and one process was fed as if it accumulated by the ranks."""
+    certificate = certify(changed((LOOP, BY_CLOSURE)))
     assert certificate.verdict == ALIKE, str(certificate)
-    assert certificate.steps == 5
     write([certificate], Path("report"))
-    (found,) = json.loads(Path("report/certificate.json").read_text())
-    assert found["verdict"] == ALIKE
-    assert {row["what"] for row in found["rows"]} >= {"samples", "parameters", "number of steps"}
-    assert all(not row["outcome"].startswith("DIFFERENT") for row in found["rows"])
-    assert "alike" in Path("report/certificate.md").read_text()
+    judge_report()
 
 
-HOOKED = """
-import torch, torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-dist.init_process_group("gloo")
-x = torch.randn(96, 8, generator=torch.Generator().manual_seed(3))
-data = TensorDataset(x, x[:, :1] * x[:, 1:2])
-torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Linear(8, 1))
-model.register_comm_hook(None, fp16_compress_hook)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-for a, b in DataLoader(data, 8, sampler=DistributedSampler(data)):
-    loss = torch.nn.functional.mse_loss(model(a), b)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
+HOOKED = (
+    (
+        "import os",
+        "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\nimport os",
+    ),
+    ("optimizer = ", "model.register_comm_hook(None, fp16_compress_hook)\noptimizer = "),
+)
 
 
 @pytest.mark.slow
-def test_a_hook_that_rounds_what_travels_is_a_difference_by_nature(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
-) -> None:
+def test_a_hook_that_rounds_gradients_is_an_expected_difference(certify: Certify) -> None:
     """It was called different, by 3e-4."""
-    (tmp_path / "hooked.py").write_text(HOOKED)
-    monkeypatch.chdir(tmp_path)
-    certificate = verify(Request(("hooked.py",), patience=PATIENCE), server=server)
+    certificate = certify(changed(*HOOKED))
     assert certificate.verdict == ALIKE, str(certificate)
     assert any("fp16_compress_hook was off" in note for note in certificate.nature)
 
 
-def test_a_missing_synchronization_is_named_with_its_line(certified: Certify) -> None:
-    certificate = certified("bugs/no_sync_everywhere")
+def test_a_missing_synchronization_is_named_with_its_line(certify: Certify) -> None:
+    certificate = certify(SCRIPTS / "bugs/no_sync_everywhere.py")
     assert certificate.verdict == DIFFERENT
     assert certificate.exit_code == 1
     assert certificate.first.startswith("step 0: gradient of ")
@@ -122,11 +87,11 @@ def test_a_missing_synchronization_is_named_with_its_line(certified: Certify) ->
     assert "no_sync_everywhere.py:" in certificate.cause
 
 
-def test_a_script_that_needs_arguments_is_refused_with_the_way_out(certified: Certify) -> None:
-    certificate = certified("bad/needs_arguments")
+def test_a_script_that_needs_arguments_is_refused_with_the_way_out(certify: Certify) -> None:
+    certificate = certify(SCRIPTS / "bad/needs_arguments.py")
     assert certificate.verdict == UNKNOWN
     assert certificate.exit_code == 2
-    assert "give them behind --" in certificate.reasons[0]
+    assert "pass them after --" in certificate.reasons[0]
 
 
 class Regression(LightningModule):
@@ -170,31 +135,22 @@ def test_what_a_trainer_cannot_hand_to_a_process_is_refused() -> None:
         Trainer(accelerator="cpu").verify(model, [])
 
 
-def test_ranks_are_told_a_port_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-    """All runs on a machine were told 29500, and lockstep's Trainer looks whether it is taken."""
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("import os\nprint(os.environ['MASTER_PORT'])\n")
-    verify(Request(("train.py",), patience=PATIENCE, keep=Path("kept")), server=server)
+def test_ranks_get_a_port_that_is_free(certify: Certify) -> None:
+    """All runs on a machine got 29500, and lockstep's Trainer checks whether it is taken."""
+    certify("import os\nprint(os.environ['MASTER_PORT'])\n", keep=Path("kept"))
     first, second = (int(Path(f"kept/1-ranks/rank-{rank}/stdout").read_text()) for rank in range(2))
     assert first == second
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", first))
 
 
-KILLS_THE_SERVER = "import os, time; os.kill(os.getppid(), 9); time.sleep(100)"
-
-
 @pytest.mark.parametrize("within", [False, True])
-def test_a_server_that_dies_is_told_in_a_sentence(
-    within: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_dies_is_reported_in_a_sentence(within: bool, certify: Certify) -> None:
     """It was "invalid literal for int()" before a run, and no end at all within one."""
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(KILLS_THE_SERVER)
     with Server() as dying:
         if not within:
             dying.process.kill()
-        certificate = verify(Request(("train.py",), patience=PATIENCE), server=dying)
+        certificate = certify("import os, time; os.kill(os.getppid(), 9); time.sleep(100)", used=dying)
     assert certificate.verdict == UNKNOWN
     assert certificate.reasons[0].startswith("the process that starts the script's ranks was killed by SIGKILL")
 
@@ -226,11 +182,13 @@ def test_a_copy_may_lie_in_the_folder_by_a_relative_path(tmp_path: Path, monkeyp
         (["train.py", "--devices", "1"], "--devices 1: give numbers of ranks from 2"),
         (["train.py", "--steps", "0"], "--steps: '0': give a number from 1"),
         (["train.py", "--patience", "0"], "--patience 0: give seconds"),
-        (["train.py", "--keep", "."], "--keep .: it is there already"),
+        (["train.py", "--keep", "."], "--keep .: the folder exists"),
         (["nothing.py"], "nothing.py is not there"),
+        (["train.py", "--simulate", "1"], "--simulate: '1': give a number from 2"),
+        (["train.py", "--simulate", "8", "--resume"], "--simulate 8 --resume: give each in a command of its own"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused(
+def test_what_cannot_be_requested_is_refused(
     words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -249,29 +207,27 @@ NOT_SEEN = {"resume_first_order"}  # a resume is not verified
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", sorted({*HEALTHY} - EVERYDAY))
-def test_no_healthy_script_is_called_different(name: str, certified: Certify) -> None:
-    certificate = certified(f"healthy/{name}")
+def test_no_healthy_script_is_called_different(name: str, certify: Certify) -> None:
+    certificate = certify(SCRIPTS / f"healthy/{name}.py")
     assert certificate.verdict != DIFFERENT, str(certificate)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["digits", "distributed", "gan", "language_model", "stream", "README"])
-def test_examples_are_certified(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-    monkeypatch.chdir(tmp_path)
-    script = ROOT / f"examples/{name}.py"
+def test_examples_are_certified(name: str, certify: Certify) -> None:
+    script: Path | str = ROOT / f"examples/{name}.py"
     if name == "README":
-        script = tmp_path / "readme.py"
-        script.write_text((ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0])
-    certificate = verify(Request((str(script),), patience=PATIENCE), server=server)
+        script = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    certificate = certify(script)
     assert certificate.verdict == ALIKE, str(certificate)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", sorted({*BUGS} - EVERYDAY - NOT_SEEN))
-def test_each_wrong_script_is_different_with_a_cause(name: str, certified: Certify) -> None:
-    certificate = certified(f"bugs/{name}")
+def test_each_wrong_script_is_different_with_a_cause(name: str, certify: Certify) -> None:
+    certificate = certify(SCRIPTS / f"bugs/{name}.py")
     assert certificate.verdict == DIFFERENT, str(certificate)
     assert certificate.first
     assert certificate.cause, str(certificate)
@@ -280,9 +236,9 @@ def test_each_wrong_script_is_different_with_a_cause(name: str, certified: Certi
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", sorted({*BAD} - EVERYDAY))
-def test_each_bad_script_is_refused_in_a_sentence(name: str, certified: Certify) -> None:
-    certificate = certified(f"bad/{name}")
-    # a script is run, not imported, and stopped behind its steps; samples are written down as they come; what
+def test_each_bad_script_is_refused_in_a_sentence(name: str, certify: Certify) -> None:
+    certificate = certify(SCRIPTS / f"bad/{name}.py")
+    # a script is run, not imported, and stopped after its steps; samples are saved as they come; what
     # too_large may take is enough for it
     if name in ("trains_when_imported", "endless", "not_replayable", "too_large"):
         assert certificate.verdict != DIFFERENT
@@ -307,10 +263,8 @@ for epoch in range(3):
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(changed((LOOP, WRONG_WINDOW)))
-    certificate = verify(Request(("train.py",), patience=PATIENCE), server=server)
+def test_the_page_shows_what_is_printed(certify: Certify) -> None:
+    certificate = certify(changed((LOOP, WRONG_WINDOW)))
     page = (ROOT / "docs/verify.md").read_text()
     assert WRONG_WINDOW.partition("\n\n")[2] in page
     assert str(certificate) in page
@@ -319,8 +273,7 @@ def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_script_that_trains_in_processes_of_its_own_is_refused(certified: Certify, tmp_path: Path) -> None:
-    (tmp_path / "search.py").write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'pass'])\n")
-    certificate = certified(str(tmp_path / "search"))
+def test_a_script_that_trains_in_processes_of_its_own_is_refused(certify: Certify) -> None:
+    certificate = certify("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'pass'])\n")
     assert certificate.verdict == UNKNOWN
-    assert "the script trains in processes that it starts (search.py:2)" in certificate.reasons[0]
+    assert "the script trains in processes that it starts (train.py:2)" in certificate.reasons[0]

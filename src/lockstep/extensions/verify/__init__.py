@@ -1,1 +1,1 @@
-"""Does a script train on N ranks what it trains as one process? The command `lockstep verify`, part by part."""
+"""The extension verify: the command `lockstep verify`, which compares a script on N ranks with one process."""

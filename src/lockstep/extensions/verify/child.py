@@ -1,4 +1,4 @@
-"""What a process does that runs a script under observation."""
+"""An observed process: install the observers, run the script, and write how it ended."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from types import ModuleType, TracebackType
 import numpy as np
 import torch
 
-from lockstep.extensions.verify import float64, mixed_precision, trainers
+from lockstep.extensions.verify import float64, imports
 from lockstep.extensions.verify.forwards import Forwards
 from lockstep.extensions.verify.functions import Functions
 from lockstep.extensions.verify.groups import Groups
-from lockstep.extensions.verify.imports import Imports
 from lockstep.extensions.verify.loaders import Loaders
-from lockstep.extensions.verify.settings import HOME, Settings, is_users, location, short
+from lockstep.extensions.verify.settings import HOME, Settings, is_user_code, location, short
 from lockstep.extensions.verify.steps import Steps
-from lockstep.extensions.verify.watch import Stop, Watch, put
+from lockstep.extensions.verify.watch import Stop, Watch, patch
 
 SEED = 20_260
-"""Of what a script does not seed; ranks have several, as processes have that nobody seeds."""
+"""Seed of scripts that set none. Each rank adds its number, since unseeded processes differ as well."""
 
 
 def run(settings: Settings) -> None:
-    """Run the script, and write down how it ended."""
+    """Run the script and write how it ended."""
     watch = Watch(settings)
     HOME[0] = settings.home
     os.chdir(settings.working_folder)
@@ -39,11 +38,17 @@ def run(settings: Settings) -> None:
     if settings.float64:
         float64.enter()
     forwards = Forwards(watch)
-    imports = Imports({**trainers.changes(settings), "torch.distributed.fsdp": partial(_see_sharded, watch, forwards)})
-    for each in (Loaders(watch), forwards, Steps(watch, forwards), Groups(watch), imports):
+
+    def change_sharded(module: ModuleType) -> None:
+        imports.drop_mixed_precision(watch, module)
+        forwards.watch_sharded(module)
+
+    changes = {**imports.trainer_changes(settings), "torch.distributed.fsdp": change_sharded}
+    for each in (Loaders(watch), forwards, Steps(watch, forwards), Groups(watch), imports.Imports(changes)):
         each.install()
-    put(torch, "compile", _as_it_is)
-    sys.addaudithook(partial(_see_process, watch))
+    # compiled code rounds in another way than eager code, and the runs compile different shapes
+    patch(torch, "compile", _do_not_compile)
+    sys.addaudithook(partial(_note_process, watch))
     try:
         with Functions(watch):
             _start(list(settings.words))
@@ -51,10 +56,11 @@ def run(settings: Settings) -> None:
         watch.journal.end("done", steps=watch.steps)
     except SystemExit as error:
         status = "failed" if error.code else "ended"
-        words = f"SystemExit: {error.code}" if isinstance(error.code, str) else f"exit code {error.code}"
-        watch.journal.end(status, steps=watch.steps, message=words, where=_last_line(error.__traceback__))
+        message = f"SystemExit: {error.code}" if isinstance(error.code, str) else f"exit code {error.code}"
+        watch.journal.end(status, steps=watch.steps, message=message, where=_last_line(error.__traceback__))
     except BaseException as error:
-        if watch.is_done:  # what follows from the early end of an epoch
+        if watch.is_done:
+            # the script may fail because its epoch has ended early
             watch.journal.end("done", steps=watch.steps)
             return
         traceback.print_exc()
@@ -66,25 +72,19 @@ def run(settings: Settings) -> None:
         watch.journal.end("ended", steps=watch.steps)
 
 
-def _see_sharded(watch: Watch, forwards: Forwards, module: ModuleType) -> None:
-    """Change torch's module of sharded wrappers when it is imported."""
-    mixed_precision.leave_out(watch, module)
-    forwards.see_sharded(module)
-
-
-def _see_process(watch: Watch, event: str, args: tuple[object, ...]) -> None:
-    """Note that the script starts another process of Python."""
+def _note_process(watch: Watch, event: str, args: tuple[object, ...]) -> None:
+    """Note that the script starts another Python process."""
     if event == "subprocess.Popen" and "python" in os.path.basename(str(args[0])):
         watch.journal.note_once("process", where=location())
 
 
-def _as_it_is(model: object = None, *args: object, **kwargs: object) -> object:
-    """In the place of `torch.compile`: rounding of compiled code is another's."""
+def _do_not_compile(model: object = None, *args: object, **kwargs: object) -> object:
+    """Return the model as it is. `torch.compile` is also called without one, as a decorator with options."""
     return model if model is not None else lambda function: function
 
 
 def _start(words: list[str]) -> None:
-    """Run a script, or a module, as ``__main__``."""
+    """Run a script or a module as ``__main__``."""
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         sys.path[0] = HOME[0]
@@ -94,6 +94,7 @@ def _start(words: list[str]) -> None:
     path = os.path.join(HOME[0], words[0])
     sys.path[0] = os.path.dirname(path)
     loader = SourceFileLoader("__main__", path)
+    # a module of its own in sys.modules, not runpy.run_path: objects of the script can then be pickled
     main = ModuleType("__main__")
     vars(main).update(__file__=path, __loader__=loader, __spec__=None)
     sys.modules["__main__"] = main
@@ -101,11 +102,11 @@ def _start(words: list[str]) -> None:
 
 
 def _last_line(trace: TracebackType | None) -> str:
-    """The line of the script in which it failed."""
+    """Return the line of the script in which it failed; "" if no line of the user's is in the traceback."""
     found = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if is_users(file):
+        if is_user_code(file):
             found = f"{short(file)}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 USAGE = "lockstep verify [options] script.py [options] [-- arguments of the script]"
 ABOUT = """\
-Run a training script on N ranks and as one process that is fed the same samples, and say whether both train the same;
+Run a training script on N ranks, and as one process that is fed the same samples, and report if both train the same;
 if not, what differs first, and why. For plain PyTorch (DistributedDataParallel, fully_shard), Lightning and lockstep.
 The script needs no change. It runs on this machine's CPU, and stops after a few optimizer steps.
 """
@@ -33,59 +32,52 @@ examples:
 
 
 def verify(words: Sequence[str]) -> int:
-    """Verify what ``words`` say, print the certificates, write them, and give the exit code.
+    """Verify a script, print and write the certificates, and return the exit code.
+
+    Args:
+        words: arguments of the command.
 
     Raises:
-        MisconfigurationException: with the option, its value, and the way out.
+        MisconfigurationException: an option has a value that it does not take.
     """
     options, script = split(list(words), _parser())
-    devices = _devices(options.devices)
+    devices = options.devices.split(",")
+    if not all(word.strip().isdigit() and int(word) > 1 for word in devices):
+        raise MisconfigurationException(f"--devices {options.devices}: give numbers of ranks from 2, as 2 or 2,4")
     if options.simulate is not None and options.resume:
         raise MisconfigurationException(f"--simulate {options.simulate} --resume: give each in a command of its own")
     if options.patience <= 0:
         raise MisconfigurationException(f"--patience {options.patience:g}: give seconds, above 0")
     if options.keep is not None and Path(options.keep).exists():
-        raise MisconfigurationException(f"--keep {options.keep}: it is there already: give a folder that is not")
+        raise MisconfigurationException(f"--keep {options.keep}: the folder exists: give a new one")
     check_script("lockstep verify", options.module, script)
-    return _certify(options, words_of(options.module, script), devices)
 
-
-def _certify(options: argparse.Namespace, command: tuple[str, ...], devices: list[int]) -> int:
+    # imported once the options are right: errors in them are reported without waiting for torch
     from lockstep.extensions.verify.certificate import write
     from lockstep.extensions.verify.processes import Patience
+    from lockstep.extensions.verify.resume import ResumeCheck
     from lockstep.extensions.verify.runs import Request
-    from lockstep.extensions.verify.verification import verify as certified
+    from lockstep.extensions.verify.simulation import Simulation
+    from lockstep.extensions.verify.verification import Verification
+    from lockstep.extensions.verify.verification import verify as certify
 
-    check = _check(options)
+    check: Callable[[Request, Runs], Check] = ResumeCheck if options.resume else Verification
+    numbers = [int(word) for word in devices]
+    if options.simulate is not None:
+        check, numbers = Simulation, [options.simulate]
+    command = words_of(options.module, script)
     patience = Patience(options.patience, 10 * options.patience)
     certificates = []
-    for number in devices if options.simulate is None else [options.simulate]:
+    for number in numbers:
         keep = None if options.keep is None else Path(options.keep) / f"ranks-{number}"
-        certificate = certified(Request(command, number, options.steps, options.strategy, patience, keep), check)
+        certificate = certify(Request(command, number, options.steps, options.strategy, patience, keep), check)
         certificates.append(certificate)
         print(certificate, end="\n\n", flush=True)
     for path in write(certificates, Path(options.output)):
         print(f"written: {path}", file=sys.stderr)
+    # a difference on one number of ranks is worse than an unknown on another
     codes = {certificate.exit_code for certificate in certificates}
     return 1 if 1 in codes else max(codes)
-
-
-def _check(options: argparse.Namespace) -> Callable[[Request, Runs], Check]:
-    """What is checked."""
-    from lockstep.extensions.verify.resume import ResumeCheck
-    from lockstep.extensions.verify.simulation import Simulation
-    from lockstep.extensions.verify.verification import Verification
-
-    if options.simulate is not None:
-        return Simulation
-    return ResumeCheck if options.resume else Verification
-
-
-def _devices(text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.strip().isdigit() and int(word) > 1 for word in words):
-        raise MisconfigurationException(f"--devices {text}: give numbers of ranks from 2, as 2 or 2,4")
-    return [int(word) for word in words]
 
 
 def _parser() -> CommandParser:
@@ -94,14 +86,14 @@ def _parser() -> CommandParser:
     add("-m", dest="module", metavar="MODULE", help="verify a module in place of a script, as `python -m` runs it")
     add("--devices", default="2", metavar="N[,N]", help="ranks that are compared with one process (default: 2)")
     add("--steps", type=number_from(1), default=5, metavar="K", help="optimizer steps that are compared (default: 5)")
-    add("--strategy", default="", metavar="NAME", help="what Trainers of lockstep and Lightning take on the ranks, in "
-        "place of their own: ddp, fsdp, ...")  # fmt: skip
-    add("--resume", action="store_true", help="compare a run that is stopped behind K steps and started again with one "
+    add("--strategy", default="", metavar="NAME", help="strategy that Trainers of lockstep and Lightning use on the "
+        "ranks, in place of their own: ddp, fsdp, ...")  # fmt: skip
+    add("--resume", action="store_true", help="compare a run that is stopped after K steps and started again with one "
         "that is not, in place of ranks with one process")  # fmt: skip
     add("--simulate", type=number_from(2), metavar="N", help="run two steps on each of N ranks, a few at a time and "
         "without the others, and compare their collectives, in place of ranks with one process")  # fmt: skip
     add("--output", default=".", metavar="FOLDER", help="where certificate.json and certificate.md go (default: here)")
-    add("--patience", type=float, default=90.0, metavar="S", help="seconds without any sign of a rank after which it "
+    add("--patience", type=float, default=90.0, metavar="S", help="seconds without any event of a rank after which it "
         "counts as stuck; a run may take ten times as long (default: 90)")  # fmt: skip
-    add("--keep", metavar="FOLDER", help="keep the recordings there (default: they go)")
+    add("--keep", metavar="FOLDER", help="keep the recordings in a new folder (default: they are deleted)")
     return parser

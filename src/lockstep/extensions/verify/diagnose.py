@@ -1,4 +1,4 @@
-"""Says of what a gradient is made: how much of which micro-batch of which rank is in it."""
+"""Decomposition of a gradient: how much of each micro-batch of each rank it contains."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from lockstep.extensions.verify.recordings import Recording, Value
 from lockstep.extensions.verify.steps import STRIDE, strided_sums
 
 _FITS = 1e-6
-"""The part of a gradient that may be left over, where it is made of the ranks' own ones."""
-_SAME = 1e-7
-"""The largest difference of two gradients that is rounding, as part of the largest."""
+"""The largest remainder of a gradient that is made of the ranks' own ones, as a fraction of it."""
+_ROUNDING = 1e-7
+"""The largest difference of two gradients that counts as rounding, as a fraction of the largest."""
 _NOTHING = torch.zeros(STRIDE, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of what a gradient is made.
+    """A gradient as a sum of the ranks' own gradients.
 
     Attributes:
-        weights: by rank and micro-batch, how much of its gradient is in it; for one process and the mean over ranks
-            each is 1 / ranks.
-        rest: the part of the gradient that is made of nothing of these.
+        weights: weight of each rank's micro-batches, of shape (ranks, micro-batches). In one process, and in the mean
+            over ranks, each is 1 / ranks.
+        rest: the remainder, as a fraction of the gradient.
     """
 
     weights: Tensor
@@ -33,38 +33,39 @@ class Shares:
 
     @property
     def fits(self) -> bool:
-        """Whether it is made of the ranks' gradients."""
+        """True if the gradient is made of the ranks' own ones."""
         return self.rest < _FITS
 
-    def equal(self, weight: float) -> bool:
-        """Whether all of them are in it, each with this weight."""
+    def all_are(self, weight: float) -> bool:
+        """Return True if the gradient contains all micro-batches with this weight."""
         return self.fits and bool((self.weights - weight).abs().max() < 1e-5 * max(1.0, abs(weight)))
 
     @property
     def sum_to_one(self) -> bool:
-        """Whether the ranks' weights of each micro-batch add up to 1, as those of a mean over samples do."""
+        """True if the ranks' weights of each micro-batch add up to 1, as in a mean over samples."""
         return bool((self.weights.sum(0) - 1.0).abs().max() < 1e-4)
 
     def constant(self) -> float | None:
-        """The weight that all of them have; None where they have several."""
+        """Return the weight of all micro-batches, or None if their weights differ."""
         mean = self.weights.mean().item()
-        return mean if self.equal(mean) else None
+        return mean if self.all_are(mean) else None
 
-    def by_rank(self) -> list[float]:
-        """The weight of each rank's first micro-batch."""
+    def of_first_micro_batches(self) -> list[float]:
+        """Return the weight of each rank's first micro-batch."""
         return [round(weight, 4) for weight in self.weights[:, 0].tolist()]
 
     def rounded(self) -> list[float]:
-        """The weights of all ranks' micro-batches."""
+        """Return all weights, rank by rank."""
+        # + 0.0 turns -0.0 into 0.0
         return [round(weight, 3) + 0.0 for weight in self.weights.reshape(-1).tolist()]
 
 
 class Parts:
-    """The ranks' own gradients of one update.
+    """The ranks' own gradients of one update, backward by backward.
 
     Args:
         ranks: the run.
-        update: which.
+        update: number of the update.
     """
 
     def __init__(self, ranks: Recording, update: int) -> None:
@@ -75,7 +76,7 @@ class Parts:
 
     @property
     def are_known(self) -> bool:
-        """Whether the ranks' own gradients could be seen: not those of sharded parameters."""
+        """True if the ranks' own gradients were recorded, which those of sharded parameters are not."""
         return bool(self._backwards) and not self.ranks.is_sharded
 
     @property
@@ -84,44 +85,45 @@ class Parts:
         return [key for key in self._sums[0] if any(own.get(key) for own in self._sums)]
 
     def shares(self, gradient: Mapping[str, Value], keys: Sequence[str] | None = None) -> Shares:
-        """Of what a gradient is made, over some parameters or all."""
+        """Decompose a gradient by least squares, over some parameters or all."""
         keys = [key for key in keys or self.keys if gradient.get(key) is not None]
         if not keys:
             return Shares(torch.zeros(len(self._sums), len(self._backwards)), 1.0)
-        target = torch.cat([_summed(gradient.get(key)) for key in keys])
+        target = torch.cat([_sums_of(gradient.get(key)) for key in keys])
         columns = [
             torch.cat([own.get(key, {}).get(number, _NOTHING) for key in keys])
             for own in self._sums
             for number in self._backwards
         ]
         matrix = torch.stack(columns, 1)
+        # columns of one size, since lstsq ignores those that are small compared with others
         scale = matrix.norm(dim=0).clamp_min(1e-300)
+        # gelsd allows columns that depend on each other, as equal micro-batches do
         solution = torch.linalg.lstsq(matrix / scale, target[:, None], driver="gelsd").solution[:, 0] / scale
-        left = (matrix @ solution - target).norm() / target.norm().clamp_min(1e-300)
-        return Shares(solution.view(len(self._sums), -1), left.item())
+        rest = (matrix @ solution - target).norm() / target.norm().clamp_min(1e-300)
+        return Shares(solution.view(len(self._sums), -1), rest.item())
 
     def is_own(self, gradient: Mapping[str, Value], rank: int, keys: Sequence[str]) -> bool:
-        """Whether a rank's gradient is what its own backwards gave, and nothing of other ranks."""
-        return not self._astray([gradient], {key: self._sum([self._sums[rank]], key) for key in keys})
+        """Return True if a rank's gradient contains its own backwards and nothing of other ranks."""
+        return not self._deviating([gradient], {key: self._total([self._sums[rank]], key) for key in keys})
 
     def not_averaged(self, gradients: Sequence[Mapping[str, Value]]) -> list[str]:
-        """Parameters whose gradient at the step is not the mean over ranks."""
-        return self._astray(gradients, {key: self._sum(self._sums, key) / len(self._sums) for key in self.keys})
+        """Return the parameters whose gradient at the step is not the mean over ranks."""
+        return self._deviating(gradients, {key: self._total(self._sums, key) / len(self._sums) for key in self.keys})
 
-    def _sum(self, ranks: Sequence[dict[str, dict[int, Tensor]]], key: str) -> Tensor:
-        """What the backwards of ranks gave a parameter."""
+    def _total(self, ranks: Sequence[dict[str, dict[int, Tensor]]], key: str) -> Tensor:
         return sum((sums for own in ranks for sums in own.get(key, {}).values()), _NOTHING)
 
-    def _astray(self, gradients: Sequence[Mapping[str, Value]], expected: Mapping[str, Tensor]) -> list[str]:
-        """Parameters of which some gradient is not the expected one."""
+    def _deviating(self, gradients: Sequence[Mapping[str, Value]], expected: Mapping[str, Tensor]) -> list[str]:
+        """Return the parameters for which one of the gradients is not the expected one."""
         scale = max((sums.abs().max().item() for sums in expected.values()), default=0.0)
         return [
             key
             for key, sums in expected.items()
-            if not all((_summed(each.get(key)) - sums).abs().max().item() <= _SAME * scale for each in gradients)
+            if not all((_sums_of(each.get(key)) - sums).abs().max().item() <= _ROUNDING * scale for each in gradients)
         ]
 
 
-def _summed(value: Value) -> Tensor:
-    """A gradient as sums; one that is not there is zero."""
+def _sums_of(value: Value) -> Tensor:
+    """Return the strided sums of a gradient. A missing one is zero."""
     return strided_sums(value) if isinstance(value, Tensor) else _NOTHING

@@ -1,4 +1,4 @@
-"""A process group without the other ranks: collectives return at once, and nothing is sent."""
+"""A process group without other ranks, for simulated ranks: collectives return at once and send nothing."""
 
 import functools
 import pickle
@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.extensions.verify.watch import Watch, note_collective, put
+from lockstep.extensions.verify.watch import Watch, note_collective, patch
 
 BACKEND = "fake"
-"""The name of torch's backend that sends nothing."""
+"""Name of torch's backend that sends nothing."""
 
 
 def store() -> dist.Store:
-    """The store that belongs to it."""
+    """Create the store that `BACKEND` needs."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     made: dist.Store = FakeStore()
@@ -25,15 +25,18 @@ def store() -> dist.Store:
 
 
 def install(watch: Watch) -> None:
-    """Let ranks read what rank 0, which has run before them, has sent: they would go on with what is in memory."""
-    of_rank_0 = _OfRankZero(watch)
-    put(dist, "broadcast", of_rank_0.of_tensors(dist.broadcast))
-    put(dist, "broadcast_object_list", of_rank_0.of_objects(dist.broadcast_object_list))
-    put(dist, "scatter_object_list", of_rank_0.scattered(dist.scatter_object_list))
+    """Let broadcasts and scatters return what rank 0, which ran first, has sent.
+
+    The fake backend leaves receive buffers as they are, so that ranks would continue with whatever is in memory.
+    """
+    sent = _SentByRankZero(watch)
+    patch(dist, "broadcast", sent.broadcast_tensor(dist.broadcast))
+    patch(dist, "broadcast_object_list", sent.broadcast_objects(dist.broadcast_object_list))
+    patch(dist, "scatter_object_list", sent.scatter_objects(dist.scatter_object_list))
 
 
-class _OfRankZero:
-    """What rank 0 broadcasts and scatters, in order: written down by it, and read by the others.
+class _SentByRankZero:
+    """Values that rank 0 broadcasts and scatters, in order. Rank 0 writes them to files, and the others read these.
 
     Args:
         watch: of this process.
@@ -45,21 +48,22 @@ class _OfRankZero:
         self._folder.mkdir(exist_ok=True)
         self._number = 0
 
-    def of_tensors(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`broadcast`, whose tensor is then rank 0's."""
+    def broadcast_tensor(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `broadcast` whose tensor is rank 0's afterwards."""
 
         @functools.wraps(function)
         def broadcast(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             work = function(tensor, *args, **kwargs)
             found = self._exchange(tensor.detach().clone())
+            # the shape may differ where ranks broadcast in another order: the comparison then reports that
             if isinstance(found, Tensor) and found.shape == tensor.shape:
                 tensor.detach().copy_(found)
             return work
 
         return broadcast
 
-    def of_objects(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`broadcast_object_list`, which gives rank 0's objects."""
+    def broadcast_objects(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `broadcast_object_list` that gives rank 0's objects."""
 
         @functools.wraps(function)
         def broadcast(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -69,8 +73,8 @@ class _OfRankZero:
 
         return broadcast
 
-    def scattered(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`scatter_object_list`, which gives a rank its part of rank 0's objects."""
+    def scatter_objects(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `scatter_object_list` that gives a rank its item of rank 0's objects."""
 
         @functools.wraps(function)
         def scatter(scatter_object_output_list: list[Any], scatter_object_input_list: Any, *_: Any, **__: Any) -> None:
@@ -89,13 +93,14 @@ class _OfRankZero:
 
 
 def bucket_hook(watch: Watch) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
-    """A communication hook for DistributedDataParallel that notes each bucket, and sends nothing."""
+    """Return a communication hook for DistributedDataParallel that notes each bucket and sends nothing."""
 
-    def noted(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def note_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         note_collective(watch, "all_reduce", bucket.buffer())
+        # a rank waits in the collective that is its last event, so the end of this one is noted as well
         watch.journal.note("collected", number=0)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    return noted
+    return note_bucket

@@ -1,4 +1,4 @@
-"""Verifies what a Trainer would train: the module and its data become a script, and that is verified."""
+"""`Trainer.verify`: write a script that fits the module with its data, and verify that."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import torch
 from lockstep import Trainer
 
 if torch.get_default_dtype() == torch.float64:
-    model.double()  # it was made in the types of another process
+    model.double()  # it was created with the default type of another process
 
 Trainer(**flags).fit(model, data, datamodule=datamodule)
 """
@@ -46,22 +46,31 @@ _QUIET: dict[str, object] = {
 def verify_fit(
     flags: Mapping[str, object], model: object, data: object, datamodule: object, devices: int, steps: int
 ) -> Certificate:
-    """The certificate for a fit by a Trainer with these flags.
+    """Verify a fit by a Trainer with these flags, and return the certificate.
+
+    Args:
+        flags: the Trainer's arguments. Loggers, checkpoints and progress bars are switched off.
+        model: the module.
+        data: its data loaders, or None.
+        datamodule: its data module, or None.
+        devices: number of ranks.
+        steps: optimizer steps.
 
     Raises:
-        MisconfigurationException: a flag, the module or its data cannot travel to another process.
+        MisconfigurationException: a flag, the module or its data cannot be pickled.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         script, parts = Path(folder) / "fit.py", Path(folder) / "parts.pkl"
-        given = {**flags, **_QUIET, "max_steps": 2 * steps}
+        # more steps than are compared: verify stops the fit, not max_steps
+        all_flags = {**flags, **_QUIET, "max_steps": 2 * steps}
         try:
-            parts.write_bytes(cloudpickle.dumps((given, model, data, datamodule)))
-        except Exception as error:  # whatever an object raises that cannot be pickled
+            parts.write_bytes(cloudpickle.dumps((all_flags, model, data, datamodule)))
+        except Exception as error:  # any error of an object that cannot be pickled
             raise MisconfigurationException(
-                f"trainer.verify: the module, its data or a flag of the Trainer cannot be pickled ({error}), and the "
-                "ranks are processes of their own: verify the script by `lockstep verify script.py`"
+                f"trainer.verify: the module, its data or a flag of the Trainer cannot be pickled ({error}), but ranks "
+                "are separate processes: verify the script instead, by `lockstep verify script.py`"
             ) from error
-        path = [each for each in sys.path if isinstance(each, str)]  # Python takes no notice of others
+        path = [each for each in sys.path if isinstance(each, str)]  # Python ignores other entries
         script.write_text(_SCRIPT.format(path=path, parts=str(parts)))
         certificate = verify(Request((str(script),), devices, steps))
     return replace(certificate, script=type(model).__name__)

@@ -1,4 +1,4 @@
-"""Has a script calculate in float64, where it says float32 or less: what differs then is no rounding."""
+"""float64 for scripts that compute in float32 or less: remaining differences of the runs are then not rounding."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch.storage
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lockstep.extensions.verify.watch import put
+from lockstep.extensions.verify.watch import patch
 
 _SMALLER = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {"float", "half", "bfloat16"}
 _READERS = {torch._utils.__file__, torch.storage.__file__, torch.serialization.__file__}
-"""Files of torch that read tensors: the bytes there are of the type that they say."""
+"""Files of torch that read tensors: there, the bytes have the type that is named."""
 _FROM_OUTSIDE = {"tensor", "as_tensor", "from_numpy", "asarray", "frombuffer"}
 
 
 def widened(value: Any) -> Any:
-    """A value with float32 tensors, and smaller ones, as float64 ones."""
+    """Return float32 and smaller tensors and arrays as float64, and all else as it is."""
     if isinstance(value, Tensor) and value.dtype in _SMALLER and type(value) is Tensor:
         return value.double()
     if isinstance(value, np.ndarray) and value.dtype in (np.float32, np.float16):
@@ -33,38 +33,36 @@ def widened(value: Any) -> Any:
 
 
 def widened_tree(batch: Any) -> Any:
-    """A batch with its tensors so."""
+    """Return a batch with its tensors and arrays in float64."""
     return tree_map(widened, batch)
 
 
 def widen_module(module: nn.Module) -> None:
-    """Make parameters and buffers float64 in place: those of a module that was unpickled."""
+    """Convert parameters and buffers to float64 in place. Those of an unpickled module have the saved type."""
     for tensor in (*module.parameters(), *module.buffers()):
         widen_in_place(tensor)
 
 
 def widen_in_place(tensor: Tensor) -> None:
-    """Make a tensor float64 that others refer to."""
+    """Convert a tensor to float64 so that all references to it see the conversion."""
     if tensor.dtype in _SMALLER and type(tensor.data) is Tensor:
         tensor.data = tensor.data.double()
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch's, with float64 wherever a smaller type is asked for."""
+    """Call a function of torch's with float64 in place of smaller types among its arguments."""
     name = getattr(function, "__name__", "")
     if name in _CASTS and args and isinstance(args[0], Tensor):
         return args[0].double()
     if any(map(_is_smaller, (*args, *kwargs.values()))):
+        # view(dtype) reinterprets bytes
         if name == "view" or sys._getframe(2).f_code.co_filename in _READERS:
             return function(*args, **kwargs)
-        args = tuple(map(_larger, args))
-        kwargs = {key: _larger(value) for key, value in kwargs.items()}
+        args = tuple(torch.float64 if _is_smaller(value) else value for value in args)
+        kwargs = {key: torch.float64 if _is_smaller(value) else value for key, value in kwargs.items()}
     result = function(*args, **kwargs)
+    # these take the type of their input, not the default one
     return widened(result) if name in _FROM_OUTSIDE else result
-
-
-def _larger(value: Any) -> Any:
-    return torch.float64 if _is_smaller(value) else value
 
 
 def _is_smaller(value: object) -> bool:
@@ -72,23 +70,20 @@ def _is_smaller(value: object) -> bool:
 
 
 def enter() -> None:
-    """Make float64 the default, and have neither autocast nor gradient scalers do anything."""
+    """Make float64 the default type, and disable autocast and gradient scalers."""
     torch.set_default_dtype(torch.float64)
-    put(torch, "set_default_dtype", lambda d, /: None)
+    patch(torch, "set_default_dtype", lambda d, /: None)
     from_numpy = torch.from_numpy
-    put(torch, "from_numpy", lambda array: widened(from_numpy(array)))
+    # torch passes it by the mode of functions.py, since its argument is not a tensor
+    patch(torch, "from_numpy", lambda array: widened(from_numpy(array)))
     for kind in (torch.amp.autocast, torch.amp.GradScaler):
-        _disable(kind)
+        original: Callable[..., None] = vars(kind)["__init__"]
 
+        @functools.wraps(original)
+        def init(self: object, *args: Any, original: Callable[..., None] = original, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            vars(self)["_enabled"] = False
+            if "_scale" in vars(self):
+                vars(self)["_init_scale"] = 1.0
 
-def _disable(kind: type) -> None:
-    made: Callable[..., None] = vars(kind)["__init__"]
-
-    @functools.wraps(made)
-    def disabled(self: object, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        vars(self)["_enabled"] = False
-        if "_scale" in vars(self):
-            vars(self)["_init_scale"] = 1.0
-
-    put(kind, "__init__", disabled)
+        patch(kind, "__init__", init)

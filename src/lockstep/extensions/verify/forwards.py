@@ -1,4 +1,4 @@
-"""Sees which modules a script calls and how: through their wrapper or past it, with which inputs, reading ranks."""
+"""Observer of modules: how they are called, how their wrappers synchronize, where they read ranks, and backwards."""
 
 from __future__ import annotations
 
@@ -18,266 +18,270 @@ from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lockstep.extensions.verify import fake_group, mixed_precision
+from lockstep.extensions.verify import fake_group
 from lockstep.extensions.verify.float64 import widen_module, widened_tree
+from lockstep.extensions.verify.imports import MIXED_PRECISION
 from lockstep.extensions.verify.loaders import fingerprint
 from lockstep.extensions.verify.nudge import Nudge
-from lockstep.extensions.verify.settings import is_users, location, stack
-from lockstep.extensions.verify.watch import Watch, put
+from lockstep.extensions.verify.settings import is_user_code, location, stack
+from lockstep.extensions.verify.watch import Watch, patch
 
-_ROUNDING = "torch.distributed.algorithms.ddp_comm_hooks."
+_ROUNDING_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
-_FORWARDS = 64
-"""Calls of outermost modules that are written down."""
+_MAX_FORWARDS = 64
+"""Calls of outermost modules that are noted."""
 
 
 class Forwards:
-    """Watches calls of modules, and the wrappers that synchronize them.
+    """Observer of calls of modules, and of the wrappers that synchronize them.
 
     Args:
         watch: of this process.
 
     Attributes:
-        roots: modules that were called by no other module, without the wrappers around them.
-        covered: ids of the parameters that such a wrapper synchronizes.
+        roots: modules that no other module calls, without the wrappers around them.
+        covered: ids of the parameters that a wrapper synchronizes.
     """
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self.roots: list[nn.Module] = []
         self.covered: set[int] = set()
-        self._inner: set[int] = set()  # ids of the modules that a wrapper holds, and of those within
+        self._wrapped: set[int] = set()  # ids of the modules within wrappers
         self._wrappers: list[DistributedDataParallel] = []
-        self._sharded_sync = True  # what modules of fully_shard were told last
+        self._shards_synchronize = True  # the newest set_requires_gradient_sync of fully_shard's modules
         self._forwards = 0
         self._nudge = Nudge(watch)
         self._in_backward = False
 
     def install(self) -> None:
-        """Put the hooks into torch."""
-        # torch types it as if a hook could give no other arguments, which it can
+        """Register the hooks, and replace torch's functions."""
+        # torch's annotation has no hook that returns other arguments, which hooks may do
         hooks.register_module_forward_pre_hook(self._before)  # type: ignore[arg-type]
-        # torch types it as if a hook could give no other output, which it can
+        # the same for the output; always, so that a failed forward leaves the depth right
         hooks.register_module_forward_hook(self._after, always_call=True)  # type: ignore[arg-type]
-        self._see_wrappers()
-        self._see_ranks()
-        self._see_backwards()
+        self._watch_wrappers()
+        self._watch_join()
+        self._watch_ranks()
+        self._watch_backwards()
 
     # -- calls
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        self.watch.depth += 1
-        if self.watch.depth > 1:
+        watch = self.watch
+        watch.depth += 1
+        if watch.depth > 1:
             return None
         training = torch.is_grad_enabled() and module.training and _has_parameters(module)
         inner = module.module if isinstance(module, DistributedDataParallel) else module
+        # by identity, since a module may define __eq__
         if all(inner is not root for root in self.roots):
             self.roots.append(inner)
-            if self.watch.settings.float64:
+            if watch.settings.float64:
                 widen_module(inner)
         if training:
-            self.watch.begin_training()
-            self._note_call(module, args)
-        return widened_tree(args) if self.watch.settings.float64 else None
+            watch.start_training()
+            if id(module) in self._wrapped:
+                # called past its wrapper, which then does not see the backward
+                watch.journal.note_once("bypassed", name=type(module).__name__, where=location(), stack=stack())
+            if self._forwards < _MAX_FORWARDS:
+                self._forwards += 1
+                tensors = [leaf for leaf in tree_leaves(args) if type(leaf) is Tensor]
+                on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+                watch.journal.note(
+                    "forward",
+                    module=type(module).__name__,
+                    inputs=fingerprint(on_cpu) if tensors else "",
+                    rows=[len(tensor) for tensor in tensors if tensor.dim()],
+                    update=watch.updates,
+                )
+        return widened_tree(args) if watch.settings.float64 else None
 
     def _after(self, module: nn.Module, args: object, output: object) -> Tensor | None:
         self.watch.depth -= 1
         return self._nudge.after(module, output)
 
-    def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if id(module) in self._inner:
-            self.watch.journal.note_once("bypassed", name=type(module).__name__, where=location(), stack=stack())
-        if self._forwards >= _FORWARDS:
-            return
-        self._forwards += 1
-        tensors = [leaf for leaf in tree_leaves(args) if type(leaf) is Tensor]
-        self.watch.journal.note(
-            "forward",
-            module=type(module).__name__,
-            inputs=fingerprint([tensor for tensor in tensors if tensor.device.type == "cpu"]) if tensors else "",
-            rows=[len(tensor) for tensor in tensors if tensor.dim()],
-            update=self.watch.updates,
-        )
-
     # -- wrappers
 
-    def _see_hooks(self) -> None:
-        """Leave out torch's own communication hooks, which round what travels; hooks of the user's do what they do."""
+    def _watch_wrappers(self) -> None:
+        """Watch DistributedDataParallel, without communication hooks of torch's and without mixed precision."""
+        original, no_sync = DistributedDataParallel.__init__, DistributedDataParallel.no_sync
         register = DistributedDataParallel.register_comm_hook
+        watch = self.watch
 
-        @functools.wraps(register)
-        def registered(wrapper: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-            if self.watch.settings.simulated or getattr(hook, "__module__", "").startswith(_ROUNDING):
-                self.watch.journal.note_once("comm hook", name=hook.__name__)
-            else:
-                register(wrapper, state, hook)
-
-        put(DistributedDataParallel, "register_comm_hook", registered)
-
-    def _see_wrappers(self) -> None:
-        register = DistributedDataParallel.register_comm_hook
-        made, no_sync = DistributedDataParallel.__init__, DistributedDataParallel.no_sync
-
-        @functools.wraps(made)
+        @functools.wraps(original)
         def init(wrapper: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if self.watch.settings.float64:
+            # before the wrapper makes its buckets, which have the parameters' types
+            if watch.settings.float64:
                 widen_module(module)
             if kwargs.pop("mixed_precision", None) is not None:
-                self.watch.journal.note_once(mixed_precision.NOTE, name="DistributedDataParallel(mixed_precision=...)")
-            made(wrapper, module, *args, **kwargs)
-            if self.watch.settings.simulated:
-                register(wrapper, None, fake_group.bucket_hook(self.watch))
-            self._inner |= {id(each) for each in module.modules()}
+                watch.journal.note_once(MIXED_PRECISION, name="DistributedDataParallel(mixed_precision=...)")
+            original(wrapper, module, *args, **kwargs)
+            if watch.settings.simulated:
+                register(wrapper, None, fake_group.bucket_hook(watch))
+            self._wrapped |= {id(each) for each in module.modules()}
             self._wrappers.append(wrapper)
             ignored = set(wrapper.parameters_to_ignore)
             named = module.named_parameters()
             self.covered |= {id(p) for name, p in named if p.requires_grad and name not in ignored}
-            self.watch.journal.note("wrapped", name=type(module).__name__, where=location())
+            watch.journal.note("wrapped", name=type(module).__name__, where=location())
 
         @functools.wraps(no_sync)
-        def without(wrapper: DistributedDataParallel) -> Any:
-            self.watch.journal.note_once("no_sync", where=location())
+        def no_sync_noted(wrapper: DistributedDataParallel) -> Any:
+            watch.journal.note_once("no_sync", where=location())
             return no_sync(wrapper)
 
-        self._see_hooks()
-        join = Join.__init__
+        @functools.wraps(register)
+        def register_comm_hook(wrapper: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+            # torch's own hooks round what is sent; a user's hook is part of what is verified
+            if watch.settings.simulated or getattr(hook, "__module__", "").startswith(_ROUNDING_HOOKS):
+                watch.journal.note_once("comm hook", name=hook.__name__)
+            else:
+                register(wrapper, state, hook)
 
-        @functools.wraps(join)
-        def joined(context: Join, joinables: list[Any], enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        patch(DistributedDataParallel, "__init__", init)
+        patch(DistributedDataParallel, "no_sync", no_sync_noted)
+        patch(DistributedDataParallel, "register_comm_hook", register_comm_hook)
+
+    def _watch_join(self) -> None:
+        original = Join.__init__
+
+        @functools.wraps(original)
+        def init(context: Join, joinables: list[Any], enable: bool = True, *args: Any, **kwargs: Any) -> None:
             if enable:
                 by_all = kwargs.get("divide_by_initial_world_size", True)
                 self.watch.journal.note_once("join", by_all=bool(by_all), where=location())
-            join(context, joinables, enable, *args, **kwargs)
+            original(context, joinables, enable, *args, **kwargs)
 
-        put(Join, "__init__", joined)
-        put(DistributedDataParallel, "__init__", init)
-        put(DistributedDataParallel, "no_sync", without)
+        patch(Join, "__init__", init)
 
-    @property
-    def synchronizes(self) -> bool:
-        """Whether no wrapper is told to leave gradients alone at the moment."""
-        return self._sharded_sync and all(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
+    def watch_sharded(self, module: ModuleType) -> None:
+        """Watch `torch.distributed.fsdp`: which models it shards, and when they do not synchronize gradients."""
+        original = module.FSDPModule.set_requires_gradient_sync
 
-    def see_sharded(self, module: ModuleType) -> None:
-        """Watch whether the modules that `fully_shard` makes are told to leave gradients alone."""
-        told = module.FSDPModule.set_requires_gradient_sync
+        @functools.wraps(original)
+        def set_sync(sharded: object, requires_gradient_sync: bool, *args: Any, **kwargs: Any) -> None:
+            self._shards_synchronize = requires_gradient_sync
+            original(sharded, requires_gradient_sync, *args, **kwargs)
 
-        @functools.wraps(told)
-        def tell(sharded: object, requires_gradient_sync: bool, *args: Any, **kwargs: Any) -> None:
-            self._sharded_sync = requires_gradient_sync
-            told(sharded, requires_gradient_sync, *args, **kwargs)
+        patch(module.FSDPModule, "set_requires_gradient_sync", set_sync)
+        for owner, name in ((module, "fully_shard"), (module.FullyShardedDataParallel, "__init__")):
+            shard = getattr(owner, name)
 
-        put(module.FSDPModule, "set_requires_gradient_sync", tell)
-        self._see_sharding(module, "fully_shard")
-        self._see_sharding(module.FullyShardedDataParallel, "__init__")
+            @functools.wraps(shard)
+            def sharded(*args: Any, shard: Callable[..., Any] = shard, **kwargs: Any) -> Any:
+                self.watch.journal.note_once("sharded data parallel")
+                mesh = kwargs.get("mesh")
+                if mesh is not None and mesh.size() < self.watch.settings.world:
+                    self.watch.journal.note_once("sharded in groups", size=mesh.size(), where=location())
+                return shard(*args, **kwargs)
 
-    def _see_sharding(self, home: object, name: str) -> None:
-        """Note that a function is called that shards a model."""
-        shard = getattr(home, name)
-
-        @functools.wraps(shard)
-        def sharded(*args: Any, **kwargs: Any) -> Any:
-            self.watch.journal.note_once("sharded data parallel")
-            mesh = kwargs.get("mesh")
-            if mesh is not None and mesh.size() < self.watch.settings.world:
-                self.watch.journal.note_once("sharded in groups", size=mesh.size(), where=location())
-            return shard(*args, **kwargs)
-
-        put(home, name, sharded)
+            patch(owner, name, sharded)
 
     # -- the rank, read within a module
 
-    def _see_ranks(self) -> None:
-        fixed = "rank in modules" in self.watch.settings.overrides
-        for home in (dist, dist.distributed_c10d):
-            get_rank: Callable[..., int] = vars(home)["get_rank"]
+    def _watch_ranks(self) -> None:
+        """Note modules that read the rank; with the override "rank in modules" they all read 0."""
+        is_fixed = "rank in modules" in self.watch.settings.overrides
+        for owner in (dist, dist.distributed_c10d):
+            original: Callable[..., int] = vars(owner)["get_rank"]
 
-            @functools.wraps(get_rank)
-            def asked(*args: Any, get_rank: Callable[..., int] = get_rank, **kwargs: Any) -> int:
+            @functools.wraps(original)
+            def get_rank(*args: Any, original: Callable[..., int] = original, **kwargs: Any) -> int:
                 frame = sys._getframe(1)
-                found = get_rank(*args, **kwargs)
-                read = is_users(frame.f_code.co_filename) and self._is_read_in_module(frame)
-                return 0 if read and fixed else found
+                found = original(*args, **kwargs)
+                is_read = is_user_code(frame.f_code.co_filename) and self._is_read_in_module(frame)
+                return 0 if is_read and is_fixed else found
 
-            put(home, "get_rank", asked)
+            patch(owner, "get_rank", get_rank)
 
-        self._see_environment(fixed)
+        getitem = os._Environ.__getitem__
 
-    def _see_environment(self, fixed: bool) -> None:
-        read = os._Environ.__getitem__
-
-        def asked(environ: os._Environ[str], name: str) -> str:
-            value = read(environ, name)
+        def getitem_noted(environ: os._Environ[str], name: str) -> str:
+            value = getitem(environ, name)
             if name not in ("RANK", "LOCAL_RANK"):
                 return value
+            # os.environ.get and os.getenv come here through Python's own files
             frame: FrameType | None = sys._getframe(1)
-            while frame is not None and not is_users(frame.f_code.co_filename):
+            while frame is not None and not is_user_code(frame.f_code.co_filename):
                 frame = frame.f_back
             is_read = frame is not None and self._is_read_in_module(frame)
-            return "0" if is_read and fixed else value
+            return "0" if is_read and is_fixed else value
 
-        put(os._Environ, "__getitem__", asked)
+        patch(os._Environ, "__getitem__", getitem_noted)
 
     def _is_read_in_module(self, frame: FrameType) -> bool:
-        """Whether a line that reads the rank is run by a module; that is noted."""
-        within = _module_of(frame) or ("a module's call" if self.watch.depth else "")
+        """Return True if a module runs a line that reads the rank, and note that."""
+        within = "a module's call" if self.watch.depth else ""
+        caller: FrameType | None = frame
+        # a few frames up: a module's method may call a function that reads the rank
+        for _ in range(4):
+            if caller is None:
+                break
+            own = caller.f_locals.get("self")
+            if isinstance(own, nn.Module):
+                within = type(own).__name__
+                break
+            caller = caller.f_back
         if within:
             self.watch.journal.note_once("rank read", within=within, where=location(frame))
         return bool(within)
 
     # -- backward
 
-    def _see_backwards(self) -> None:
+    def _watch_backwards(self) -> None:
         backward = Tensor.backward
         run = torch.autograd.backward
 
         @functools.wraps(backward)
-        def called(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        def tensor_backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
             with self._one_backward(tensor):
                 backward(tensor, *args, **kwargs)
 
         @functools.wraps(run)
-        def called_alone(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if not is_users(sys._getframe(1).f_code.co_filename):
+        def autograd_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            # torch calls it as well, within a backward or to recompute a checkpointed part
+            if not is_user_code(sys._getframe(1).f_code.co_filename):
                 run(tensors, *args, **kwargs)
                 return
             with self._one_backward(tensors if isinstance(tensors, Tensor) else tensors[0]):
                 run(tensors, *args, **kwargs)
 
-        put(Tensor, "backward", called)
-        put(torch.autograd, "backward", called_alone)
+        patch(Tensor, "backward", tensor_backward)
+        patch(torch.autograd, "backward", autograd_backward)
 
     @contextmanager
     def _one_backward(self, loss: Tensor) -> Iterator[None]:
-        """Around a call of backward that no other one makes."""
+        """Note and count a backward, unless another one calls it."""
         if self._in_backward:
             yield
             return
         self._in_backward = True
         try:
-            self._note_backward(loss)
+            is_synchronized = self._shards_synchronize and all(
+                wrapper.require_backward_grad_sync for wrapper in self._wrappers
+            )
+            self.watch.journal.note(
+                "backward",
+                update=self.watch.updates,
+                number=self.watch.backwards,
+                loss=float(loss.detach()) if loss.numel() == 1 else None,
+                divisor=_divisor(loss),
+                synchronizes=is_synchronized,
+                where=location(),
+            )
             yield
         finally:
             self._in_backward = False
             self.watch.backwards += 1
 
-    def _note_backward(self, loss: Tensor) -> None:
-        self.watch.journal.note(
-            "backward",
-            update=self.watch.updates,
-            number=self.watch.backwards,
-            loss=float(loss.detach()) if loss.numel() == 1 else None,
-            divisor=_divisor(loss),
-            synchronizes=self.synchronizes,
-            where=location(),
-        )
-
     # -- names
 
     def names(self) -> dict[int, str]:
-        """Names of parameters, by their ids, without what wrappers add."""
+        """Return the names of parameters by id, without the prefixes that wrappers add."""
         found: dict[int, str] = {}
         models = list(filter(_has_parameters, self.roots))
+        # the largest first: a part that is also called by itself keeps its name within the whole
         for root in sorted(models, key=lambda root: -len(list(root.parameters()))):
             prefix = f"{type(root).__name__}." if len(models) > 1 else ""
             for name, parameter in root.named_parameters():
@@ -286,8 +290,9 @@ class Forwards:
 
 
 def plain(name: str) -> str:
-    """A parameter's name without what wrappers add."""
+    """Return a parameter's name without the prefixes that wrappers add."""
     for wrapper in _WRAPPERS:
+        # a user's module may be called "module" as well: only the first one is a wrapper's
         name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
     return name
 
@@ -296,20 +301,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _module_of(frame: FrameType | None) -> str:
-    """The class of the module in whose method a frame is; "" for none. Functions between them count as its own."""
-    for _ in range(4):
-        if frame is None:
-            return ""
-        own = frame.f_locals.get("self")
-        if isinstance(own, nn.Module):
-            return type(own).__name__
-        frame = frame.f_back
-    return ""
-
-
 def _divisor(loss: Tensor) -> float | None:
-    """By what a loss was divided last; None where it was not divided by a number."""
+    """Return the number that divides a loss in its last operation; None if there is none."""
     node = loss.grad_fn
     name = type(node).__name__
     if name == "DivBackward0":
@@ -322,5 +315,5 @@ def _divisor(loss: Tensor) -> float | None:
 
 
 def _number(value: Tensor | None) -> float | None:
-    """A tensor of one element as a number."""
+    """Return a tensor of one element as a number, and None for all else."""
     return float(value) if value is not None and value.numel() == 1 else None

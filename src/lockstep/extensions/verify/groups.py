@@ -1,4 +1,4 @@
-"""Sees the process group of a script: it is made for the ranks that are there, and every collective is written down."""
+"""Observer of `torch.distributed`: the process group gets the ranks of the run, and collectives are noted."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 
 from lockstep.extensions.verify import fake_group
-from lockstep.extensions.verify.settings import is_users, location
-from lockstep.extensions.verify.watch import Watch, note_collective, put
+from lockstep.extensions.verify.settings import is_user_code, location
+from lockstep.extensions.verify.watch import Watch, note_collective, patch
 from lockstep.ground.comm import COLLECTIVES, RENAMED
 
-PATIENCE = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for another in a collective."""
 
 
 class Groups:
-    """Watches `torch.distributed`.
+    """Observer of `torch.distributed`.
 
     Args:
         watch: of this process.
@@ -32,88 +32,99 @@ class Groups:
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self._inside = False
+        self._is_inside = False
         self._number = 0
 
     def install(self) -> None:
-        """Put it in the place of torch's functions."""
-        self._see_beginning()
+        """Replace torch's functions."""
+        self._replace_setup()
         if self.watch.settings.simulated:
             fake_group.install(self.watch)
+        if "world size" in self.watch.settings.overrides:
+            self._report_size_of_ranks()
+        # torch 2.13 has renamed some, and its FSDP2 calls them by the new names
         renamed = {new: COLLECTIVES[old] for old, new in RENAMED.items()}
         for name, payload in {**COLLECTIVES, **renamed}.items():
             function = getattr(dist, name, None)
             if function is not None:
-                self._put(name, self._noted(name, function, payload))
+                self._patch(name, self._noted(name, function, payload))
 
-    def _put(self, name: str, function: Callable[..., Any]) -> None:
-        put(dist, name, function)
-        put(dist.distributed_c10d, name, function)
+    def _patch(self, name: str, function: Callable[..., Any]) -> None:
+        # torch's own code looks these functions up in distributed_c10d
+        patch(dist, name, function)
+        patch(dist.distributed_c10d, name, function)
 
-    def _see_beginning(self) -> None:
-        begin, new_group = dist.init_process_group, dist.new_group
+    def _replace_setup(self) -> None:
+        init_process_group, new_group = dist.init_process_group, dist.new_group
         settings = self.watch.settings
 
-        @functools.wraps(begin)
-        def begun(*args: Any, **kwargs: Any) -> None:
+        @functools.wraps(init_process_group)
+        def init(*args: Any, **kwargs: Any) -> None:
             rank, world = settings.rank, settings.world
             if settings.simulated:
-                begin(fake_group.BACKEND, store=fake_group.store(), rank=rank, world_size=world)
+                init_process_group(fake_group.BACKEND, store=fake_group.store(), rank=rank, world_size=world)
             else:
+                # a file instead of a port: nothing else on the machine can take it
                 place = f"file://{Path(settings.folder) / 'store'}"
-                begin("gloo", init_method=place, rank=rank, world_size=world, timeout=PATIENCE)
+                init_process_group("gloo", init_method=place, rank=rank, world_size=world, timeout=TIMEOUT)
             self.watch.journal.note("group", where=location())
 
         @functools.wraps(new_group)
-        def made(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(new_group).bind(*args, **kwargs).arguments
-            ranks = given.get("ranks")
+        def new(*args: Any, **kwargs: Any) -> Any:
+            arguments = inspect.signature(new_group).bind(*args, **kwargs).arguments
+            ranks = arguments.get("ranks")
             if ranks is not None:
-                given["ranks"] = [rank for rank in ranks if rank < settings.world]
+                # one process runs the script of several ranks
+                arguments["ranks"] = [rank for rank in ranks if rank < settings.world]
             backend = fake_group.BACKEND if settings.simulated else "gloo"
-            return new_group(**{**given, "backend": backend, "timeout": PATIENCE})
+            return new_group(**{**arguments, "backend": backend, "timeout": TIMEOUT})
 
-        self._tell_size()
-        self._put("init_process_group", begun)
-        self._put("new_group", made)
-        put(torch.multiprocessing, "spawn", self._spawned)
-        put(torch.multiprocessing, "start_processes", self._spawned)
+        def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), *rest: Any, **kwargs: Any) -> None:
+            # this process is already one of those that the script would start
+            fn(settings.rank, *args)
 
-    def _tell_size(self) -> None:
-        """Tell the script the number of ranks, where one process is to say what it makes of it."""
-        settings = self.watch.settings
-        if "world size" not in settings.overrides:
-            return
-        get_world_size, told = dist.get_world_size, len(settings.feed)
-        os.environ["WORLD_SIZE"] = str(told)
+        self._patch("init_process_group", init)
+        self._patch("new_group", new)
+        patch(torch.multiprocessing, "spawn", spawn)
+        patch(torch.multiprocessing, "start_processes", spawn)
 
-        def asked(group: Any = None) -> int:
-            users = group is None and is_users(sys._getframe(1).f_code.co_filename)
-            return told if users else get_world_size(group)
+    def _report_size_of_ranks(self) -> None:
+        """Let one process read the number of ranks, to see whether its learning rates are then theirs."""
+        get_world_size, size = dist.get_world_size, len(self.watch.settings.feed)
+        os.environ["WORLD_SIZE"] = str(size)
 
-        put(dist, "get_world_size", asked)
+        def size_for_user(group: Any = None) -> int:
+            # torch's own calls need the true size
+            is_user = group is None and is_user_code(sys._getframe(1).f_code.co_filename)
+            return size if is_user else get_world_size(group)
 
-    def _spawned(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), *rest: Any, **kwargs: Any) -> None:
-        """What a script would have started in processes of its own: this process is one of them already."""
-        fn(self.watch.settings.rank, *args)
+        patch(dist, "get_world_size", size_for_user)
 
     def _noted(self, name: str, function: Callable[..., Any], payload: str) -> Callable[..., Any]:
+        """Return a collective that is noted, unless another collective calls it.
+
+        Args:
+            name: name of torch's function.
+            function: torch's function.
+            payload: name of the argument that is sent.
+        """
         signature = inspect.signature(function)
 
         @functools.wraps(function)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            if self._is_inside:
                 return function(*args, **kwargs)
-            given = signature.bind(*args, **kwargs).arguments
-            group = given.get("group")
+            arguments = signature.bind(*args, **kwargs).arguments
+            group = arguments.get("group")
             whole = group is None or dist.get_world_size(group) == self.watch.settings.world
             self._number += 1
-            note_collective(self.watch, name, given.get(payload), self._number, whole)
-            self._inside = True
+            note_collective(self.watch, name, arguments.get(payload), self._number, whole)
+            self._is_inside = True
             try:
                 result = function(*args, **kwargs)
             finally:
-                self._inside = False
+                self._is_inside = False
+            # a rank whose last event is a collective waits in it
             self.watch.journal.note("collected", number=self._number)
             return result
 

@@ -1,29 +1,48 @@
-"""Changes classes of packages when these are imported, which is where a script asks for them, if it does."""
+"""Changes to classes of packages, made when a script imports them: Trainers' flags, and policies of mixed precision."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.extensions.verify.settings import Settings
+from lockstep.extensions.verify.watch import Watch, patch
 
 Change = Callable[[ModuleType], None]
 
+MIXED_PRECISION = "mixed precision"
+"""Kind of the event that is noted if a script asks for smaller types."""
+
+_TRAINERS = {
+    "lightning.pytorch.trainer.trainer": "Trainer",
+    "pytorch_lightning.trainer.trainer": "Trainer",
+    "lightning.fabric.fabric": "Fabric",
+    "lightning_fabric.fabric": "Fabric",
+    "lockstep.trainer": "Trainer",
+}
+"""Class that trains, by the module that defines it."""
+
 
 class Imports(MetaPathFinder):
-    """Changes modules behind their import.
+    """Import hook that changes modules after their import.
 
     Args:
-        changes: what is done, by the names of the modules.
+        changes: functions that change a module, by its name.
     """
 
     def __init__(self, changes: Mapping[str, Change]) -> None:
         self.changes = changes
 
     def install(self) -> None:
-        """Wait for the imports; change what is imported already."""
+        """Change the modules that are imported already, and wait for the others."""
         for name, change in self.changes.items():
             if name in sys.modules:
                 change(sys.modules[name])
@@ -32,31 +51,116 @@ class Imports(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module that is to be changed, whose loader does so; None for any other."""
+        """Return a spec whose loader changes the module, or None if the module stays as it is."""
         if fullname not in self.changes:
             return None
+        # find_spec of importlib would call this finder again
         sys.meta_path.remove(self)
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
             sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Changing(spec.loader, self.changes[fullname])
+            spec.loader = _ChangingLoader(spec.loader, self.changes[fullname])
         return spec
 
 
-class _Changing(Loader):
-    """A loader that does something with the module that it has loaded."""
+class _ChangingLoader(Loader):
+    """A loader that changes the module after another loader has loaded it."""
 
     def __init__(self, loader: Loader, change: Change) -> None:
         self.loader = loader
-        self.do = change
+        self.change = change
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """The module, as the other makes it."""
+        """Create the module as the other loader does."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, and change it."""
+        """Execute the module, then change it."""
         self.loader.exec_module(module)
-        self.do(module)
+        self.change(module)
+
+
+# -- Trainers
+
+
+def trainer_changes(settings: Settings) -> dict[str, Change]:
+    """Return the changes by which Trainers train on the ranks of this run, by the names of modules."""
+    found: dict[str, Change] = dict.fromkeys(_TRAINERS, functools.partial(_set_flags, settings))
+    if settings.simulated:
+        # ranks of lockstep's that run alone would wait for the others at a port, and for their votes to stop
+        found["lockstep.cluster.meeting"] = lambda module: patch(module, "meet", lambda *args: dist.HashStore())
+        found["lockstep.ground.agreement"] = _agree_alone
+    if settings.is_replay and not settings.rank_by_rank:
+        found["lockstep.data.source"] = functools.partial(_count_global_batches, settings)
+    return found
+
+
+def _set_flags(settings: Settings, module: ModuleType) -> None:
+    """Replace the flags of a Trainer that name devices: they belong to another machine."""
+    kind = getattr(module, _TRAINERS[module.__name__])
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(trainer: object, *args: Any, **kwargs: Any) -> None:
+        kwargs = {**kwargs, "devices": settings.world, "num_nodes": 1, "accelerator": "cpu"}
+        if settings.strategy and settings.world > 1:
+            kwargs["strategy"] = settings.strategy
+        if kind.__name__ == "Trainer":
+            kwargs.setdefault("default_root_dir", str(settings.own_folder))
+        original(trainer, *args, **kwargs)
+
+    patch(kind, "__init__", init)
+
+
+def _agree_alone(module: ModuleType) -> None:
+    """Let lockstep's ranks decide to stop without asking other ranks."""
+    original = module.ConsensusFlags.__init__
+
+    @functools.wraps(original)
+    def init(flags: object, *args: Any, **kwargs: Any) -> None:
+        original(flags, *args, **{**kwargs, "alone": True})
+
+    patch(module.ConsensusFlags, "__init__", init)
+
+
+def _count_global_batches(settings: Settings, module: ModuleType) -> None:
+    """Let lockstep plan as many micro-batches as the ranks made: each is fed the samples of all of them."""
+    original, ranks = module.Sampling.of, len(list(settings.folder_of_ranks.glob("rank-*")))
+
+    def of(*args: Any, **kwargs: Any) -> Any:
+        sampling = original(*args, **kwargs)
+        size = None if sampling.batch_size is None or sampling.single else sampling.batch_size * ranks
+        return sampling._replace(batch_size=size or sampling.batch_size)
+
+    patch(module.Sampling, "of", of)
+
+
+# -- mixed precision
+
+
+def drop_mixed_precision(watch: Watch, module: ModuleType) -> None:
+    """Let the policies of `torch.distributed.fsdp` ask for no smaller types, whose rounding depends on the ranks."""
+    for name in ("MixedPrecisionPolicy", "MixedPrecision"):
+        kind = getattr(module, name, None)
+        if kind is not None:
+            original = vars(kind)["__init__"]
+
+            @functools.wraps(original)
+            def init(
+                policy: object,
+                *args: Any,
+                name: str = name,
+                original: Callable[..., None] = original,
+                **kwargs: Any,
+            ) -> None:
+                original(policy, *args, **kwargs)
+                types = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+                requested = [each for each in types if getattr(policy, each, None) is not None]
+                for each in requested:
+                    object.__setattr__(policy, each, None)  # a policy is frozen
+                if requested:
+                    watch.journal.note(MIXED_PRECISION, name=name)
+
+            patch(kind, "__init__", init)

@@ -1,7 +1,8 @@
-"""What loaders give: written down sample by sample in a run on ranks, and put together for the run of one process."""
+"""Observer of DataLoaders: ranks write what they are given, sample by sample, and one process is fed these samples."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -23,23 +24,24 @@ from torch.utils.data.distributed import DistributedSampler
 from lockstep.extensions.verify.float64 import widened_tree
 from lockstep.extensions.verify.nudge import NUDGED, moved_batch
 from lockstep.extensions.verify.settings import location, stack
-from lockstep.extensions.verify.watch import Stop, Watch, put
-
-_SHOWN_AFTER = 8
-"""Batches from the beginning, and from the end, that an evaluation gets once the steps are made."""
+from lockstep.extensions.verify.watch import Stop, Watch, patch
 
 DRAWS = "draws"
-"""The kind of event that is noted where a step draws random numbers of Python's or NumPy's."""
+"""Kind of the event that is noted if a step draws random numbers of Python's or NumPy's."""
 
+_EVALUATED = 8
+"""First and last batches that an evaluation gets once the steps are made."""
 _ORDER = 100_000
-"""Samples of an epoch's order that are written down."""
+"""Samples of an epoch's order that are noted."""
 
 Collate = Callable[[], Any]
 """Puts the samples of a batch together."""
+Fetch = Callable[[], list[Any] | None]
+"""Reads the samples of a batch; None at the end of the data."""
 
 
 def fingerprint(sample: object) -> str:
-    """A few letters for the content of a sample; "" where it cannot be read."""
+    """Return 16 hexadecimal digits for the content of a sample; "" if it cannot be read."""
     digest = hashlib.blake2b(digest_size=8)
     try:
         _digest(sample, digest.update)
@@ -50,6 +52,7 @@ def fingerprint(sample: object) -> str:
 
 def _digest(value: Any, update: Callable[[bytes], None]) -> None:
     if isinstance(value, Tensor):
+        # NumPy has no bfloat16, so that the bytes are read
         update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         for key in value:
@@ -63,14 +66,14 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
 
 
 @dataclass
-class Made:
-    """A loader that was made.
+class KnownLoader:
+    """A loader of the script.
 
     Attributes:
-        loader: itself, so that no other one gets its id.
-        place: among all that were made.
-        lines: of the script that made it.
-        iterated_at: how many were made when it was iterated last.
+        loader: the loader; the reference keeps another one from getting its id.
+        place: number of loaders that were created before it.
+        lines: lines of the script that created it.
+        iterated_at: number of loaders that existed when it was last iterated.
     """
 
     loader: DataLoader[Any]
@@ -80,7 +83,7 @@ class Made:
 
 
 class Loaders:
-    """Stands in for the iteration of every loader.
+    """Observer that replaces the iteration of every DataLoader.
 
     Args:
         watch: of this process.
@@ -88,110 +91,119 @@ class Loaders:
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self._made: dict[int, Made] = {}  # by the id of a loader
-        self._numbered: list[Made] = []  # by number, the newest of the loaders that have it
-        self._iterations: Counter[int] = Counter()  # by number, those that have begun
+        self._known: dict[int, KnownLoader] = {}  # by the id of a loader
+        self._numbered: list[KnownLoader] = []  # by number, the newest loader that has it
+        self._iterations: Counter[int] = Counter()  # iterations that have started, by number
         self._training: set[int] = set()
-        # of the ranks, whose samples one process is fed
-        self._lengths = {event["loader"]: event["length"] for event in watch.of_rank_0("length")}
-        self._begun = {(event["loader"], event["iteration"]) for event in watch.of_rank_0("batch", "iterated")}
+        # of the ranks whose samples this process is fed
+        self._lengths = {event["loader"]: event["length"] for event in watch.events_of_rank_0("length")}
+        self._started = {(each["loader"], each["iteration"]) for each in watch.events_of_rank_0("batch", "iterated")}
 
     def install(self) -> None:
-        """Put it in the place of torch's methods."""
-        init, length = DataLoader.__init__, DataLoader.__len__
+        """Replace torch's methods."""
+        original, length = DataLoader.__init__, DataLoader.__len__
 
-        @functools.wraps(init)  # Lightning reads its signature
-        def made(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-            self._made.setdefault(id(loader), Made(loader, len(self._made), tuple(stack())))
-            init(loader, *args, **kwargs)
+        @functools.wraps(original)  # Lightning reads its signature
+        def init(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+            self._known.setdefault(id(loader), KnownLoader(loader, len(self._known), tuple(stack())))
+            original(loader, *args, **kwargs)
 
         def len_(loader: DataLoader[Any]) -> int:
-            made = self._made.get(id(loader))
-            if made is not None and made.place in self._lengths:
-                apart = len(self.watch.settings.feed) if self.watch.settings.apart else 1
-                return self._lengths[made.place] * apart
+            known = self._known.get(id(loader))
+            if known is not None and known.place in self._lengths:
+                # one process makes as many batches as a rank, or those of all ranks
+                times = len(self.watch.settings.feed) if self.watch.settings.rank_by_rank else 1
+                return self._lengths[known.place] * times
             found = length(loader)
-            if made is not None and not self.watch.settings.is_replay:
-                self.watch.journal.note("length", loader=made.place, length=found)
+            if known is not None and not self.watch.settings.is_replay:
+                self.watch.journal.note("length", loader=known.place, length=found)
             return found
 
-        put(DataLoader, "__init__", made)
-        put(DataLoader, "__len__", len_)
-        put(DataLoader, "__iter__", lambda loader: self._iterate(loader))
+        patch(DataLoader, "__init__", init)
+        patch(DataLoader, "__len__", len_)
+        patch(DataLoader, "__iter__", lambda loader: self._iterate(loader))
 
     def _number(self, loader: DataLoader[Any]) -> int:
-        """A loader's number, in the order of first iterations; one that is made anew for each epoch has one number."""
-        made = self._made.get(id(loader)) or Made(loader, len(self._made), (f"a copy {id(loader)}",))
-        self._made[id(loader)] = made
+        """Return a loader's number, in the order of first iterations.
+
+        Loaders that a script creates for each epoch share one number: the same lines create them, one after another.
+        """
+        known = self._known.get(id(loader)) or KnownLoader(loader, len(self._known), (f"a copy {id(loader)}",))
+        self._known[id(loader)] = known
         for number, other in enumerate(self._numbered):
-            if other is made or (other.lines == made.lines and other.iterated_at <= made.place):
-                self._numbered[number] = made
+            if other is known or (other.lines == known.lines and other.iterated_at <= known.place):
+                self._numbered[number] = known
                 break
         else:
             number = len(self._numbered)
-            self._numbered.append(made)
-        made.iterated_at = len(self._made)
+            self._numbered.append(known)
+        known.iterated_at = len(self._known)
         return number
 
     def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         number = self._number(loader)
         iteration = self._iterations[number]
-        if self._is_beyond(number, iteration):
+        settings = self.watch.settings
+        # one process must not continue to an epoch that the ranks have not started
+        if settings.is_replay and iteration > 0 and (number, iteration) not in self._started:
             raise Stop
-        ends = self.watch.is_done or 0 < self.watch.settings.epochs <= iteration
-        if ends and number in self._training:
-            with self.watch.inside_loader():
-                self._note_order(loader, number)
+        is_over = self.watch.is_done or 0 < settings.max_epochs <= iteration
+        if is_over and number in self._training:
+            # the order of this epoch shows whether the sampler shuffles again
+            if not settings.is_replay and not isinstance(loader.dataset, IterableDataset):
+                with self.watch.inside_loader():
+                    self._describe(loader, number, iteration)
+                    order = itertools.islice(_indexed(loader), _ORDER)
+                    indices = [index for found, _ in order for index in found or ()][:_ORDER]
+                    self.watch.journal.note("order", loader=number, iteration=iteration, indices=indices)
             raise Stop
         self._iterations[number] += 1
-        if self.watch.settings.is_replay:
+        if settings.is_replay:
             return self._tracked(number, self._replayed(loader, number, iteration))
         self._describe(loader, number, iteration)
         return self._tracked(number, self._recorded(loader, number, iteration))
 
-    def _is_beyond(self, number: int, iteration: int) -> bool:
-        """Whether one process goes on to an epoch that ranks have not begun."""
-        return self.watch.settings.is_replay and iteration > 0 and (number, iteration) not in self._begun
-
     def _tracked(self, number: int, batches: Generator[Collate]) -> Iterator[Any]:
-        """The batches; an epoch of training ends when the steps are made.
-
-        Samples are put together as a part of the step: random numbers that this draws (of which tokens are masked, say)
-        are handed over as the step's are.
-        """
-        settings = self.watch.settings
-        before, iteration = self.watch.steps, self._iterations[number] - 1
+        """Yield the batches. An epoch of training ends once the steps are made."""
+        watch, settings = self.watch, self.watch.settings
+        before, iteration = watch.steps, self._iterations[number] - 1
         for at in itertools.count():
-            if self.watch.steps > before:
+            if watch.steps > before:
                 self._training.add(number)
-                if self.watch.is_done or 0 < settings.cut <= self.watch.steps - before:
+                if watch.is_done or 0 < settings.epoch_steps <= watch.steps - before:
+                    # the epoch ends instead of the script, so that evaluations and checkpoints after it still run
                     batches.close()
                     return
             try:
-                with self.watch.inside_loader():
+                with watch.inside_loader():
                     collate = next(batches)
             except StopIteration:
                 return
-            self.watch.begin_training()
+            watch.start_training()
             states = self._share_randomness(f"random-{number}-{iteration}-{at}.pkl")
-            self.watch.collates = True
+            # outside of the loader: random numbers that a collate_fn draws (masked tokens) are shared as the step's are
+            watch.collates = True
             batch = collate()
-            self.watch.collates = False
+            watch.collates = False
             if NUDGED in settings.overrides:
                 batch = moved_batch(batch)
             yield widened_tree(batch) if settings.float64 else batch
+            # the generators have moved while the script made its step
             if states != _random_states():
-                self.watch.journal.note_once(DRAWS, where=location())
+                watch.journal.note_once(DRAWS, where=location())
 
     def _share_randomness(self, name: str) -> bytes:
-        """Python's and NumPy's random numbers of a step, those of one process the first rank's; gives their state."""
+        """Write the states of Python's and NumPy's generators, or restore those of a rank; return the states.
+
+        One process takes the states of the only rank that it is fed, or of rank 0.
+        """
         settings = self.watch.settings
         if settings.is_replay:
             path = Path(settings.feed[0] if len(settings.feed) == 1 else settings.folder_of_ranks / "rank-0") / name
             if path.exists():
-                own, numpys = pickle.loads(path.read_bytes())
-                random.setstate(own)
-                np.random.set_state(numpys)
+                python, numpy = pickle.loads(path.read_bytes())
+                random.setstate(python)
+                np.random.set_state(numpy)
         states = _random_states()
         if not settings.is_replay:
             (self.watch.journal.folder / name).write_bytes(states)
@@ -200,115 +212,102 @@ class Loaders:
     # -- recording
 
     def _describe(self, loader: DataLoader[Any], number: int, iteration: int) -> None:
-        """Note what is known of a loader's order before it is iterated."""
+        """Note what determines a loader's order, before it is iterated."""
         dataset, sampler = loader.dataset, loader.sampler
-        sized = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
+        is_sized = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
         batches = loader.batch_sampler if loader.batch_sampler is not None else sampler
+        # a batch sampler of the user's hides what its sampler draws
         own = None if type(batches) is BatchSampler else type(batches).__name__
-        drawn = _length(sampler) if own is None else None
+        whole: Any = dataset
+        while isinstance(whole, Subset):
+            whole = whole.dataset
         self.watch.journal.note(
             "iteration",
             loader=number,
             iteration=iteration,
             dataset=type(dataset).__name__,
-            size=_length(dataset) if sized else None,
+            size=_length(dataset) if is_sized else None,
             cut=isinstance(dataset, Subset),
             sampler=own or type(sampler).__name__,
-            drawn=drawn,
+            drawn=_length(sampler) if own is None else None,
             batch_size=loader.batch_size,
             replacement=bool(getattr(sampler, "replacement", False)),
             shared_out=isinstance(sampler, DistributedSampler),
             shuffles=bool(getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler")),
             epoch=getattr(sampler, "epoch", None),
             share=[getattr(sampler, name, None) for name in ("rank", "num_replicas", "seed")],
-            probe=self._probe(_base(dataset)) if sized and iteration == 0 else None,
+            probe=_probe(whole) if is_sized and iteration == 0 else None,
             grad=torch.is_grad_enabled(),
             step=self.watch.steps,
             where=location(),
         )
 
-    def _probe(self, dataset: Any) -> str:
-        """The fingerprint of a data set's first sample: have ranks the same data?"""
-        states = torch.get_rng_state(), random.getstate()
-        torch.manual_seed(0)
-        random.seed(0)
-        try:
-            return fingerprint(dataset[0])
-        except Exception:  # whatever a data set of the user's raises: its own iteration shows it
-            return ""
-        finally:
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-
     def _recorded(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch's iterators do
-        source = _stream(loader) if isinstance(loader.dataset, IterableDataset) else _indexed(loader)
+        """Yield the batches of a loader, and write their samples."""
+        # torch's iterators draw their seed so; without it, later random numbers would be others
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        journal = self.watch.journal
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        source = _stream(loader) if is_stream else _indexed(loader)
         for at in itertools.count():
-            if at == _SHOWN_AFTER and self.watch.is_done and not isinstance(loader.dataset, IterableDataset):
-                source = iter(list(source)[-_SHOWN_AFTER:])
+            if at == _EVALUATED and self.watch.is_done and not is_stream:
+                # the end of an evaluation is where samplers repeat samples
+                source = iter(list(source)[-_EVALUATED:])
             found = next(source, None)
             samples = None if found is None else found[1]()
             if found is None or samples is None:
-                self.watch.journal.note("iterated", loader=number, iteration=iteration, batches=at)
+                journal.note("iterated", loader=number, iteration=iteration, batches=at)
                 return
             whole = loader.batch_sampler is None and loader.batch_size is None
-            self._write(samples, number, iteration, at, found[0], whole)
+            path = journal.folder / _name(number, iteration, at)
+            error_text = ""
+            try:
+                torch.save({"samples": samples, "whole": whole}, path)
+            except Exception as error:  # any error of an object that cannot be pickled
+                path.unlink(missing_ok=True)
+                error_text = f"{type(error).__name__}: {error}"
+            journal.note(
+                "batch",
+                loader=number,
+                iteration=iteration,
+                batch=at,
+                indices=found[0],
+                prints=[fingerprint(sample) for sample in samples],
+                step=self.watch.steps,
+                grad=torch.is_grad_enabled(),
+                unwritten=error_text,
+            )
             try:
                 yield functools.partial(loader.collate_fn, samples[0] if whole else samples)
             except GeneratorExit:
-                self._note_rest(source, number, iteration)
+                # the epoch ends early; its remaining order still shows which samples ranks share
+                with contextlib.suppress(Exception):  # a user's sampler may raise anything
+                    rest = [index for indices, _ in itertools.islice(source, _ORDER) for index in indices or ()]
+                    journal.note("rest", loader=number, iteration=iteration, indices=rest[:_ORDER])
                 raise
-
-    def _write(
-        self, samples: list[Any], number: int, iteration: int, at: int, indices: list[int] | None, whole: bool
-    ) -> None:
-        path = self.watch.journal.folder / _name(number, iteration, at)
-        why = ""
-        try:
-            torch.save({"samples": samples, "whole": whole}, path)
-        except Exception as error:  # whatever cannot be pickled
-            path.unlink(missing_ok=True)
-            why = f"{type(error).__name__}: {error}"
-        self.watch.journal.note(
-            "batch",
-            loader=number,
-            iteration=iteration,
-            batch=at,
-            indices=indices,
-            prints=[fingerprint(sample) for sample in samples],
-            step=self.watch.steps,
-            grad=torch.is_grad_enabled(),
-            unwritten=why,
-        )
-
-    def _note_rest(self, pending: Iterator[Any], number: int, iteration: int) -> None:
-        """The order in which the rest of an epoch would have come."""
-        try:
-            rest = [index for indices, _ in itertools.islice(pending, _ORDER) for index in indices or ()]
-        except Exception:
-            return
-        self.watch.journal.note("rest", loader=number, iteration=iteration, indices=rest[:_ORDER])
-
-    def _note_order(self, loader: DataLoader[Any], number: int) -> None:
-        """The order of the epoch that would have come next."""
-        if self.watch.settings.is_replay or isinstance(loader.dataset, IterableDataset):
-            return
-        iteration = self._iterations[number]
-        self._describe(loader, number, iteration)
-        order = itertools.islice(_indexed(loader), _ORDER)
-        indices = [index for found, _ in order for index in found or ()][:_ORDER]
-        self.watch.journal.note("order", loader=number, iteration=iteration, indices=indices)
 
     # -- replay
 
     def _replayed(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
+        """Yield the batches that the ranks got: put together, or those of one rank after another."""
+        settings = self.watch.settings
         seen: set[str] = set()
         for at in itertools.count():
-            parts = self._parts(number, iteration, at)
+            paths = [Path(folder) / _name(number, iteration, at) for folder in settings.feed]
+            if settings.rank_by_rank:
+                ranks = len(settings.feed)
+                paths = [Path(settings.feed[at % ranks]) / _name(number, iteration, at // ranks)]
+            parts = [torch.load(path, weights_only=False) for path in paths if path.exists()]
             if not parts:
                 return
-            if number in self.watch.settings.once:
-                parts = _once(parts, seen)
+            if number in settings.deduplicated:
+                for part in parts:
+                    prints = [fingerprint(sample) for sample in part["samples"]]
+                    new = [s for s, text in zip(part["samples"], prints, strict=True) if text not in seen]
+                    part["samples"] = new
+                    seen.update(prints)
+                # an empty batch would fail in most collate functions
+                parts = [part for part in parts if part["samples"]] or parts[:1]
             self.watch.chunks = tuple(len(part["samples"]) for part in parts)
             if parts[0]["whole"]:
                 yield functools.partial(self._joined, loader.collate_fn or default_convert, parts)
@@ -316,47 +315,44 @@ class Loaders:
                 yield functools.partial(loader.collate_fn, [sample for part in parts for sample in part["samples"]])
 
     def _joined(self, convert: Callable[[Any], Any], parts: list[dict[str, Any]]) -> Any:
-        """The ranks' ready-made batches as one."""
+        """Join batches that the data set makes itself."""
         batches = [convert(part["samples"][0]) for part in parts]
-        self.watch.chunks = tuple(_rows(batch) for batch in batches)
+        self.watch.chunks = tuple(
+            next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+            for batch in batches
+        )
         return joined(batches)
-
-    def _parts(self, number: int, iteration: int, at: int) -> list[dict[str, Any]]:
-        """What the ranks got as their batch ``at``; of one rank after another, where they are not put together."""
-        feed = self.watch.settings.feed
-        paths = [Path(folder) / _name(number, iteration, at) for folder in feed]
-        if self.watch.settings.apart:
-            paths = [Path(feed[at % len(feed)]) / _name(number, iteration, at // len(feed))]
-        return [torch.load(path, weights_only=False) for path in paths if path.exists()]
 
 
 def _random_states() -> bytes:
-    """Of Python's random numbers and NumPy's."""
+    """Return the states of Python's and NumPy's generators."""
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
-def _once(parts: list[dict[str, Any]], seen: set[str]) -> list[dict[str, Any]]:
-    """The parts of a batch without samples that were seen before."""
-    for part in parts:
-        prints = [fingerprint(sample) for sample in part["samples"]]
-        part["samples"] = [s for s, text in zip(part["samples"], prints, strict=True) if text not in seen]
-        seen.update(prints)
-    return [part for part in parts if part["samples"]] or parts[:1]
-
-
-def _rows(batch: Any) -> int:
-    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+def _probe(dataset: Any) -> str:
+    """Return the fingerprint of a data set's first sample, which shows if ranks have the same data."""
+    # a sample may be drawn: with the same seed on all ranks, and without moving the script's generators
+    states = torch.get_rng_state(), random.getstate()
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        return fingerprint(dataset[0])
+    except Exception:  # any error of a user's data set: its iteration will raise it again
+        return ""
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
 
 
 def joined(batches: list[Any]) -> Any:
-    """Batches as one: tensors behind each other along their first dimension.
+    """Join batches of the same structure: tensors are concatenated along their first dimension.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: the batches differ in structure, or in a value that is not a tensor.
     """
     flat = [tree_flatten(batch) for batch in batches]
     if any(spec != flat[0][1] for _, spec in flat):
-        raise ValueError("batches of several shapes cannot be put together")
+        raise ValueError("batches of several structures cannot be joined")
     leaves = []
     for parts in zip(*(leaves for leaves, _ in flat), strict=True):
         first = parts[0]
@@ -365,7 +361,7 @@ def joined(batches: list[Any]) -> Any:
         elif all(bool(part == first) for part in parts):
             leaves.append(first)
         else:
-            raise ValueError(f"values of type {type(first).__name__} that differ cannot be put together")
+            raise ValueError(f"values of type {type(first).__name__} that differ cannot be joined")
     return tree_unflatten(leaves, flat[0][1])
 
 
@@ -380,21 +376,19 @@ def _length(thing: Any) -> int | None:
         return None
 
 
-Fetch = Callable[[], list[Any] | None]
-
-
 def _indexed(loader: DataLoader[Any]) -> Iterator[tuple[list[int] | None, Fetch]]:
-    """The batches of a data set with indices: each with them, and a function that fetches the samples."""
+    """Yield (indices, function that reads the samples) for each batch of a map-style data set."""
     dataset: Any = loader.dataset
     batches: Iterable[list[Any]] | None = loader.batch_sampler
-    several = batches is not None and bool(getattr(dataset, "__getitems__", None))
-    fetch = dataset.__getitems__ if several else lambda indices: [dataset[index] for index in indices]
+    # torch fetches a whole batch by __getitems__, but without a batch sampler only single samples
+    has_getitems = batches is not None and bool(getattr(dataset, "__getitems__", None))
+    fetch = dataset.__getitems__ if has_getitems else lambda indices: [dataset[index] for index in indices]
     for indices in batches if batches is not None else ([index] for index in loader.sampler):
         yield _plain(indices, dataset), functools.partial(fetch, indices)
 
 
 def _plain(indices: Any, dataset: object) -> list[int] | None:
-    """Indices as numbers, those of a Subset as what they are in the whole; None where they are something else."""
+    """Return indices as numbers, those of a Subset as numbers of the whole; None if they are not numbers."""
     try:
         found = [int(index) for index in indices]
         while isinstance(dataset, Subset):
@@ -405,15 +399,8 @@ def _plain(indices: Any, dataset: object) -> list[int] | None:
     return found
 
 
-def _base(dataset: Any) -> Any:
-    """The data set of which a Subset is a part."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset
-
-
 def _stream(loader: DataLoader[Any]) -> Iterator[tuple[list[int] | None, Fetch]]:
-    """The batches of an iterable data set."""
+    """Yield (None, function that reads the samples) for each batch of an iterable data set."""
     samples = iter(loader.dataset)
     size = loader.batch_size
 

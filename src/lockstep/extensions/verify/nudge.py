@@ -1,4 +1,4 @@
-"""Moves one sample a little, and notes what that changes for the others: does a loss compare samples?"""
+"""Test for losses that compare samples: move one sample a little, and see whether gradients of others change."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lockstep.extensions.verify.recordings import Event
 from lockstep.extensions.verify.watch import Watch
 
 STILL, NUDGED = "rows still", "rows nudged"
-"""The overrides that have the gradients of all samples but the first noted: as it is, and with the first one moved."""
+"""Overrides that note the gradients of all samples but the first: as they are, and with the first sample moved."""
 
 _STEP = 1e-3
-"""By how much the first sample is moved, as part of its mean size."""
-_SAME = 1e-12
+"""How far the first sample is moved, as a fraction of its mean size."""
+_ROUNDING = 1e-12
 
 
 def moved(value: Tensor) -> Tensor:
-    """Values with the first row moved; whole numbers (labels, masks, counts) stay."""
+    """Return values with the first row moved. Whole numbers (labels, masks, counts) stay."""
     step = torch.zeros_like(value)
     own = value.detach()[0]
     if not torch.equal(own, own.round()):
@@ -31,14 +31,14 @@ def moved(value: Tensor) -> Tensor:
 
 
 def moved_batch(batch: Any) -> Any:
-    """A batch with its first sample moved."""
+    """Return a batch with its first sample moved."""
     return tree_map(lambda leaf: moved(leaf) if _has_rows(leaf) else leaf, batch)
 
 
 class Nudge:
-    """Moves the first row of what modules give, and watches what comes back to the others in the first backward.
+    """Hook that moves the first row of modules' outputs, and notes the other rows' gradients in the first backward.
 
-    That stays the same where each sample has a loss of its own, whatever it is divided by.
+    These stay the same if each sample has a loss of its own, whatever that is divided by.
 
     Args:
         watch: of this process.
@@ -47,21 +47,21 @@ class Nudge:
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self._moves = NUDGED in watch.settings.overrides
-        self._sees = self._moves or STILL in watch.settings.overrides
+        self._is_active = self._moves or STILL in watch.settings.overrides
         self._number = 0
 
     def after(self, module: nn.Module, output: object) -> Tensor | None:
-        """The output that an innermost module is to have in place of its own; None where it stays."""
-        if not self._sees or self.watch.updates or self.watch.backwards or not _has_rows(output):
+        """Return the output that replaces an innermost module's own; None to keep it."""
+        if not self._is_active or self.watch.updates or self.watch.backwards or not _has_rows(output):
             return None
         if next(module.children(), None) is not None:
             return None
         assert isinstance(output, Tensor)
-        given = moved(output) if self._moves else output
-        if given.requires_grad:
-            given.register_hook(functools.partial(self._note, self._number))
+        result = moved(output) if self._moves else output
+        if result.requires_grad:
+            result.register_hook(functools.partial(self._note, self._number))
             self._number += 1
-        return given
+        return result
 
     def _note(self, number: int, gradient: Tensor) -> None:
         rows = gradient.detach()[1:].double().flatten(1)
@@ -73,12 +73,12 @@ def _has_rows(output: object) -> bool:
 
 
 def compares_samples(still: Sequence[Event], nudged: Sequence[Event]) -> bool | None:
-    """Whether the other samples' gradients follow the first sample; None where they were not seen."""
+    """Return True if other samples' gradients depend on the first sample; None if no gradient was noted."""
     if not still or len(still) != len(nudged):
         return None
     for own, other in zip(still, nudged, strict=True):
         for kind in ("sums", "sizes"):
             for a, b, size in zip(own[kind], other[kind], own["sizes"], strict=True):
-                if abs(a - b) > _SAME * size:
+                if abs(a - b) > _ROUNDING * size:
                     return True
     return False

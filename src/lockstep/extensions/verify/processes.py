@@ -1,4 +1,4 @@
-"""Starts a script in the processes of a run, and sees to it that they end."""
+"""Processes of a run: start them on a server that has imported torch, wait for them, and end them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 
 from lockstep.extensions.verify.settings import Settings
 
-_LOOK = 0.05
-_DEADLOCK = 5.0
-"""Seconds for which ranks wait in collectives that do not fit together, until that is certain."""
+_POLL_SECONDS = 0.05
+_DEADLOCK_SECONDS = 5.0
+"""How long ranks have to wait in collectives that do not match before this counts as a deadlock."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Ending:
     """How a process ended.
 
     Attributes:
-        status: "done" (the steps were made), "ended" (the script ended before), "failed", "killed" (by the system) or
-            "stuck" (nothing moved any more).
+        status: "done" (the steps were made), "ended" (the script ended first), "failed", "killed" (by the system) or
+            "stuck" (no progress).
         steps: optimizer steps that it made.
-        message: of its failure.
-        where: the line of the script in which it failed.
+        message: message of its failure.
+        where: line of the script in which it failed.
     """
 
     status: str
@@ -41,36 +41,36 @@ class Ending:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended otherwise than it should."""
+        """True if it failed or was killed."""
         return self.status in ("failed", "killed")
 
     @property
     def has_finished(self) -> bool:
-        """Whether it ended as it should."""
+        """True if it ended without an error."""
         return self.status in ("done", "ended")
 
     @property
     def short(self) -> str:
-        """The beginning of the message."""
+        """First line of the message, at most 200 characters."""
         lines = self.message.strip().splitlines()
         return lines[0][:200] if lines else "without a message"
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a run may take.
+    """Time limits of a run.
 
     Attributes:
-        silence: seconds without anything that a rank notes.
-        whole: seconds in all.
+        silence: seconds without a new event of any rank.
+        total: seconds for the whole run.
     """
 
     silence: float = 90.0
-    whole: float = 900.0
+    total: float = 900.0
 
 
 class ServerDied(RuntimeError):
-    """The process is gone of which those of runs are forked.
+    """Error for a server, from which the processes of runs are forked, that has ended.
 
     Args:
         code: its exit code.
@@ -79,21 +79,21 @@ class ServerDied(RuntimeError):
     def __init__(self, code: int) -> None:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         super().__init__(
-            f"the process that starts the script's ranks {how}, perhaps for want of memory: see what it printed above, "
-            "and give a smaller model, or fewer --devices"
+            f"the process that starts the script's ranks {how}, possibly because memory ran out: see its output above, "
+            "and use a smaller model or fewer --devices"
         )
 
 
 class Server:
-    """A process that has imported torch, of which a run's processes are forked: that spares each the import.
+    """A process that has imported torch and forks the processes of runs, which saves each of them the import.
 
     Attributes:
-        process: itself.
+        process: the running server.
     """
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "lockstep.extensions.verify.server"]
-        # CUDA is hidden before torch is imported; threads of OpenMP do not survive a fork, so that there are none
+        # CUDA is hidden before torch is imported. One OpenMP thread: a pool of threads does not survive a fork
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -103,6 +103,7 @@ class Server:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # the server ends when its standard input is closed
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -110,23 +111,34 @@ class Server:
         self.process.wait()
 
     def start(self, settings: Settings) -> Forked:
-        """Start a process with these settings."""
-        order = {"settings": settings.write(), "folder": str(settings.own_folder), "environ": _environ(settings)}
-        answer = self._ask(json.dumps(order))
+        """Start a process with these settings.
+
+        Raises:
+            ServerDied: the server has ended.
+        """
+        # the variables of a rank, as torchrun sets them
+        environ = {
+            "RANK": str(settings.rank),
+            "LOCAL_RANK": str(settings.rank),
+            "WORLD_SIZE": str(settings.world),
+            "LOCAL_WORLD_SIZE": str(settings.world),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(settings.port),
+            "TORCHELASTIC_RUN_ID": "verify",
+        }
+        order = json.dumps({"settings": settings.write(), "folder": str(settings.own_folder), "environ": environ})
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        # a server that has ended leaves the pipe broken, or its answer empty
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(order + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
         if not answer:
             raise ServerDied(self.process.wait())
         return Forked(int(answer), settings.own_folder / "exit", self.process)
-
-    def _ask(self, order: str) -> str:
-        """The server's answer to a line; "" where it is gone."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(order + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            return ""
-        return self.process.stdout.readline()
 
 
 @dataclass(frozen=True)
@@ -134,9 +146,9 @@ class Forked:
     """A process that the server has forked.
 
     Attributes:
-        number: of the process.
-        path: of the file into which the server writes its exit code.
-        server: that does so; what it has forked ends with it.
+        number: process id.
+        path: file into which the server writes the exit code.
+        server: the server; the processes that it has forked end with it.
     """
 
     number: int
@@ -144,10 +156,10 @@ class Forked:
     server: subprocess.Popen[str]
 
     def poll(self) -> int | None:
-        """Its exit code; None as long as it runs.
+        """Return the exit code, or None while the process runs.
 
         Raises:
-            ServerDied: nobody writes it down any more.
+            ServerDied: the server has ended without writing the exit code.
         """
         text = _read(self.path)
         code = None if text else self.server.poll()
@@ -156,23 +168,29 @@ class Forked:
         return int(text) if text else None
 
     def kill(self) -> None:
-        """End it, and all that it started; wait for its end."""
+        """Kill the process and all that it started, and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.number, signal.SIGKILL)
         while self.poll() is None:
-            time.sleep(_LOOK / 10)
+            time.sleep(_POLL_SECONDS / 10)
 
 
 def run(server: Server, settings: Settings, patience: Patience, together: int = 0) -> list[Ending]:
-    """Run a script in ``settings.world`` processes, and say how each ended.
+    """Run a script in ``settings.world`` processes.
 
     Args:
         server: starts processes.
-        settings: of all of them.
-        patience: how long that may take.
-        together: how many run at a time, behind rank 0 alone; 0: all.
+        settings: settings of all of them; rank and port are filled in.
+        patience: time limits.
+        together: number of ranks that run at a time, once rank 0 has run alone; 0: all.
+
+    Returns:
+        How each process ended, by rank.
     """
-    port = _free_port()
+    with socket.socket() as listener:
+        # only free, not used: the ranks' rendezvous is a file, but a script may check the port in its environment
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
     ranks = [replace(settings, rank=rank, port=port) for rank in range(settings.world)]
     groups = [ranks]
     if together:
@@ -184,83 +202,56 @@ def _run(server: Server, ranks: Sequence[Settings], patience: Patience) -> list[
     processes = [server.start(each) for each in ranks]
     folders = [each.own_folder for each in ranks]
     try:
-        stuck = _wait(processes, folders, patience)
+        is_stuck = _wait(processes, folders, patience)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
-    return [_ending(folder, process.poll(), stuck) for folder, process in zip(folders, processes, strict=True)]
-
-
-def _free_port() -> int:
-    """A port at which nobody listens: the ranks meet at a file, and scripts may look whether it is free."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _environ(settings: Settings) -> dict[str, str]:
-    """The variables of a rank, as torchrun sets them."""
-    return {
-        "RANK": str(settings.rank),
-        "LOCAL_RANK": str(settings.rank),
-        "WORLD_SIZE": str(settings.world),
-        "LOCAL_WORLD_SIZE": str(settings.world),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(settings.port),
-        "TORCHELASTIC_RUN_ID": "verify",
-    }
+    endings = []
+    for folder, process in zip(folders, processes, strict=True):
+        code = process.poll()
+        # a rank that has written its end counts as ended, even if it was killed while it shut down
+        if (folder / "end.json").exists():
+            endings.append(Ending(**json.loads((folder / "end.json").read_text())))
+        elif is_stuck:
+            endings.append(Ending("stuck"))
+        elif code is not None and code < 0:
+            endings.append(Ending("killed", message=signal.Signals(-code).name))
+        else:
+            lines = _read(folder / "stderr").strip().splitlines()
+            endings.append(Ending("failed", message=lines[-1] if lines else f"exit code {code}"))
+    return endings
 
 
 def _wait(processes: Sequence[Forked], folders: Sequence[Path], patience: Patience) -> bool:
-    """Wait for processes; True where they have to be ended, since nothing moves any more."""
-    begun = moved = time.monotonic()
+    """Wait for processes. Return True if they make no progress any more and have to be killed."""
+    start = last_change = time.monotonic()
     sizes: list[int] = []
     while any(process.poll() is None for process in processes):
-        time.sleep(_LOOK)
+        time.sleep(_POLL_SECONDS)
         now = time.monotonic()
-        found = [_size(folder / "events.jsonl") for folder in folders]
-        if found != sizes:
-            sizes, moved = found, now
-        silent = now - moved
-        if silent > patience.silence or now - begun > patience.whole:
+        # every event makes its file longer, so sizes are enough to see progress
+        paths = [folder / "events.jsonl" for folder in folders]
+        new_sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
+        if new_sizes != sizes:
+            sizes, last_change = new_sizes, now
+        silent = now - last_change
+        if silent > patience.silence or now - start > patience.total:
             return True
-        if silent > _DEADLOCK and _is_deadlock(processes, folders):
-            return True
+        if silent > _DEADLOCK_SECONDS:
+            # a deadlock is certain earlier: ranks are in collectives that do not match, or that others will not enter
+            waits = {wait for wait in map(_collective_of, folders) if wait}
+            has_ended = any(process.poll() is not None for process in processes)
+            if len(waits) > 1 or (waits and has_ended):
+                return True
     return False
 
 
-def _is_deadlock(processes: Sequence[Forked], folders: Sequence[Path]) -> bool:
-    """Whether ranks wait for others in collectives that do not fit together, or that have ended."""
-    waits = [_waits(folder) for folder in folders]
-    names = {name for name in waits if name}
-    ended = any(process.poll() is not None for process in processes)
-    return len(names) > 1 or (bool(names) and ended)
-
-
-def _waits(folder: Path) -> str:
-    """The collective in which a rank is; "" for none."""
+def _collective_of(folder: Path) -> str:
+    """Return name and number of the collective that a rank has entered and not left; "" for none."""
     lines = _read(folder / "events.jsonl").splitlines()
     event: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     return f"{event['name']} {event['number']}" if event.get("kind") == "collective" else ""
-
-
-def _ending(folder: Path, code: int | None, stuck: bool) -> Ending:
-    path = folder / "end.json"
-    if path.exists():
-        return Ending(**json.loads(path.read_text()))
-    if stuck:
-        return Ending("stuck")
-    if code is not None and code < 0:
-        return Ending("killed", message=signal.Signals(-code).name)
-    lines = _read(folder / "stderr").strip().splitlines()
-    return Ending("failed", message=lines[-1] if lines else f"exit code {code}")
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _read(path: Path) -> str:

@@ -1,9 +1,9 @@
-"""What a run has left: events and tensors of its ranks, as they are compared."""
+"""Recordings: the events and tensors that the ranks of a run have written."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +15,11 @@ from torch import Tensor
 from lockstep.extensions.verify.processes import Ending
 
 Event = dict[str, Any]
-"""What a process noted, by name; of which types depends on the kind."""
+"""An event of the journal: its kind, and values by name. Each kind has its own names."""
 
 
 class TensorPart(TypedDict):
-    """A rank's part of a tensor, and where that lies in the whole: `offset` and `own`, its shape."""
+    """A rank's shard of a tensor of size `shape`: it starts at `offset` and has the size `own`."""
 
     part: Tensor
     offset: tuple[int, ...]
@@ -28,22 +28,22 @@ class TensorPart(TypedDict):
 
 
 Value = Tensor | TensorPart | None
-"""A tensor of a parameter, as it is written down; None for a gradient that is not there."""
+"""A parameter, its gradient or a buffer, as it is written. None: the gradient is missing."""
 
 
 def place_of(part: TensorPart) -> tuple[slice, ...]:
-    """The place of a part in the whole."""
+    """Return the slices of the whole tensor that a shard covers."""
     return tuple(slice(at, at + size) for at, size in zip(part["offset"], part["own"], strict=True))
 
 
 @dataclass(frozen=True)
 class RankRecording:
-    """What one rank has left.
+    """The recording of one rank.
 
     Attributes:
-        folder: where.
+        folder: folder of the rank.
         ending: how it ended.
-        numbers: by its own updates, those that they have among the updates of all ranks; empty: they are the same.
+        numbers: for each of its own updates the number among the updates of all ranks; empty: the same numbers.
     """
 
     folder: Path
@@ -52,35 +52,45 @@ class RankRecording:
 
     @cached_property
     def events(self) -> list[Event]:
-        """All that it noted, in order."""
+        """All events of the rank, in order."""
+        # a rank that was killed may leave half a line
         found: list[Event] = [json.loads(line) for line in self._lines("events.jsonl") if line.endswith("}")]
+        made = len(self.numbers)
         for event in found if self.numbers else ():
             if "update" in event:
-                event["update"] = self._number(event["update"])
+                own = event["update"]
+                # the last step may have been started only: it gets the next number
+                event["update"] = self.numbers[own] if own < made else self.numbers[-1] + 1 + own - made
         return found
 
-    def of(self, *kinds: str, **wanted: object) -> list[Event]:
-        """The events of some kinds, or those of them that have these values."""
+    def find(self, *kinds: str, **wanted: object) -> list[Event]:
+        """Return the events of some kinds that have the wanted values.
+
+        Example::
+
+            rank.find("batch", loader=0, iteration=1)
+        """
         found = [event for event in self.events if event["kind"] in kinds]
         for name, value in wanted.items():
             found = [event for event in found if event[name] == value]
         return found
 
-    def where(self, kind: str, **wanted: object) -> str:
-        """The line of the first such event; "" for none."""
-        found = self.of(kind, **wanted)
+    def line_of(self, kind: str, **wanted: object) -> str:
+        """Return the line of the first event of a kind that has the wanted values; "" for none."""
+        found = self.find(kind, **wanted)
         return str(found[0]["where"]) if found else ""
 
     @cached_property
     def steps(self) -> list[Event]:
-        """Its optimizer steps that were finished."""
-        return [event for event in self.of("step") if self._path("parameters", event["update"]).exists()]
+        """Its finished optimizer steps."""
+        # parameters are written after a step
+        return [event for event in self.find("step") if self._path("parameters", event["update"]).exists()]
 
     def places(self) -> list[tuple[int, int]]:
-        """Return, by its own updates, the epoch in which it made each, and how many it had made in that before."""
+        """Return for each of its own updates the epoch, and the number of earlier updates in that epoch."""
         found: list[tuple[int, int]] = []
         epoch, made = 0, 0
-        for event in self.of("batch", "step"):
+        for event in self.find("batch", "step"):
             if event["kind"] == "step":
                 found.append((epoch, made))
                 made += 1
@@ -89,42 +99,40 @@ class RankRecording:
         return found
 
     def load(self, what: str, update: int) -> dict[str, Value]:
-        """Tensors of an update, by parameter; empty where there are none."""
-        path = self._path(what, update)
-        return dict(torch.load(path, mmap=True)) if path.exists() else {}
+        """Load tensors of an update by parameter; an empty dict if none were written."""
+        return dict(self._load(what, update))
 
     def sums(self, update: int) -> dict[str, dict[int, Tensor]]:
-        """By parameter and backward, what that gave on this rank, as sums over stretches of elements."""
-        path = self._path("sums", update)
-        return dict(torch.load(path, mmap=True)) if path.exists() else {}
+        """Load, by parameter and backward, the gradient that this backward added on this rank, as strided sums."""
+        return dict(self._load("sums", update))
 
     def has_made(self, update: int) -> bool:
-        """Return False for an update that this rank left to the others, as one without data does within Join."""
+        """Return False for an update that only other ranks made, as within Join after this rank's data ended."""
         return self._path("sums", update).exists()
 
-    def of_step(self, update: int) -> dict[str, Value]:
-        """The gradients of an update, before they are clipped."""
+    def unclipped_gradients(self, update: int) -> dict[str, Value]:
+        """Load the gradients of an update as they were before clipping."""
         return self.load("unclipped", update) or self.load("gradients", update)
 
     @cached_property
     def printed(self) -> list[str]:
-        """The lines that it printed."""
+        """Lines of its standard output."""
         return self._lines("stdout")
 
     @cached_property
-    def complaints(self) -> list[str]:
-        """The lines that it printed as errors, down to the last that says something."""
+    def errors(self) -> list[str]:
+        """Lines of its standard error, trailing blank ones removed."""
         return self._lines("stderr")
 
-    def _number(self, update: int) -> int:
-        """Return the number that an own update has among those of all ranks; of one that was not made, the next."""
-        made = len(self.numbers)
-        return self.numbers[update] if update < made else self.numbers[-1] + 1 + update - made
-
     def _path(self, what: str, update: int) -> Path:
-        if self.numbers and what != "first":  # first parameters are counted by optimizer
+        if self.numbers and what != "first":  # first parameters are numbered by optimizer
             update = self.numbers.index(update) if update in self.numbers else -1
         return self.folder / f"{what}-{update}.pt"
+
+    def _load(self, what: str, update: int) -> Any:
+        path = self._path(what, update)
+        # mapped, not read: most comparisons need few of a large model's tensors at a time
+        return torch.load(path, mmap=True) if path.exists() else {}
 
     def _lines(self, name: str) -> list[str]:
         path = self.folder / name
@@ -133,28 +141,28 @@ class RankRecording:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a run has left, rank by rank."""
+    """The recording of a run, rank by rank."""
 
     ranks: tuple[RankRecording, ...]
 
     @property
     def first(self) -> RankRecording:
-        """Rank 0's."""
+        """The recording of rank 0."""
         return self.ranks[0]
 
-    def of(self, *kinds: str, **wanted: object) -> Iterator[tuple[int, Event]]:
-        """The events of some kinds of all ranks, each with its rank."""
+    def find(self, *kinds: str, **wanted: object) -> Iterator[tuple[int, Event]]:
+        """Yield (rank, event) for the events of some kinds that have the wanted values."""
         for number, rank in enumerate(self.ranks):
-            for event in rank.of(*kinds, **wanted):
+            for event in rank.find(*kinds, **wanted):
                 yield number, event
 
     def has(self, kind: str) -> bool:
-        """Whether any rank noted such an event."""
-        return next(self.of(kind), None) is not None
+        """Return True if any rank noted an event of a kind."""
+        return next(self.find(kind), None) is not None
 
     @cached_property
     def steps(self) -> list[Event]:
-        """The optimizer steps of all ranks, each as the first rank noted it that made it."""
+        """The optimizer steps of all ranks, each as noted by the first rank that made it."""
         found: dict[int, Event] = {}
         for rank in self.ranks:
             for event in rank.steps:
@@ -163,12 +171,15 @@ class Recording:
 
     @property
     def uneven_from(self) -> int | None:
-        """The first update that some ranks do not make; None if there is none."""
+        """The first update that some ranks do not make; None if all ranks make all."""
         made = [{event["update"] for event in rank.steps} for rank in self.ranks]
         return min(set().union(*made) - set(made[0]).intersection(*made), default=None)
 
     def joined(self) -> Recording:
-        """Number updates as one process makes them: within Join a rank without data makes none, and the others do."""
+        """Return the recording with updates numbered as one process makes them.
+
+        Within Join a rank without data makes no update, but the others do, so that the ranks' own numbers differ.
+        """
         made = [rank.places() for rank in self.ranks]
         everywhere = {place: number for number, place in enumerate(sorted(set().union(*made)))}
         ranks = [
@@ -179,26 +190,29 @@ class Recording:
 
     @property
     def fewest_steps(self) -> int:
-        """The optimizer steps of the rank that made fewest."""
+        """The optimizer steps of the rank that made the fewest."""
         return min(len(rank.steps) for rank in self.ranks)
 
-    def whole(self, what: str, update: int) -> list[dict[str, Tensor | None]]:
-        """Tensors of an update by rank, those that are sharded put together from all ranks."""
+    def assembled(self, what: str, update: int) -> list[dict[str, Tensor | None]]:
+        """Load tensors of an update by rank. Sharded ones are put together from the shards of all ranks."""
         found = [rank.load(what, update) for rank in self.ranks]
-        return [{key: self._whole(found, own, key) for key in own} for own in found]
-
-    def _whole(self, ranks: Sequence[dict[str, Value]], own: dict[str, Value], key: str) -> Tensor | None:
-        value = own[key]
-        if value is None or isinstance(value, Tensor):
-            return value
-        whole = torch.zeros(value["shape"], dtype=value["part"].dtype)
-        for rank in ranks:
-            part = rank.get(key)
-            if isinstance(part, dict) and part["part"].numel():
-                whole[place_of(part)] = part["part"]
-        return whole
+        assembled: list[dict[str, Tensor | None]] = []
+        for own in found:
+            tensors: dict[str, Tensor | None] = {}
+            for key, value in own.items():
+                if value is None or isinstance(value, Tensor):
+                    tensors[key] = value
+                    continue
+                whole = torch.zeros(value["shape"], dtype=value["part"].dtype)
+                for values in found:
+                    part = values.get(key)
+                    if isinstance(part, dict) and part["part"].numel():
+                        whole[place_of(part)] = part["part"]
+                tensors[key] = whole
+            assembled.append(tensors)
+        return assembled
 
     @cached_property
     def is_sharded(self) -> bool:
-        """Whether some parameter is a DTensor."""
+        """True if a parameter is a DTensor."""
         return any(isinstance(value, dict) for value in self.first.load("gradients", 0).values())

@@ -1,4 +1,4 @@
-"""Says whether a script that is started again goes on as if it had never been stopped."""
+"""Check of a resume: a run that is stopped and started again must continue as if it had not been stopped."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from lockstep.extensions.verify.runs import Request, Runs
 
 _EXACT = 1e-12
 _SHORTEST = 2
-"""Steps of an epoch that can be stopped within it."""
+"""Steps of the shortest epoch that can be stopped inside."""
 _CAUSES = {
     "learning rates": "the schedule is not restored: save and load the scheduler's state_dict()",
-    "gradients": "the weights are not those of the stop: save and load all of the model's state_dict()",
-    "parameters": "the optimizer begins anew (momentum, averages): save and load its state_dict()",
+    "gradients": "the weights are not those at the stop: save and load all of the model's state_dict()",
+    "parameters": "the optimizer starts without its state (momentum, averages): save and load its state_dict()",
     "buffers": (
-        "buffers (BatchNorm's running statistics, say) are not those of the stop: save and load all of the model's "
-        "state_dict(), and not its parameters alone"
+        "buffers (such as BatchNorm's running statistics) are not those at the stop: save and load all of the model's "
+        "state_dict(), not only its parameters"
     ),
 }
-"""What is compared, and what a difference there is a sign of where all before it is alike."""
+"""What is compared, with the cause of a difference if all before it agrees."""
 _RANDOM = (
-    "the random numbers of a step are others: save and load the states of the generators that it draws by "
+    "the random numbers of a step differ: save and load the states of the generators that it uses "
     "(torch.get_rng_state(), random.getstate(), numpy.random.get_state())"
 )
 
-_BEHIND, _WITHIN = "samples", "samples within an epoch"
-_STOPS = {_BEHIND: "the stop", _WITHIN: "a stop within the epoch"}
+_AT_EPOCH_END, _WITHIN = "samples", "samples within an epoch"
+_STOPS = {_AT_EPOCH_END: "the stop", _WITHIN: "a stop within the epoch"}
 
 Finding = tuple[Difference, Reason]
 
 
 class ResumeCheck:
-    """Runs a script undisturbed, and once more with a stop in the middle; compares samples and numbers behind it.
+    """Check that runs a script undisturbed and with a stop, and compares samples and numbers after the stop.
 
-    An epoch of training ends behind ``steps`` steps in all runs, so that scripts that save at the end of one do so. A
-    second stop is within the first epoch, by SIGTERM: a script that saves then, or has saved every few steps, goes on.
+    In all runs an epoch of training ends after ``steps`` steps, so that scripts that save at the end of an epoch do so.
+    A second stop is within the first epoch, by SIGTERM: a script that saves then, or every few steps, continues.
 
     Args:
-        request: what is asked for.
+        request: what to verify.
         runs: makes the runs.
     """
 
@@ -58,57 +58,62 @@ class ResumeCheck:
         self._stop = 0  # steps before the stop
 
     def certify(self) -> Certificate:
-        """The certificate."""
+        """Run the script and return the certificate."""
         steps = self.request.steps
-        undisturbed = self.runs.on_ranks_cut(2 * steps, steps)
+        undisturbed = self.runs.on_ranks_with_short_epochs(2 * steps, steps)
         reason = refusals.of_ranks(undisturbed, 1)
         if reason:
             return self._certificate(reason)
         if undisturbed.has("dropout"):
-            self._notes.append("dropout was off: whether its random numbers go on was not compared")
-        stopped = self.runs.on_ranks_cut(steps + 1, steps, epochs=1)
+            self._notes.append("dropout was off: its random numbers after the stop were not compared")
+        stopped = self.runs.on_ranks_with_short_epochs(steps + 1, steps, max_epochs=1)
         self._stop = len(stopped.first.steps)
-        reason, found = self._behind_epoch(undisturbed, stopped)
+        reason, found = self._stop_at_epoch_end(undisturbed, stopped)
         if found is not None:
             return self._certificate(found=found)
-        left, found = self._within_epoch(undisturbed)
-        return self._certificate("" if left else reason, found)
+        # a script that saves only within epochs has not resumed from the end of one
+        is_compared, found = self._stop_within_epoch(undisturbed)
+        return self._certificate("" if is_compared else reason, found)
 
-    def _behind_epoch(self, undisturbed: Recording, stopped: Recording) -> tuple[str, Finding | None]:
-        """Stop behind the first epoch: why that tells nothing, or what differs."""
-        left = len(undisturbed.first.steps) - self._stop
-        if left < 1:
-            return "the script trains for one epoch only, and is stopped behind that: let it train for two", None
-        resumed = self.runs.on_ranks_cut(left, self.request.steps, left_by=stopped)
-        reason = refusals.of_ranks(resumed, 1) or self._not_resumed(undisturbed, resumed)
+    def _stop_at_epoch_end(self, undisturbed: Recording, stopped: Recording) -> tuple[str, Finding | None]:
+        """Start again after the first epoch. Return the reason why that proves nothing, and what differs."""
+        remaining = len(undisturbed.first.steps) - self._stop
+        if remaining < 1:
+            return "the script trains for one epoch only, and is stopped after that: let it train for two", None
+        resumed = self.runs.on_ranks_with_short_epochs(remaining, self.request.steps, after=stopped)
+        reason = refusals.of_ranks(resumed, 1)
+        # the first weights again: nothing was loaded
+        if not reason and _largest_difference(_first(undisturbed), _first(resumed))[1] <= _EXACT:
+            reason = (
+                "started again by the same command the script trains from the start: let it save at the end of an "
+                "epoch, and load its own checkpoint from the current folder"
+            )
         if reason:
             return reason, None
-        return "", self._samples(_BEHIND, undisturbed, resumed, left) or self._numbers(undisturbed, resumed, left)
+        return "", self._compare(_AT_EPOCH_END, undisturbed, resumed, remaining)
 
-    def _within_epoch(self, undisturbed: Recording) -> tuple[bool, Finding | None]:
-        """Stop within the first epoch by SIGTERM: whether the script went on from there, and what differs."""
+    def _stop_within_epoch(self, undisturbed: Recording) -> tuple[bool, Finding | None]:
+        """Stop within the first epoch by SIGTERM. Return True if the script continued there, and what differs."""
         steps, length = self.request.steps, self._stop
         if length < _SHORTEST:
             return False, None
-        stopped = self.runs.on_ranks_cut(2 * steps, steps, interrupt=length // 2)
-        resumed = self.runs.on_ranks_cut(length - 1, steps, left_by=stopped)
-        at = None if refusals.of_ranks(resumed, 1) else self._place(undisturbed, resumed)
-        if at is None or at >= length:
+        stopped = self.runs.on_ranks_with_short_epochs(2 * steps, steps, sigterm_after=length // 2)
+        resumed = self.runs.on_ranks_with_short_epochs(length - 1, steps, after=stopped)
+        # the weights show after which step the script continued
+        place: int | None = None
+        if not refusals.of_ranks(resumed, 1):
+            again = _first(resumed)
+            for event in undisturbed.first.steps:
+                if _largest_difference(undisturbed.first.load("parameters", event["update"]), again)[1] <= _EXACT:
+                    place = int(event["number"]) + 1
+                    break
+        if place is None or place >= length:
             self._notes.append(
                 "a stop within an epoch, by SIGTERM, leaves no checkpoint of that place: it was not compared"
             )
             return False, None
-        self._stop, left = at, length - at
-        found = self._samples(_WITHIN, undisturbed, resumed, left)
-        return True, found or self._numbers(undisturbed, resumed, left)
-
-    def _place(self, undisturbed: Recording, resumed: Recording) -> int | None:
-        """The steps behind which a run went on: the weights tell; None for none, or for no step's weights."""
-        again = _first(resumed)
-        for event in undisturbed.first.steps:
-            if _largest_difference(undisturbed.first.load("parameters", event["update"]), again)[1] <= _EXACT:
-                return int(event["number"]) + 1
-        return None
+        self._stop = place
+        return True, self._compare(_WITHIN, undisturbed, resumed, length - place)
 
     def _certificate(self, reason: str = "", found: Finding | None = None) -> Certificate:
         reasons = [reason] if reason else []
@@ -116,93 +121,79 @@ class ResumeCheck:
         compared = "ranks, stopped and started again"
         return self.runs.certificate(steps, self._rows, found, reasons, self._notes, compared=compared)
 
-    def _not_resumed(self, undisturbed: Recording, resumed: Recording) -> str:
-        """Why the second start went on from nothing; "" where it did go on."""
-        if _largest_difference(_first(undisturbed), _first(resumed))[1] > _EXACT:
-            return ""
-        return (
-            "started again by the same command the script begins anew: let it save at the end of an epoch, and find "
-            "its own checkpoint in the current folder"
-        )
+    # -- comparing
 
-    # -- samples
-
-    def _samples(self, what: str, undisturbed: Recording, resumed: Recording, steps: int) -> Finding | None:
-        """Compare the batches of some steps behind a stop."""
+    def _compare(self, kind: str, undisturbed: Recording, resumed: Recording, steps: int) -> Finding | None:
+        """Compare the steps after a stop: the batches first, since numbers depend on them."""
         for number, (whole, again) in enumerate(zip(undisturbed.ranks, resumed.ranks, strict=True)):
             for at in range(min(steps, len(again.steps))):
-                expected = _trained(whole, self._stop + at)
-                found = _trained(again, at)[-len(expected) :]  # those before the stop may be drawn, and left out
+                expected = _batches(whole, self._stop + at)
+                # a script may draw the batches before the stop, and leave them out
+                found = _batches(again, at)[-len(expected) :]
                 if _prints(found) == _prints(expected):
                     continue
-                self._rows.append(Row(what, f"{at + 1} steps", "DIFFERENT"))
+                self._rows.append(Row(kind, f"{at + 1} steps", "DIFFERENT"))
                 text = (
-                    f"step {self._stop + at} ({at} behind {_STOPS[what]}) on rank {number} trains on sample "
+                    f"step {self._stop + at} ({at} after {_STOPS[kind]}) on rank {number} trains on sample "
                     f"{_name(found)}, undisturbed on sample {_name(expected)}"
                 )
-                cause = _of_place(again) if what == _WITHIN else _of_order(whole, again)
-                return Difference(what, -1, at, "", (number,), text=text), cause
-        self._rows.append(Row(what, f"{steps} steps", "as undisturbed"))
-        return None
+                cause = _cause_of_samples(kind, whole, again)
+                return Difference(kind, -1, at, "", (number,), text=text), cause
+        self._rows.append(Row(kind, f"{steps} steps", "as undisturbed"))
+        return self._compare_numbers(undisturbed, resumed, min(resumed.fewest_steps, steps))
 
-    # -- numbers
-
-    def _numbers(self, undisturbed: Recording, resumed: Recording, most: int) -> Finding | None:
-        count = min(resumed.fewest_steps, most)
+    def _compare_numbers(self, undisturbed: Recording, resumed: Recording, steps: int) -> Finding | None:
         ranks = list(zip(undisturbed.ranks, resumed.ranks, strict=True))
-        for at in range(count):
+        for at in range(steps):
             for kind, cause in _CAUSES.items():
-                # rank 0's buffers are those that last, and that are saved
+                # rank 0's buffers are the ones that are saved
                 for number, (whole, again) in enumerate(ranks[:1] if kind == "buffers" else ranks):
-                    name, size = _differs(kind, whole, self._stop + at, again, at)
+                    name, size = _deviation(kind, whole, self._stop + at, again, at)
                     if size > _EXACT:
                         self._rows.append(Row(kind, f"{at + 1} steps", "DIFFERENT"))
                         text = (
-                            f"step {self._stop + at} ({at} behind the stop): {kind} of {name} on rank {number}: off by "
+                            f"step {self._stop + at} ({at} after the stop): {kind} of {name} on rank {number}: off by "
                             f"{size:.2g}"
                         )
                         reason = Reason(cause)
-                        if kind == "gradients" and _drawn(whole, self._stop + at) != _drawn(again, at):
-                            reason = Reason(_RANDOM, again.where("draw") or again.where(DRAWS))
+                        if kind == "gradients" and _draws(whole, self._stop + at) != _draws(again, at):
+                            reason = Reason(_RANDOM, again.line_of("draw") or again.line_of(DRAWS))
                         return Difference(kind, -1, at, name, (number,), size, text), reason
-        self._rows += [Row(kind, f"{count} steps", "as undisturbed") for kind in _CAUSES]
+        self._rows += [Row(kind, f"{steps} steps", "as undisturbed") for kind in _CAUSES]
         return None
 
 
-def _of_place(again: RankRecording) -> Reason:
-    """Why a rank trains on other samples behind a stop within an epoch."""
-    return Reason(
-        "the place within the epoch is not restored: leave out the batches that were trained, or save and load the "
-        "loader's place",
-        again.where("iteration"),
-    )
-
-
-def _of_order(whole: RankRecording, again: RankRecording) -> Reason:
-    """Why a rank trains on other samples behind a stop at the end of an epoch."""
-    where = again.where("iteration")
-    steps = range(len(again.steps))
-    if all(_prints(_trained(again, at)) == _prints(_trained(whole, at)) for at in steps):
+def _cause_of_samples(kind: str, whole: RankRecording, again: RankRecording) -> Reason:
+    """Explain why a rank trains on other samples after a stop."""
+    where = again.line_of("iteration")
+    if kind == _WITHIN:
         return Reason(
-            "the order of epoch 0 comes again: the epoch behind a resume is counted from 0, or its generator begins at "
-            "its seed: give set_epoch the number of the epoch, those before the stop included",
+            "the place within the epoch is not restored: leave out the batches that were trained, or save and load "
+            "the loader's place",
+            where,
+        )
+    steps = range(len(again.steps))
+    if all(_prints(_batches(again, at)) == _prints(_batches(whole, at)) for at in steps):
+        return Reason(
+            "the order of epoch 0 comes again: after a resume the script counts epochs from 0, or its generator starts "
+            "with its seed; call set_epoch with the number of the epoch, counted from the first start",
             where,
         )
     return Reason("the order of samples is not restored: save and load its generator", where)
 
 
-def _trained(rank: RankRecording, step: int) -> list[Event]:
-    """The batches that a rank drew for a step."""
-    return rank.of("batch", grad=True, step=step)
+def _batches(rank: RankRecording, step: int) -> list[Event]:
+    """Return the batches that a rank drew for a step."""
+    return rank.find("batch", grad=True, step=step)
 
 
-def _drawn(rank: RankRecording, step: int) -> list[object]:
-    """What a step drew of random numbers, and the states of Python's and NumPy's generators, if steps draw of them."""
+def _draws(rank: RankRecording, step: int) -> list[object]:
+    """Return the random numbers of a step, and the states of Python's and NumPy's generators if steps use them."""
     update = rank.steps[step]["update"]
     paths = sorted(rank.folder.glob(f"draw-{update}-*.pt"))
     found: list[object] = [(path.name.split("-", 2)[2], torch.load(path).tolist()) for path in paths]
-    if rank.of(DRAWS):
-        names = ("random-{loader}-{iteration}-{batch}.pkl".format_map(event) for event in _trained(rank, step))
+    if rank.find(DRAWS):
+        names = ("random-{loader}-{iteration}-{batch}.pkl".format_map(event) for event in _batches(rank, step))
         found += [path.read_bytes() for path in map(rank.folder.joinpath, names) if path.exists()]
     return found
 
@@ -212,19 +203,19 @@ def _prints(batches: list[Event]) -> list[object]:
 
 
 def _name(batches: list[Event]) -> str:
-    """The first sample of batches."""
+    """Return the index, or else the fingerprint, of the first sample."""
     if not batches:
         return "none"
     return str((batches[0]["indices"] or batches[0]["prints"])[0])
 
 
 def _first(run: Recording) -> dict[str, Value]:
-    """The parameters with which rank 0 began."""
+    """Load the parameters with which rank 0 started."""
     return run.first.load("first", run.first.steps[0]["optimizer"])
 
 
-def _differs(kind: str, whole: RankRecording, at: int, again: RankRecording, step: int) -> tuple[str, float]:
-    """What differs most at a step of a run that was stopped, and how much, as part of its largest value."""
+def _deviation(kind: str, whole: RankRecording, at: int, again: RankRecording, step: int) -> tuple[str, float]:
+    """Return the name of what differs most at a step, and how much, as a fraction of its largest value."""
     if at >= len(whole.steps):
         return "", 0.0
     own, theirs = whole.steps[at], again.steps[step]
@@ -232,13 +223,14 @@ def _differs(kind: str, whole: RankRecording, at: int, again: RankRecording, ste
         sizes = [abs(a - b) for a, b in zip(own["rates"], theirs["rates"], strict=False)]
         return "all parameters", max(sizes, default=0.0)
     expected = whole.load(kind, own["update"])
+    # a checkpoint has no buffers that are not persistent
     saved = {key: value for key, value in expected.items() if key not in own["unsaved"]}
     key, size = _largest_difference(saved, again.load(kind, theirs["update"]))
     return own["names"].get(key, key), size
 
 
 def _largest_difference(expected: Mapping[str, Value], found: Mapping[str, Value]) -> tuple[str, float]:
-    """The value that differs most, and by how much, as part of its largest element."""
+    """Return the key of the value that differs most, and how much, as a fraction of its largest element."""
     sizes = {key: _difference(value, found.get(key)) for key, value in expected.items()}
     name = max(sizes, key=lambda key: sizes[key], default="")
     return name, sizes.get(name, 0.0)
@@ -256,5 +248,5 @@ def _difference(expected: Value, found: Value) -> float:
 
 
 def _tensor(value: Value) -> Tensor | None:
-    """A value's own part, if it is one of several ranks'."""
+    """Return a tensor, or this rank's shard of it."""
     return value["part"] if isinstance(value, dict) else value

@@ -1,8 +1,9 @@
-"""Makes the runs of a script: on ranks, as one process, on ranks that are simulated; and the certificate of them."""
+"""Runs of a script: on ranks, as one process, or on simulated ranks; each in a copy of the current folder."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,20 +13,24 @@ from lockstep.extensions.verify.compare import Difference, Reason
 from lockstep.extensions.verify.processes import Patience, Server, run
 from lockstep.extensions.verify.recordings import RankRecording, Recording
 from lockstep.extensions.verify.settings import Settings
-from lockstep.extensions.verify.working_copy import working_copy
+
+_LARGE = 4 * 2**20
+"""Bytes above which a file, probably data, is linked instead of copied."""
+_MAX_ENTRIES = 3000
+"""Files and folders that are looked at; folders after these are linked."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be verified.
+    """A request to verify a script.
 
     Attributes:
-        words: the script and its arguments, or ``-m`` and a module with its.
-        devices: ranks.
+        words: the script and its arguments, or ``-m``, a module and its arguments.
+        devices: number of ranks.
         steps: optimizer steps.
-        strategy: what Trainers take on several ranks in place of their own; "" for their own.
-        patience: how long a run may take.
-        keep: a folder for the recordings; None: they go.
+        strategy: strategy that Trainers use on several ranks; "" for their own.
+        patience: time limits of a run.
+        keep: folder in which the recordings are kept; None: they are deleted.
     """
 
     words: tuple[str, ...]
@@ -37,16 +42,16 @@ class Request:
 
 
 class Runs:
-    """Makes runs of one script.
+    """Runs of one script.
 
     Args:
-        request: what is asked for.
-        folder: where recordings go.
+        request: what to verify.
+        folder: folder for recordings.
         server: starts processes.
 
     Attributes:
-        float64: whether the script calculates in float64.
-        apart: whether one process gets the ranks' micro-batches one after another.
+        float64: True if the script computes in float64.
+        rank_by_rank: True if one process gets the ranks' micro-batches one after another.
     """
 
     def __init__(self, request: Request, folder: Path, server: Server) -> None:
@@ -54,32 +59,59 @@ class Runs:
         self.folder = folder
         self.server = server
         self.float64 = True
-        self.apart = False
+        self.rank_by_rank = False
         self._number = 0
 
     def on_ranks(self, *overrides: str) -> Recording:
         """Run the script on all ranks."""
         return self._run("ranks", replace(self._settings(), world=self.request.devices, overrides=overrides))
 
-    def on_ranks_cut(
-        self, steps: int, cut: int, epochs: int = 0, left_by: Recording | None = None, interrupt: int = 0
+    def on_ranks_with_short_epochs(
+        self,
+        steps: int,
+        epoch_steps: int,
+        max_epochs: int = 0,
+        after: Recording | None = None,
+        sigterm_after: int = 0,
     ) -> Recording:
-        """Run the script on all ranks, with epochs that end early, in the folder that another run has left."""
-        world = self.request.devices
-        settings = replace(self._settings(), world=world, steps=steps, cut=cut, epochs=epochs, interrupt=interrupt)
-        return self._run("ranks", settings, left_by)
+        """Run the script on all ranks with epochs of ``epoch_steps`` steps.
+
+        Args:
+            steps: optimizer steps after which the script is stopped.
+            epoch_steps: steps of an epoch of training.
+            max_epochs: epochs after which the script is stopped; 0: no limit.
+            after: run in whose folder the script is started, so that it finds the checkpoints there.
+            sigterm_after: steps after which each rank gets SIGTERM; 0: never.
+        """
+        settings = replace(
+            self._settings(),
+            world=self.request.devices,
+            steps=steps,
+            epoch_steps=epoch_steps,
+            max_epochs=max_epochs,
+            sigterm_after=sigterm_after,
+        )
+        return self._run("ranks", settings, after)
 
     def on_simulated(self, world: int, steps: int) -> Recording:
-        """Run the script on ranks that have no others to talk to, a few at a time."""
+        """Run the script on ``world`` ranks that exchange nothing, as many at a time as there are cores."""
         settings = replace(self._settings(), world=world, steps=steps, simulated=True)
         return self._run("simulated", settings, together=os.cpu_count() or 1)
 
     def on_one(
-        self, ranks: Recording, *overrides: str, order: tuple[int, ...] = (), once: tuple[int, ...] = ()
+        self, ranks: Recording, *overrides: str, order: tuple[int, ...] = (), deduplicated: tuple[int, ...] = ()
     ) -> Recording:
-        """Run the script as one process, which is fed what the ranks were."""
+        """Run the script as one process that is fed the samples of ``ranks``.
+
+        Args:
+            ranks: recording of the run on ranks.
+            overrides: what is switched off or changed.
+            order: ranks whose samples are fed, in the order in which they are put together; empty: all.
+            deduplicated: loaders that give a sample of several ranks only once.
+        """
         feed = tuple(str(ranks.ranks[rank].folder) for rank in order or range(self.request.devices))
-        return self._run("one", replace(self._settings(), feed=feed, overrides=overrides, once=once))
+        settings = replace(self._settings(), feed=feed, overrides=overrides, deduplicated=deduplicated)
+        return self._run("one", settings)
 
     def certificate(
         self,
@@ -91,7 +123,17 @@ class Runs:
         course: Iterable[float] = (),
         compared: str = "ranks and one process",
     ) -> Certificate:
-        """The certificate: "different" where something was found, "could not tell" where there are reasons."""
+        """Return the certificate: "different" if something was found, "could not tell" if there are reasons.
+
+        Args:
+            steps: optimizer steps that were compared.
+            rows: what was compared.
+            found: the first difference and its cause.
+            reasons: why there is no verdict.
+            nature: expected differences; equal ones are listed once.
+            course: differences of gradients by step.
+            compared: what the ranks were compared with.
+        """
         certificate = Certificate(
             " ".join(self.request.words),
             self.request.devices,
@@ -110,10 +152,10 @@ class Runs:
         certificate = replace(certificate, verdict=DIFFERENT, first=str(difference))
         return certificate if reason is None else replace(certificate, cause=str(reason), proof=reason.proof)
 
-    def _run(self, name: str, settings: Settings, left_by: Recording | None = None, together: int = 0) -> Recording:
+    def _run(self, name: str, settings: Settings, after: Recording | None = None, together: int = 0) -> Recording:
         self._number += 1
         settings = replace(settings, folder=str(self.folder / f"{self._number}-{name}"))
-        source = Path.cwd() if left_by is None else left_by.first.folder.parent / settings.working_folder.name
+        source = Path.cwd() if after is None else after.first.folder.parent / settings.working_folder.name
         working_copy(source, settings.working_folder)
         endings = run(self.server, settings, self.request.patience, together)
         ranks = [replace(settings, rank=rank) for rank in range(settings.world)]
@@ -126,7 +168,34 @@ class Runs:
             folder="",
             steps=self.request.steps,
             float64=self.float64,
-            apart=self.apart,
+            rank_by_rank=self.rank_by_rank,
             strategy=self.request.strategy,
             home=str(Path.cwd()),
         )
+
+
+def working_copy(source: Path, target: Path) -> Path:
+    """Copy a folder in which a run may write, so that no other run finds its files.
+
+    Small files are copied. Large files, hidden folders, and folders after the first 3,000 entries are linked.
+
+    Returns:
+        ``target``.
+    """
+    _copy(source.absolute(), target, [_MAX_ENTRIES], target.absolute())
+    return target
+
+
+def _copy(source: Path, target: Path, remaining: list[int], root: Path) -> None:
+    target.mkdir(parents=True)
+    for entry in os.scandir(source):
+        remaining[0] -= 1
+        there = target / entry.name
+        if root.is_relative_to(Path(entry.path)):
+            continue  # the copy itself, if it is inside the folder that is copied
+        if entry.is_dir(follow_symlinks=False) and remaining[0] > 0 and not entry.name.startswith("."):
+            _copy(Path(entry.path), there, remaining, root)
+        elif entry.is_file(follow_symlinks=False) and entry.stat().st_size <= _LARGE:
+            shutil.copy2(entry.path, there)
+        else:
+            there.symlink_to(os.path.abspath(entry.path))

@@ -1,4 +1,4 @@
-"""A process that imports torch once and forks the processes of runs: `python -m lockstep.extensions.verify.server`."""
+"""The server: imports torch once and forks the processes of runs. `python -m lockstep.extensions.verify.server`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ from lockstep.extensions.verify.child import run
 from lockstep.extensions.verify.settings import Settings
 from lockstep.launch.parent_death import end_with
 
-_LOOK = 0.05
+_POLL_SECONDS = 0.05
 
 
 def serve() -> None:
-    """Fork a process for each line on standard input, until that is closed; write down how each ends."""
+    """Fork a process for each line of standard input until that is closed. Write each exit code to a file."""
     torch.set_num_threads(1)
+    server = os.getpid()
     running: dict[int, Path] = {}
     pending = b""
     while True:
-        _collect(running)
-        if not select.select([0], [], [], _LOOK)[0]:
+        for number in list(running):
+            ended, status = os.waitpid(number, os.WNOHANG)
+            if ended:
+                running.pop(number).write_text(str(os.waitstatus_to_exitcode(status)))
+        # with a timeout, so that exit codes are collected while no order arrives
+        if not select.select([0], [], [], _POLL_SECONDS)[0]:
             continue
+        # os.read, since a buffered reader would hold lines back that select does not see
         read = os.read(0, 65536)
         if not read:
             break
         *lines, pending = (pending + read).split(b"\n")
         for line in lines:
             order = json.loads(line)
-            number = _fork(order)
+            number = os.fork()
+            if not number:
+                _run_rank(order, server)
             running[number] = Path(order["folder"]) / "exit"
             os.write(1, f"{number}\n".encode())
     for number in running:
@@ -43,29 +51,16 @@ def serve() -> None:
         os.waitpid(number, 0)
 
 
-def _collect(running: dict[int, Path]) -> None:
-    for number in list(running):
-        ended, status = os.waitpid(number, os.WNOHANG)
-        if ended:
-            running.pop(number).write_text(str(os.waitstatus_to_exitcode(status)))
-
-
-def _fork(order: dict[str, Any]) -> int:
-    server = os.getpid()
-    number = os.fork()
-    if not number:
-        _become_rank(order, server)
-    return number
-
-
-def _become_rank(order: dict[str, Any], server: int) -> NoReturn:
-    """Run a script in this process, and end at once: threads of the script's wait for nothing."""
+def _run_rank(order: dict[str, Any], server: int) -> NoReturn:
+    """Run a script in this process and exit."""
     code = 1
     try:
+        # a session of its own: the rank is killed with all that it started
         os.setsid()
         end_with(server)
         os.environ.update(order["environ"])
         folder = Path(order["folder"])
+        # standard input and output are the server's orders and answers until here
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), stream)
@@ -76,6 +71,7 @@ def _become_rank(order: dict[str, Any], server: int) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        # without Python's shutdown, which would wait for the script's threads
         os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""What a process that runs a script under observation is told, and where it writes what it saw."""
+"""Settings of an observed process, the journal of its events, and the lines of user code that it runs."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from types import FrameType
 from typing import Any
 
 HOME = [""]
-"""The folder in which the user is, in a process that runs a script."""
+"""The user's current folder. Set in each observed process, whose own current folder is a copy of it."""
 
-_HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one process is told.
+    """Settings of one observed process.
 
     Attributes:
-        words: the script and its arguments; or ``-m``, a module and its arguments.
-        folder: where all processes of this run write.
-        rank: of this process.
-        world: how many processes there are.
+        words: the script and its arguments, or ``-m``, a module and its arguments.
+        folder: folder into which all processes of the run write.
+        rank: rank of the process.
+        world: number of processes of the run.
         steps: optimizer steps after which the script is stopped.
-        cut: steps behind which each epoch of training ends; 0: at the end of its data, or of all steps.
-        epochs: of training, behind which the script is stopped; 0: as many as it makes.
-        interrupt: optimizer steps behind which the process gets SIGTERM, as a scheduler sends it; 0: it gets none.
-        float64: whether all floating-point numbers are float64.
-        feed: folders of the ranks whose samples this process is fed, in the order in which they are put together.
-        apart: whether these samples come one rank after another, and not put together.
-        strategy: what Trainers are told in place of their own, on several ranks; "" for nothing.
-        overrides: what is switched off or told otherwise: "clipping", "rank in modules", "world size".
-        once: loaders of which a sample that comes on several ranks is fed once.
-        home: the folder in which the user is; the script runs in a copy of it.
-        port: where the script is told that ranks meet.
-        threads: how many threads torch takes.
-        simulated: whether the other ranks are not there, and collectives send nothing.
+        epoch_steps: steps after which each epoch of training ends; 0: when its data or all steps are used up.
+        max_epochs: epochs of training after which the script is stopped; 0: no limit.
+        sigterm_after: optimizer steps after which the process gets SIGTERM, as from a scheduler; 0: never.
+        float64: True if all floating-point numbers are float64.
+        feed: folders of the ranks whose samples the process is fed, in the order in which they are put together.
+        rank_by_rank: True if these samples come one rank after another, not as one batch.
+        strategy: strategy that Trainers use on several ranks; "" for their own.
+        overrides: names of what is switched off, changed or observed in addition, such as "clipping".
+        deduplicated: numbers of the loaders that give a sample of several ranks only once.
+        home: the user's current folder; the script runs in a copy of it.
+        port: free port that the script reads as MASTER_PORT.
+        threads: threads of torch.
+        simulated: True if the other ranks do not exist and collectives send nothing.
     """
 
     words: tuple[str, ...]
@@ -47,15 +48,15 @@ class Settings:
     rank: int = 0
     world: int = 1
     steps: int = 5
-    cut: int = 0
-    epochs: int = 0
-    interrupt: int = 0
+    epoch_steps: int = 0
+    max_epochs: int = 0
+    sigterm_after: int = 0
     float64: bool = True
     feed: tuple[str, ...] = ()
-    apart: bool = False
+    rank_by_rank: bool = False
     strategy: str = ""
     overrides: tuple[str, ...] = ()
-    once: tuple[int, ...] = ()
+    deduplicated: tuple[int, ...] = ()
     home: str = ""
     port: int = 0
     threads: int = 1
@@ -78,11 +79,11 @@ class Settings:
 
     @property
     def is_replay(self) -> bool:
-        """Whether the samples come from a recording."""
+        """True if the samples come from a recording."""
         return bool(self.feed)
 
     def write(self) -> str:
-        """Write the settings into the rank's folder, and give the path."""
+        """Write the settings into the rank's folder and return the path of the file."""
         self.own_folder.mkdir(parents=True, exist_ok=True)
         path = self.own_folder / "settings.json"
         path.write_text(json.dumps(asdict(self)))
@@ -90,71 +91,69 @@ class Settings:
 
     @classmethod
     def read(cls, path: str) -> Settings:
-        """The settings that `write` left."""
+        """Read the file that `write` has written."""
         found: dict[str, Any] = json.loads(Path(path).read_text())
+        # JSON has no tuples
         lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
         return cls(**{**found, **lists})
 
 
 class Journal:
-    """The events of a rank, a line each, written at once: the process may be killed at any moment.
+    """The events of a rank, one JSON object per line.
 
     Args:
-        folder: of the rank.
+        folder: folder of the rank.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        # buffered by line: the process may be killed at any moment, and its last events explain why it hung
         self._events = open(folder / "events.jsonl", "w", buffering=1)  # noqa: SIM115
         self._noted: set[str] = set()
 
-    def note(self, kind: str, **what: object) -> None:
+    def note(self, kind: str, **values: object) -> None:
         """Write an event."""
-        self._events.write(json.dumps({"kind": kind, **what}) + "\n")
+        self._events.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def note_once(self, kind: str, **what: object) -> None:
-        """Write an event, unless the same one was written so before."""
-        key = f"{kind} {what}"
+    def note_once(self, kind: str, **values: object) -> None:
+        """Write an event, unless an equal one was written before."""
+        key = f"{kind} {values}"
         if key not in self._noted:
             self._noted.add(key)
-            self.note(kind, **what)
+            self.note(kind, **values)
 
-    def end(self, status: str, **what: object) -> None:
-        """Write how the process ended; nothing is noted after it."""
-        (self.folder / "end.json").write_text(json.dumps({"status": status, **what}))
+    def end(self, status: str, **values: object) -> None:
+        """Write how the process ended. No event follows."""
+        (self.folder / "end.json").write_text(json.dumps({"status": status, **values}))
         self._events.flush()
 
 
 def location(frame: FrameType | None = None) -> str:
-    """``file:line`` of the user's code that is being run: the innermost frame outside of packages; "" for none."""
+    """Return ``file:line`` of the innermost running user code, seen from ``frame`` or the caller; "" for none."""
     return next(_lines(frame or sys._getframe(1)), "")
 
 
 def stack() -> list[str]:
-    """The lines of the user's code that are being run, the innermost first."""
+    """Return the running lines of user code as ``file:line``, innermost first."""
     return list(_lines(sys._getframe(1)))
 
 
 def _lines(frame: FrameType | None) -> Iterator[str]:
     while frame is not None:
-        if is_users(frame.f_code.co_filename):
+        if is_user_code(frame.f_code.co_filename):
             yield f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
 
 
 def short(file: str) -> str:
-    """A file's path, relative to the current folder if it lies in it."""
+    """Return a file's path relative to the user's folder, or as it is if the file is elsewhere."""
+    # not relative to the current folder, which is a copy
     path = os.path.relpath(file, HOME[0] or None)
     return file if path.startswith("..") else path
 
 
-def is_users(file: str) -> bool:
-    """Whether a file is the user's own, and no package's, Python's or lockstep's."""
-    if file.startswith(("<", _HERE)) or "site-packages" in file:
-        return False
-    return not file.startswith((_PACKAGE, _PYTHON))
-
-
-_PACKAGE = str(Path(_HERE).parent) + os.sep
-_PYTHON = os.path.dirname(os.__file__) + os.sep
+def is_user_code(file: str) -> bool:
+    """Return True unless a file belongs to an installed package, to Python or to lockstep."""
+    # "<" starts the names of code that has no file, as that of a dataclass
+    return not (file.startswith(("<", _PACKAGE, _PYTHON)) or "site-packages" in file)

@@ -1,29 +1,30 @@
-"""Says whether a script works out on many ranks: each runs two steps without the others, and they are compared."""
+"""Simulation of many ranks: each runs two steps without the others, and their collectives are compared."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from lockstep.extensions.verify import refusals
 from lockstep.extensions.verify.certificate import Certificate, Row
 from lockstep.extensions.verify.compare import COLLECTIVES, Difference, Reason, uneven
 from lockstep.extensions.verify.compare import STEPS as OPTIMIZER_STEPS
-from lockstep.extensions.verify.recordings import Event, Recording
+from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.runs import Request, Runs
 
 STEPS = 2
 """Optimizer steps of each rank."""
-_SHOWN = 4
+_MAX_RANKS = 4
+"""Ranks that are listed in a message."""
 _COMPARED = "simulated ranks"
 
 
 class Simulation:
-    """Runs a script on each rank of many, where no other one is there; compares what they would have sent.
+    """Check that runs a script on each of many ranks, without the others, and compares what they would have sent.
 
     Args:
-        request: what is asked for; its devices are the ranks that are simulated.
+        request: what to verify; its devices are the ranks to simulate.
         runs: makes the runs.
     """
 
@@ -32,19 +33,39 @@ class Simulation:
         self.runs = runs
 
     def certify(self) -> Certificate:
-        """The certificate."""
+        """Run the script and return the certificate."""
         ranks = self.runs.on_simulated(self.request.devices, STEPS)
-        if refusals.is_of_types(ranks):
+        if refusals.is_type_error(ranks):
             self.runs.float64 = False
             ranks = self.runs.on_simulated(self.request.devices, STEPS)
         failed = [number for number, rank in enumerate(ranks.ranks) if rank.ending.has_failed]
         if failed:
             return self._of_failure(ranks, failed)
-        reason = refusals.of_ranks(ranks, STEPS) or self._without_collectives(ranks)
+        reason = refusals.of_ranks(ranks, STEPS)
+        if not reason and not ranks.has("group"):
+            reason = (
+                "the script creates no process group, so that its ranks would not be connected: call "
+                "torch.distributed.init_process_group"
+            )
+        if not reason and not ranks.has("collective"):
+            reason = "no rank calls a collective: wrap the model in DistributedDataParallel, or shard it"
         if reason:
             return self._unknown(reason)
-        found = self._of_collectives(ranks) or self._of_steps(ranks)
-        return self._alike(ranks) if found is None else self._different(*found)
+        found = self._other_collectives(ranks) or self._other_steps(ranks)
+        if found is not None:
+            return self._different(*found)
+        steps = ranks.fewest_steps
+        if steps < STEPS:
+            return self._unknown(
+                f"each rank makes {steps} of {STEPS} optimizer steps: give it more data, or simulate fewer ranks"
+            )
+        calls = len(ranks.first.find("collective", whole=True))
+        groups = len(ranks.first.find("collective", whole=False))
+        rows = [Row("collectives of all ranks", str(calls), "the same on all ranks")]
+        if groups:
+            rows.append(Row("collectives of groups", str(groups), "called, but not compared"))
+        rows.append(Row("optimizer steps", str(steps), "on all ranks"))
+        return self.runs.certificate(STEPS, rows, compared=_COMPARED)
 
     def _different(self, difference: Difference, reason: Reason) -> Certificate:
         return self.runs.certificate(STEPS, found=(difference, reason), compared=_COMPARED)
@@ -53,40 +74,39 @@ class Simulation:
         return self.runs.certificate(reasons=[reason], compared=_COMPARED)
 
     def _of_failure(self, ranks: Recording, failed: Sequence[int]) -> Certificate:
-        """Some ranks failed: so do sizes that do not work out, unless one rank fails as well."""
+        # a script that fails on one rank as well does not fail because of sizes
         alone = self.runs.on_simulated(1, STEPS)
         if alone.first.ending.has_failed:
             return self._unknown(refusals.of_ranks(ranks, STEPS))
         ending = ranks.ranks[failed[0]].ending
         text = f"rank{_several(failed)} of {self.request.devices} failed: {ending.short}"
-        cause = f"the script does not work out on {self.request.devices} ranks"
+        cause = f"the script does not support {self.request.devices} ranks"
         difference = Difference(COLLECTIVES, -1, 0, "", tuple(failed), text=text)
-        return self._different(difference, Reason(cause, ending.where, "one rank alone makes its steps"))
+        return self._different(difference, Reason(cause, ending.where, "one rank by itself makes its steps"))
 
-    def _without_collectives(self, ranks: Recording) -> str:
-        if not ranks.has("group"):
-            return "the script makes no process group (torch.distributed.init_process_group): ranks would not meet"
-        if not ranks.has("collective"):
-            return "no rank makes a collective: wrap the model in DistributedDataParallel, or shard it"
-        return ""
-
-    def _of_collectives(self, ranks: Recording) -> tuple[Difference, Reason] | None:
-        """The first place where ranks make other collectives."""
-        calls = [rank.of("collective", whole=True) for rank in ranks.ranks]
+    def _other_collectives(self, ranks: Recording) -> tuple[Difference, Reason] | None:
+        """Return the first place where ranks call different collectives."""
+        calls = [rank.find("collective", whole=True) for rank in ranks.ranks]
         for number, events in enumerate(zip_longest(*calls)):
-            told = _by_call(events)
-            if len(told) > 1:
-                by_call = "; ".join(f"rank{_several(who)}: {call}" for call, who in told.items())
+            ranks_by_call: dict[str, list[int]] = {}
+            texts: dict[str, str] = {}
+            for rank, event in enumerate(events):
+                call = "none" if event is None else refusals.described(event)
+                # the same call may come from different lines: the first one is shown
+                texts.setdefault(call, call if event is None else f"{call} at {event['where']}")
+                ranks_by_call.setdefault(call, []).append(rank)
+            if len(ranks_by_call) > 1:
+                listed = "; ".join(f"rank{_several(who)}: {texts[call]}" for call, who in ranks_by_call.items())
                 cause = (
-                    "ranks make other collectives: a call that only some ranks make, in another order, or with another "
-                    "shape, makes the others wait, or mixes up what is sent"
+                    "ranks call different collectives: a call that only some ranks make, or in another order, or with "
+                    "another shape, makes the others wait or mixes up what is sent"
                 )
                 where = next((event["where"] for event in events if event is not None), "")
-                text = f"collective {number}: {by_call}"
-                return Difference(COLLECTIVES, -1, number, "", text=text), Reason(cause, where)
+                difference = Difference(COLLECTIVES, -1, number, "", text=f"collective {number}: {listed}")
+                return difference, Reason(cause, where)
         return None
 
-    def _of_steps(self, ranks: Recording) -> tuple[Difference, Reason] | None:
+    def _other_steps(self, ranks: Recording) -> tuple[Difference, Reason] | None:
         counts = defaultdict(list)
         for number, rank in enumerate(ranks.ranks):
             counts[len(rank.steps)].append(number)
@@ -94,40 +114,15 @@ class Simulation:
             return None
         text = "; ".join(f"rank{_several(who)}: {count} optimizer steps" for count, who in sorted(counts.items()))
         least = min(counts)
-        return Difference(OPTIMIZER_STEPS, -1, least, "", text=text), uneven(ranks.first.where("iteration"))
-
-    def _alike(self, ranks: Recording) -> Certificate:
-        steps = ranks.fewest_steps
-        if steps < STEPS:
-            return self._unknown(
-                f"each rank makes {steps} of {STEPS} optimizer steps: give it more data, or fewer ranks"
-            )
-        calls = len(ranks.first.of("collective", whole=True))
-        groups = len(ranks.first.of("collective", whole=False))
-        rows = [Row("collectives of all ranks", str(calls), "the same on all ranks")]
-        if groups:
-            rows.append(Row("collectives of groups", str(groups), "made, and not compared"))
-        rows.append(Row("optimizer steps", str(steps), "on all ranks"))
-        return self.runs.certificate(STEPS, rows, compared=_COMPARED)
-
-
-def _by_call(events: Iterable[Event | None]) -> dict[str, list[int]]:
-    """The ranks by what they call at one place."""
-    found: dict[str, list[int]] = {}
-    texts: dict[str, str] = {}
-    for number, event in enumerate(events):
-        key = "none" if event is None else refusals.described(event)
-        texts.setdefault(key, key if event is None else f"{key} at {event['where']}")
-        found.setdefault(key, []).append(number)
-    return {texts[key]: who for key, who in found.items()}
+        return Difference(OPTIMIZER_STEPS, -1, least, "", text=text), uneven(ranks.first.line_of("iteration"))
 
 
 def _several(ranks: Sequence[int]) -> str:
-    """Numbers of ranks in words.
+    """Format numbers of ranks, with the "s" of a plural.
 
     Example:
         >>> "rank" + _several([3]), "rank" + _several([0, 1, 2, 3, 4, 5])
         ('rank 3', 'ranks 0, 1, 2, 3, ...')
     """
-    told = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
-    return f"{'s' * (len(ranks) > 1)} {told}"
+    listed = ", ".join(map(str, ranks[:_MAX_RANKS])) + (", ..." if len(ranks) > _MAX_RANKS else "")
+    return f"{'s' * (len(ranks) > 1)} {listed}"

@@ -1,4 +1,4 @@
-"""Sees every optimizer step: gradients before it, parameters after it, and what gradients are made of."""
+"""Observer of optimizers: gradients before each step, parameters after it, and what each backward contributed."""
 
 from __future__ import annotations
 
@@ -20,55 +20,70 @@ from lockstep.extensions.verify.float64 import widen_in_place
 from lockstep.extensions.verify.forwards import Forwards, plain
 from lockstep.extensions.verify.recordings import TensorPart, Value
 from lockstep.extensions.verify.settings import location, stack
-from lockstep.extensions.verify.watch import Stop, Watch, put
+from lockstep.extensions.verify.watch import Stop, Watch, patch
 from lockstep.ground.parameters import begins_of
 
 FOLLOW = "parameters of the ranks"
-"""The override by which one process takes over rank 0's parameters behind each step."""
+"""Override by which one process takes over rank 0's parameters after each step."""
 STRIDE = 13
-"""A gradient is summed up in so many numbers, to see of which micro-batches it is made: a prime, no layer's size."""
+"""Number of sums that represent a gradient, to find its micro-batches: a prime, unlike the sizes of layers."""
 
 
 class Steps:
-    """Watches optimizers.
+    """Observer of optimizers.
 
     Args:
         watch: of this process.
-        forwards: knows the models.
+        forwards: observer of the models.
     """
 
     def __init__(self, watch: Watch, forwards: Forwards) -> None:
         self.watch = watch
         self.forwards = forwards
-        self._numbers: dict[int, int] = {}  # id of an optimizer -> its number, in the order in which they are made
+        self._numbers: dict[int, int] = {}  # id of an optimizer -> its number, in the order of creation
         self._keys: dict[int, str] = {}  # id of a parameter -> "optimizer.position"
         self._own: dict[int, dict[int, Tensor]] = {}  # id of a parameter -> backward -> sums of its gradient there
         self._made: dict[int, int] = {}  # steps of each optimizer
         self._parameters: list[Tensor] = []
         self._depth = 0
-        self._backwards = 0  # that were counted before the newest update
-        self._rates: list[list[float]] = [event["rates"] for event in watch.of_rank_0("step")]
-        self._own_rates: list[float] = []  # of the step that is being made
+        self._backwards = 0  # before the newest update
+        self._ranks_rates: list[list[float]] = [event["rates"] for event in watch.events_of_rank_0("step")]
+        self._own_rates: list[float] = []  # of the current step
 
     def install(self) -> None:
-        """Put the hooks into torch."""
+        """Register the hooks, and replace torch's functions."""
         add = Optimizer.add_param_group
 
+        # the constructor of every optimizer calls it
         @functools.wraps(add)
-        def added(optimizer: Optimizer, group: dict[str, Any]) -> None:
+        def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
             add(optimizer, group)
-            self._see(optimizer)
+            self._register(optimizer)
 
-        put(Optimizer, "add_param_group", added)
+        patch(Optimizer, "add_param_group", add_param_group)
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
         for kind in (Optimizer, nn.Module):
-            self._see_zeroing(kind)
-        self._see_clipping()
-        self._see_schedulers()
-        self.watch.on_training = self._start_alike if self.watch.settings.is_replay else self._share_out
+            zero = kind.zero_grad
 
-    def _see(self, optimizer: Optimizer) -> None:
+            @functools.wraps(zero)
+            def zero_grad(owner: Any, *args: Any, zero: Callable[..., None] = zero, **kwargs: Any) -> None:
+                zero(owner, *args, **kwargs)
+                for parameter in _parameters(owner):
+                    if id(parameter) in self._own:
+                        self._own[id(parameter)].clear()
+
+            patch(kind, "zero_grad", zero_grad)
+        for name, bound in (("clip_grad_norm_", "max_norm"), ("clip_grad_value_", "clip_value")):
+            clip = self._noted_clipping(getattr(nn.utils.clip_grad, name), bound)
+            patch(nn.utils.clip_grad, name, clip)
+            patch(nn.utils, name, clip)
+        self._watch_schedulers()
+        is_replay = self.watch.settings.is_replay
+        self.watch.on_training_start = self._load_first_parameters if is_replay else self._divide_overrides
+
+    def _register(self, optimizer: Optimizer) -> None:
+        """Give the newest parameters of an optimizer their keys, and watch their gradients."""
         number = self._numbers.setdefault(id(optimizer), len(self._numbers))
         self._made.setdefault(number, 0)
         position = sum(1 for key in self._keys.values() if key.startswith(f"{number}."))
@@ -85,55 +100,41 @@ class Steps:
                 parameter.register_hook(functools.partial(self._accumulate, parameter))
 
     def _accumulate(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add what a backward gives a parameter on this rank, before any synchronization."""
+        """Add the gradient of a backward on this rank: the hook runs before any wrapper synchronizes it."""
         own = self._own[id(parameter)]
+        # set to None without zero_grad
         if parameter.grad is None:
             own.clear()
         number = self._backwards + self.watch.backwards
         sums = strided_sums(gradient)
         own[number] = own[number] + sums if number in own else sums
 
-    def _see_zeroing(self, kind: type[Optimizer] | type[nn.Module]) -> None:
-        zero_grad = kind.zero_grad
-
-        @functools.wraps(zero_grad)
-        def zeroed(owner: Any, *args: Any, **kwargs: Any) -> None:
-            zero_grad(owner, *args, **kwargs)
-            for parameter in _parameters(owner):
-                if id(parameter) in self._own:
-                    self._own[id(parameter)].clear()
-
-        put(kind, "zero_grad", zeroed)
-
-    def _see_clipping(self) -> None:
-        home = nn.utils.clip_grad
-        for name, bound in (("clip_grad_norm_", "max_norm"), ("clip_grad_value_", "clip_value")):
-            clipped = self._clipped(getattr(home, name), bound)
-            put(home, name, clipped)
-            put(nn.utils, name, clipped)
-
-    def _clipped(self, clip: Callable[..., object], bound: str) -> Callable[..., object]:
-        """A function of torch's that clips gradients; they are written down before it."""
+    def _noted_clipping(self, clip: Callable[..., object], bound: str) -> Callable[..., object]:
+        """Return a clipping function that writes the gradients first. ``bound`` is the name of its limit."""
         signature = inspect.signature(clip)
-        off = "clipping" in self.watch.settings.overrides
+        is_off = "clipping" in self.watch.settings.overrides
 
         @functools.wraps(clip)
-        def clipped(*args: Any, **kwargs: Any) -> object:
-            given = signature.bind(*args, **kwargs).arguments
-            parameters = given["parameters"]
+        def noted(*args: Any, **kwargs: Any) -> object:
+            arguments = signature.bind(*args, **kwargs).arguments
+            parameters = arguments["parameters"]
+            # an iterator could be used only once
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            if off:
-                given[bound] = math.inf
+            if is_off:
+                arguments[bound] = math.inf
             self._save("unclipped", self._gradients(parameters))
-            norm = clip(**{**given, "parameters": parameters})
-            self.watch.journal.note(
-                "clipped", update=self.watch.updates, bound=float(given[bound]), norm=_norm(norm), where=location()
-            )
+            norm = clip(**{**arguments, "parameters": parameters})
+            # clipping by value returns None
+            total = math.nan
+            if isinstance(norm, Tensor):
+                total = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            limit = float(arguments[bound])
+            self.watch.journal.note("clipped", update=self.watch.updates, bound=limit, norm=total, where=location())
             return norm
 
-        return clipped
+        return noted
 
-    def _see_schedulers(self) -> None:
+    def _watch_schedulers(self) -> None:
         from torch.optim import lr_scheduler
 
         for kind in {each for each in vars(lr_scheduler).values() if isinstance(each, type)}:
@@ -142,34 +143,37 @@ class Steps:
                 continue
 
             @functools.wraps(step)
-            def stepped(scheduler: object, *args: Any, step: Callable[..., Any] = step, **kwargs: Any) -> Any:
+            def noted(scheduler: object, *args: Any, step: Callable[..., Any] = step, **kwargs: Any) -> Any:
                 lines = stack()
+                # the constructor steps as well, before training
                 if self.watch.is_training and lines:
                     self.watch.journal.note("scheduled", update=self.watch.updates, where=lines[0], stack=lines)
                 return step(scheduler, *args, **kwargs)
 
-            put(kind, "step", stepped)
+            patch(kind, "step", noted)
 
     # -- one step
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # an optimizer may step others inside its own step
         self._depth += 1
         if self._depth > 1:
             return
         number = self._numbers[id(optimizer)]
         if self._made[number] >= self.watch.settings.steps and self.watch.is_done:
             raise Stop
-        self.watch.begin_training()
+        self.watch.start_training()
         parameters = list(_parameters(optimizer))
         if self._made[number] == 0:
             self._save("first", self._values(parameters), number)
         self._own_rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
-        self._force_rates(optimizer, self._own_rates)
+        self._use_rates_of_ranks(optimizer)
+        # a closure makes the gradients within the step
         if not _has_closure(args, kwargs):
             self._note(optimizer, parameters, closure=False)
 
     def _note(self, optimizer: Optimizer, parameters: list[Tensor], closure: bool) -> None:
-        """Note a step, what it trains, and by which gradients: those of a closure are known behind its last call."""
+        """Note a step, its parameters and their gradients."""
         number, names = self._numbers[id(optimizer)], self.forwards.names()
         self._save("gradients", self._gradients(parameters))
         self._save("sums", {self._keys[id(p)]: self._own[id(p)] for p in parameters})
@@ -190,13 +194,13 @@ class Steps:
             where=location(),
         )
 
-    def _force_rates(self, optimizer: Optimizer, rates: list[float]) -> None:
-        """Train one process at the learning rates of the ranks: those are compared, and not what follows from them."""
-        update = self.watch.updates
-        if update >= len(self._rates) or len(self._rates[update]) != len(rates):
+    def _use_rates_of_ranks(self, optimizer: Optimizer) -> None:
+        """Train one process at the ranks' learning rates: a difference of rates would make all else differ."""
+        update, own = self.watch.updates, self._own_rates
+        if update >= len(self._ranks_rates) or len(self._ranks_rates[update]) != len(own):
             return
-        for group, rate, own in zip(optimizer.param_groups, self._rates[update], rates, strict=True):
-            if rate != own:
+        for group, rate, own_rate in zip(optimizer.param_groups, self._ranks_rates[update], own, strict=True):
+            if rate != own_rate:
                 group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -208,35 +212,38 @@ class Steps:
         if self._depth:
             return
         self._save("parameters", self._values(parameters))
-        self._save("buffers", self._buffers())
+        buffers = {name: value.detach() for name, value, _ in self._named_buffers() if not _is_sharded(value)}
+        self._save("buffers", buffers)
         for parameter in parameters:
             self._own[id(parameter)].clear()
-        self._backwards += self.watch.backwards
-        self.watch.backwards = 0
-        self.watch.updates += 1
-        self.watch.steps = self._steps()
-        settings = self.watch.settings
+        watch, settings = self.watch, self.watch.settings
+        self._backwards += watch.backwards
+        watch.backwards = 0
+        watch.updates += 1
+        most, fewest = max(self._made.values()), min(self._made.values())
+        # while another optimizer has made none the steps are not complete, unless it seems to make none at all
+        watch.steps = most if fewest or most >= 5 * settings.steps else min(most, settings.steps - 1)
         if settings.is_replay and (FOLLOW in settings.overrides or not settings.float64):
-            self._take_over(f"parameters-{self.watch.updates - 1}", parameters)
-        if settings.interrupt and self.watch.steps == settings.interrupt:
+            self._take_over(f"parameters-{watch.updates - 1}", parameters)
+        if settings.sigterm_after and watch.steps == settings.sigterm_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _start_alike(self) -> None:
-        """Have one process begin with the parameters with which rank 0 began."""
+    def _load_first_parameters(self) -> None:
+        """Start one process with the parameters with which rank 0 started."""
         for number in self._made:
             own = [p for p in self._parameters if self._keys[id(p)].startswith(f"{number}.")]
             self._take_over(f"first-{number}", own)
 
-    def _share_out(self) -> None:
-        """Have each rank begin with its share of parameters that are to be counted once."""
+    def _divide_overrides(self) -> None:
+        """Start each rank with its share of the parameters that an override counts once."""
         for override in self.watch.settings.overrides:
             for parameter in self._parameters:
                 if override == f"once {self._keys[id(parameter)]}":
                     parameter.data.div_(self.watch.settings.world)
 
-    def _take_over(self, what: str, parameters: Iterable[Tensor]) -> None:
-        """Copy what ranks have written down into parameters: rank 0's values, or all ranks' parts put together."""
-        ranks = sorted(self.watch.settings.folder_of_ranks.glob(f"rank-*/{what}.pt"))
+    def _take_over(self, file: str, parameters: Iterable[Tensor]) -> None:
+        """Copy values that the ranks have written: those of rank 0, or the parts of all ranks put together."""
+        ranks = sorted(self.watch.settings.folder_of_ranks.glob(f"rank-*/{file}.pt"))
         found: list[dict[str, Value]] = [torch.load(path, mmap=True) for path in ranks]
         for parameter in parameters:
             key = self._keys[id(parameter)]
@@ -245,32 +252,33 @@ class Steps:
                 continue
             value = aligned(parts, parameter.detach())[0]
             if f"once {key}" in self.watch.settings.overrides:
-                value = torch.stack(parts).sum(0)  # of which each rank has a share
+                value = torch.stack(parts).sum(0)  # each rank has a share of it
             if value is not None and value.shape == parameter.shape:
                 parameter.data.copy_(value)
 
-    def _steps(self) -> int:
-        """The steps of the busiest optimizer; as long as another has made none, not all of them."""
-        most, fewest = max(self._made.values()), min(self._made.values())
-        enough = self.watch.settings.steps
-        return most if fewest or most >= 5 * enough else min(most, enough - 1)
-
-    # -- what is written down
+    # -- what is written
 
     def _values(self, parameters: Iterable[Tensor]) -> dict[str, Value]:
         return {self._keys[id(p)]: _described(p.detach()) for p in parameters}
 
     def _gradients(self, parameters: Iterable[Tensor]) -> dict[str, Value]:
-        return {self._keys[id(p)]: _gradient(p) for p in parameters if id(p) in self._keys}
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.detach() for name, buffer, _ in self._named_buffers() if not _is_sharded(buffer)}
+        found: dict[str, Value] = {}
+        for parameter in parameters:
+            key = self._keys.get(id(parameter))
+            if key is None:
+                continue
+            if not parameter.numel():
+                # a rank's shard may be empty: its gradient is not missing, but empty
+                found[key] = _described(parameter.detach())
+            else:
+                found[key] = None if parameter.grad is None else _described(parameter.grad.detach())
+        return found
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """The buffers of all models by name, and whether a state dict has them."""
-        several = len(self.forwards.roots) > 1
+        """Yield (name, buffer, True if a state dict has it) for the buffers of all models."""
+        has_several = len(self.forwards.roots) > 1
         for number, root in enumerate(self.forwards.roots):
-            prefix = f"{type(root).__name__}-{number}." if several else ""
+            prefix = f"{type(root).__name__}-{number}." if has_several else ""
             for path, layer in root.named_modules():
                 for own, buffer in layer._buffers.items():
                     if buffer is not None:
@@ -283,7 +291,10 @@ class Steps:
 
 
 def strided_sums(gradient: Tensor) -> Tensor:
-    """A gradient as a few sums over its elements: linear, so that sums of gradients have the sums of these."""
+    """Return a gradient as `STRIDE` sums over its elements, in float64.
+
+    The sums are linear: those of a sum of gradients are the sums of theirs.
+    """
     flat = dense(gradient.detach()).reshape(-1).double()
     missing = -len(flat) % STRIDE
     return torch.nn.functional.pad(flat, (0, missing)).view(-1, STRIDE).sum(0)
@@ -299,23 +310,8 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
 
 
-def _gradient(parameter: Tensor) -> Value:
-    """A parameter's gradient; of one that is empty, as this rank's part of a sharded one may be, an empty one."""
-    if not parameter.numel():
-        return _described(parameter.detach())
-    return None if parameter.grad is None else _described(parameter.grad.detach())
-
-
-def _norm(norm: object) -> float:
-    """What clipping has returned, as a number: by value it returns nothing."""
-    if not isinstance(norm, Tensor):
-        return math.nan
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return float(whole)
-
-
 def _described(tensor: Tensor) -> Value:
-    """A tensor, dense; of one that is sharded this rank's part, with the place where that lies in the whole."""
+    """Return a dense tensor, or this rank's shard of a DTensor with its place in the whole."""
     if not _is_sharded(tensor):
         return dense(tensor)
     from torch.distributed.tensor import DTensor
@@ -326,10 +322,10 @@ def _described(tensor: Tensor) -> Value:
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor: that is asked without the import of them."""
+    """Return True for a DTensor, without importing its module, which is slow."""
     return hasattr(tensor, "placements")
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """A tensor with all of its zeros."""
+    """Return a sparse tensor as a dense one, and all else as it is."""
     return tensor if tensor.layout == torch.strided else tensor.to_dense()

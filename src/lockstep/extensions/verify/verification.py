@@ -1,4 +1,4 @@
-"""Runs a script on N ranks and as one process, compares the two, and gives the certificate."""
+"""Verification: run a script on N ranks and as one process, compare the two, and certify the result."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from lockstep.extensions.verify import evaluation, refusals
+from lockstep.extensions.verify import refusals, samples
 from lockstep.extensions.verify.alone import AloneFinding, RanksAlone
-from lockstep.extensions.verify.calls import LATE
+from lockstep.extensions.verify.calls import TRACE_LATE
 from lockstep.extensions.verify.causes import Causes
 from lockstep.extensions.verify.certificate import Certificate
 from lockstep.extensions.verify.compare import (
@@ -29,72 +29,77 @@ from lockstep.extensions.verify.compare import (
     Difference,
     Numbers,
     Reason,
-    Tolerance,
-    are_alike,
-    exactly,
+    are_equal,
+    exact,
 )
-from lockstep.extensions.verify.nature import notes_of
+from lockstep.extensions.verify.functions import KEPT
+from lockstep.extensions.verify.imports import MIXED_PRECISION
 from lockstep.extensions.verify.processes import Server, ServerDied
-from lockstep.extensions.verify.recordings import RankRecording, Recording
+from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.runs import Request, Runs
-from lockstep.extensions.verify.samples import SampleFindings, Samples
 
 _SPREAD = 30.0
-"""How many times the spread of rounding passes."""
+"""Factor by which a difference may exceed the spread of rounding."""
 _OWN_PRECISION = 1e-5
-"""The least that passes where a script calculates in its own precision."""
+"""The least tolerance for a script that computes in its own precision."""
 _CERTAIN = 1e-5
-"""A difference above it is no rounding of float64, and one below it is compared with the spread of rounding."""
-_UNTOUCHED = 0.1
-"""The part of a model's elements that may get no gradient."""
+"""Differences in float64 above this are not rounding; smaller ones are compared with the spread of rounding."""
+_MAX_UNTRAINED = 0.1
+"""The largest fraction of a model's elements that may get no gradient."""
+
+_NOTES_OF_RANKS = {
+    "dropout": "dropout was off: ranks drop other elements than one process does",
+    MIXED_PRECISION: "{name} was off: it rounds parameters or gradients to a smaller type",
+    "comm hook": "the communication hook {name} was off: it rounds gradients or delays parts of them",
+}
+_NOTES_OF_SINGLE = {
+    "batch norm": "BatchNorm is not synchronized: one process computed it for each rank's samples, as the ranks do",
+    **dict.fromkeys(KEPT, "random numbers of {where} could not be given to one process"),
+}
 
 
 class Check(Protocol):
-    """Makes runs, and says what they show."""
+    """A check of a script."""
 
     def certify(self) -> Certificate:
-        """The certificate."""
+        """Run the script and return the certificate."""
 
 
 def verify(
     request: Request, check: Callable[[Request, Runs], Check] | None = None, server: Server | None = None
 ) -> Certificate:
-    """Run, compare, and certify.
+    """Run a script, compare its runs, and return the certificate.
 
     Args:
-        request: what is asked for.
-        check: of which kind; None: `Verification`, which compares ranks with one process.
-        server: starts processes; None: one that ends behind it.
+        request: what to verify.
+        check: kind of check; None: `Verification`, which compares ranks with one process.
+        server: starts processes; None: a new one, which ends afterwards.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-")) if request.keep is None else request.keep.resolve()
     try:
-        with Server() if server is None else nullcontext(server) as starts:
-            runs = Runs(request, folder, starts)
-            certificate = _certified((check or Verification)(request, runs), runs)
+        with Server() if server is None else nullcontext(server) as used:
+            runs = Runs(request, folder, used)
+            try:
+                certificate = (check or Verification)(request, runs).certify()
+            except ServerDied as error:
+                certificate = runs.certificate(reasons=[str(error)])
+            except (MemoryError, RuntimeError, OSError) as error:
+                reason = refusals.of_memory(error)
+                if not reason:
+                    raise
+                certificate = runs.certificate(reasons=[reason])
     finally:
         if request.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    return replace(certificate, seconds=round(time.monotonic() - begun, 1))
-
-
-def _certified(check: Check, runs: Runs) -> Certificate:
-    try:
-        return check.certify()
-    except ServerDied as error:
-        return runs.certificate(reasons=[str(error)])
-    except (MemoryError, RuntimeError, OSError) as error:
-        reason = refusals.of_memory(error)
-        if not reason:
-            raise
-        return runs.certificate(reasons=[reason])
+    return replace(certificate, seconds=round(time.monotonic() - start, 1))
 
 
 class Verification:
-    """Compares one script on one number of ranks with one process.
+    """Check that compares a script on one number of ranks with one process.
 
     Args:
-        request: what is asked for.
+        request: what to verify.
         runs: makes the runs.
     """
 
@@ -102,95 +107,99 @@ class Verification:
         self.request = request
         self.runs = runs
         self.comparison = Comparison()
-        self.samples = SampleFindings()
-        self.nature: list[str] = []
+        self.samples = samples.SampleFindings()
+        self.notes: list[str] = []
         self.splits_model = False
 
     # -- the verdict
 
     def certify(self) -> Certificate:
-        """The certificate."""
+        """Run the script and return the certificate."""
         ranks = self.runs.on_ranks()
-        if refusals.is_of_types(ranks):
+        if refusals.is_type_error(ranks):
             self.runs.float64 = False
             ranks = self.runs.on_ranks()
-        apart = refusals.deadlock(ranks)
-        if apart is not None:
-            return self._different(ranks, *apart)
+        # first, since ranks that wait for each other have failed or are stuck as well
+        deadlock = refusals.deadlock(ranks)
+        if deadlock is not None:
+            return self._different(ranks, *deadlock)
         reason = refusals.of_ranks(ranks, self.request.steps)
         if reason:
             return self._unknown(reason)
         if ranks.has("join"):
             ranks = ranks.joined()
         self.splits_model = _splits_model(ranks)
-        self.samples = Samples(ranks, self.splits_model).look()
-        self.nature += self.samples.notes
+        self.samples = samples.Samples(ranks, self.splits_model).check()
+        self.notes += self.samples.notes
         if self.samples.differences:
-            reason = refusals.cut_twice(ranks)
+            reason = refusals.of_two_dimensions(ranks)
             return self._unknown(reason) if reason else self._different(ranks, *self.samples.differences[0])
         return self._against_one(ranks)
 
     def _against_one(self, ranks: Recording) -> Certificate:
         """Run one process, and compare the ranks with it."""
-        whole = self.runs.on_one(ranks, order=(0,) if self.splits_model else ())
-        reason = refusals.of_one(whole)
+        single = self.runs.on_one(ranks, order=(0,) if self.splits_model else ())
+        reason = refusals.of_one(single)
         if reason:
             return self._unknown(reason)
-        first = _windows(whole)[:1]  # none where closures step: they make the backwards themselves
+        first = _windows(single)[:1]  # empty if closures step: they make the backwards themselves
         if first and first == [size * self.request.devices for size in _windows(ranks)[:1]]:
             # the script accumulates by the number of ranks: one process gets the micro-batches one after another
-            self.runs.apart = True
-            whole = self.runs.on_one(ranks)
-        expected, windows = _windows(ranks, self.request.devices if self.runs.apart else 1), _windows(whole)
+            self.runs.rank_by_rank = True
+            single = self.runs.on_one(ranks)
+        times = self.request.devices if self.runs.rank_by_rank else 1
+        expected, windows = [size * times for size in _windows(ranks)], _windows(single)
         if any(a != b for a, b in zip(expected, windows, strict=False)):
             return self._unknown(
-                f"one process would have to make steps of {expected} backwards, and it makes ones of {windows}: "
-                "let the micro-batches of a step not depend on the number of ranks, or divide by it"
+                f"one process makes steps of {windows} backwards, but should make steps of {expected}: choose a number "
+                "of micro-batches per step that does not depend on the number of ranks, or divide by it"
             )
-        self.comparison = self._compare(ranks, whole)
+        self.comparison = self._compare(ranks, single)
         if not ranks.has("batch"):
             if self.comparison.first is not None:
                 return self._unknown(refusals.NO_LOADER)
-            self.nature.append("the data come from no DataLoader: what one process chose are the ranks' samples")
-        self.nature += notes_of(ranks, whole)
-        return self._judge(ranks, whole)
+            self.notes.append("the data come from no DataLoader, but one process chose the same samples as the ranks")
+        self.notes += _notes_of(ranks, single)
+        return self._judge(ranks, single)
 
-    def _judge(self, ranks: Recording, whole: Recording) -> Certificate:
-        self._forgive(ranks, whole)
-        short = refusals.short_window(ranks) or refusals.left_out(ranks)
+    def _judge(self, ranks: Recording, single: Recording) -> Certificate:
+        self._drop_expected(ranks, single)
+        window = refusals.short_window(ranks) or refusals.unsynchronized_shards(ranks)
         first = self.comparison.first
-        if short is not None and (first is None or short[0].update <= first.update):
-            return self._different(ranks, *short)
+        if window is not None and (first is None or window[0].update <= first.update):
+            return self._different(ranks, *window)
         if first is not None:
-            late_calls = lambda update: self.runs.on_ranks(f"{LATE} {update}")  # noqa: E731
-            cause = Causes(first, ranks, whole, self._alike_without, self.splits_model, late_calls).find()
+            late_calls = lambda update: self.runs.on_ranks(f"{TRACE_LATE} {update}")  # noqa: E731
+            cause = Causes(first, ranks, single, self._agrees_with, self.splits_model, late_calls).find()
             alone = AloneFinding(cause=cause)
-            if cause is None and first.what == GRADIENTS:
-                alone = RanksAlone(ranks, whole, self.runs).look()
+            if cause is None and first.kind == GRADIENTS:
+                alone = RanksAlone(ranks, single, self.runs).check()
             if alone.unknown:
                 return self._unknown(alone.unknown)
             if not alone.nature:
                 return self._different(ranks, first, alone.cause)
-            self.nature.append(alone.nature)
-            self.comparison.forget(GRADIENTS, CLIPPED, PARAMETERS, BUFFERS)
+            self.notes.append(alone.nature)
+            # all that follows from the gradients
+            self.comparison.drop(GRADIENTS, CLIPPED, PARAMETERS, BUFFERS)
             if self.comparison.first is not None:
                 return self._different(ranks, self.comparison.first, None)
         padded = self.samples.padded
         if padded:
-            found = evaluation.counted_twice(ranks, whole, padded, self.runs)
+            found = samples.counted_twice(ranks, single, padded, self.runs)
             if found is not None:
                 return self._different(ranks, *found)
-            self.nature.append(f"{padded[0]}: no printed number shows it")
+            self.notes.append(f"{padded[0]}: no printed number shows it")
         return self._alike(ranks)
 
     def _alike(self, ranks: Recording) -> Certificate:
+        """Certify that the runs agree, unless that proves nothing."""
         reasons = [*self.samples.vacuous, *self.comparison.vacuous]
-        steps = _made(ranks)
+        steps = _steps_of(ranks)
         if 1 < steps < self.request.steps:
-            self.nature.append(f"the script made {steps} of {self.request.steps} optimizer steps: these were compared")
+            self.notes.append(f"the script made {steps} of {self.request.steps} optimizer steps: these were compared")
         elif steps < self.request.steps:
             reasons.append(
-                f"the script made {steps} of {self.request.steps} optimizer steps: ask for fewer by --steps {steps}, "
+                f"the script made {steps} of {self.request.steps} optimizer steps: request fewer by --steps {steps}, "
                 "or let it train longer"
             )
         if not self.comparison.vacuous:
@@ -198,24 +207,25 @@ class Verification:
         return self._certificate(ranks, reasons=reasons)
 
     def _untrained(self) -> list[str]:
-        """Say of which parameters nothing is known; a reason where they are a large part of the model."""
+        """Note parameters that no gradient verifies. Return a reason if they are a large part of the model."""
         untouched, zero = self.comparison.untouched, self.comparison.zero
-        if self.comparison.zero_share > _UNTOUCHED:
+        if self.comparison.zero_share > _MAX_UNTRAINED:
             return [
-                f"no gradient, or one that is rounding beside the largest, reaches {self.comparison.zero_share:.0%} of "
-                f"the parameters ({_some(untouched + zero)}): let the optimizer have those alone that are trained, or "
-                "ask for more --steps"
+                "no gradient, or only rounding compared with the largest, reaches "
+                f"{self.comparison.zero_share:.0%} of the parameters ({_some(untouched + zero)}): give the optimizer "
+                "only those that are trained, or request more --steps"
             ]
         if untouched:
-            self.nature.append(f"no gradient reaches {_some(untouched)}: nothing is known of it")
+            self.notes.append(f"no gradient reaches {_some(untouched)}: not verified")
         if zero:
-            self.nature.append(
-                f"the gradient of {_some(zero)} is zero, or rounding beside the largest, in all steps: nothing is "
-                "known of it"
+            self.notes.append(
+                f"the gradient of {_some(zero)} is zero, or rounding compared with the largest, in all steps: not "
+                "verified"
             )
         return []
 
     def _different(self, ranks: Recording, difference: Difference, cause: Reason | None) -> Certificate:
+        # the rows of the table show it as well
         if difference not in self.comparison.differences:
             self.comparison.differences.append(difference)
         return self._certificate(ranks, found=(difference, cause))
@@ -228,107 +238,103 @@ class Verification:
     ) -> Certificate:
         comparison = self.comparison
         comparison.count(SAMPLES, self.samples.compared)
-        return self.runs.certificate(_made(ranks), comparison.rows(), found, reasons, self.nature, comparison.course)
+        steps = _steps_of(ranks)
+        return self.runs.certificate(steps, comparison.rows(), found, reasons, self.notes, comparison.course)
 
     # -- comparing
 
-    def _compare(self, ranks: Recording, whole: Recording) -> Comparison:
-        comparison = Numbers(ranks, whole, exactly).compare()
+    def _compare(self, ranks: Recording, single: Recording) -> Comparison:
+        """Compare exactly, and small differences with the spread that another order of summation makes."""
+        comparison = Numbers(ranks, single, exact).compare()
         first = comparison.first
         float64 = self.runs.float64
         if first is None or (float64 and not first.size < _CERTAIN):
             return comparison
+        # the same samples in another order: all that differs is rounding
         backwards = tuple(reversed(range(self.request.devices)))
         other = self.runs.on_one(ranks, order=backwards)
-        spread = Numbers(other, whole, _anyhow).compare().sizes
-        rounding = _within(spread, EXACT if float64 else _OWN_PRECISION)
-        return Numbers(ranks, whole, rounding, 1e-7 if float64 else 1e-3).compare()
+        spread = Numbers(other, single, lambda kind, update: math.inf).compare().sizes
+        least = EXACT if float64 else _OWN_PRECISION
 
-    def _alike_without(self, override: str) -> bool:
-        """Whether the two runs are alike where something is switched off."""
+        def tolerance(kind: str, update: int) -> float:
+            return max(least, _SPREAD * spread.get((kind, update), 0.0))
+
+        return Numbers(ranks, single, tolerance, 1e-7 if float64 else 1e-3).compare()
+
+    def _agrees_with(self, override: str) -> bool:
+        """Return True if ranks and one process agree when both run with an override."""
         ranks = self.runs.on_ranks(override)
         if refusals.of_ranks(ranks, 1):
             return False
         if override.startswith("once"):
-            whole = self.runs.on_one(ranks, override, order=(0,))
-            found = Numbers(ranks, whole, exactly).compare().differences
-            return not any(each.what == GRADIENTS and each.update == 0 for each in found)
-        whole = self.runs.on_one(ranks, override)
-        if refusals.of_one(whole):
+            # only the first step: later ones update a share of the parameter on each rank
+            single = self.runs.on_one(ranks, override, order=(0,))
+            found = Numbers(ranks, single, exact).compare().differences
+            return not any(each.kind == GRADIENTS and each.update == 0 for each in found)
+        single = self.runs.on_one(ranks, override)
+        if refusals.of_one(single):
             return False
-        return self._compare(ranks, whole).first is None
+        return self._compare(ranks, single).first is None
 
-    def _forgive(self, ranks: Recording, whole: Recording) -> None:
-        """Take out what differs by nature: the end of a join, rates that follow the number of ranks."""
-        self._forgive_join(ranks)
-        first = self.comparison.first
-        if first is None or first.what != RATES or first.ranks or _schedules(ranks) != _schedules(whole):
-            return
-        told = self.runs.on_one(ranks, "world size")
-        if [each["rates"] for each in told.first.steps] == [each["rates"] for each in ranks.first.steps]:
-            self.comparison.forget(RATES)
-            self.nature.append("the learning rate follows the number of ranks; one process was given theirs")
-
-    def _forgive_join(self, ranks: Recording) -> None:
-        """Take out the steps at which gradients are divided by all ranks, and some have no data."""
+    def _drop_expected(self, ranks: Recording, single: Recording) -> None:
+        """Drop expected differences: the end of a Join, and learning rates that depend on the number of ranks."""
         uneven = ranks.uneven_from
-        if uneven is None or not any(event["by_all"] for _, event in ranks.of("join")):
+        # gradients are divided by all ranks, also by those that have no data
+        if uneven is not None and any(event["by_all"] for _, event in ranks.find("join")):
+            if uneven == 0:
+                self.comparison.vacuous.append("a rank has no data in the first step within Join: give each some")
+            elif self.comparison.drop_from(uneven):
+                self.notes.append(
+                    f"Join: ranks without data count as zeros, so that step {uneven} and those after it are smaller"
+                )
+        first = self.comparison.first
+        if first is None or first.kind != RATES or first.ranks:
             return
-        if uneven == 0:
-            self.comparison.vacuous.append("a rank has no data in the first step within Join: give each some")
-        elif self.comparison.forget_from(uneven):
-            self.nature.append(
-                f"Join: ranks without data count as zeros, so that step {uneven} and those after it are smaller"
-            )
+        # how often schedulers are stepped must not depend on the ranks
+        schedules = [
+            [len(run.first.find("scheduled", update=event["update"])) for event in run.first.steps]
+            for run in (ranks, single)
+        ]
+        if schedules[0] != schedules[1]:
+            return
+        with_size = self.runs.on_one(ranks, "world size")
+        if [each["rates"] for each in with_size.first.steps] == [each["rates"] for each in ranks.first.steps]:
+            self.comparison.drop(RATES)
+            self.notes.append("the learning rate depends on the number of ranks; one process used theirs")
 
 
-def _steps(rank: RankRecording) -> int:
-    """The steps of the optimizer that made most, as the user counts them."""
-    return max((event["number"] + 1 for event in rank.steps), default=0)
-
-
-def _made(ranks: Recording) -> int:
-    """The steps that ranks made; within Join those of the rank that made most."""
-    counts = [_steps(rank) for rank in ranks.ranks]
+def _steps_of(ranks: Recording) -> int:
+    """Return the steps that ranks made, as the user counts them; within Join those of the rank that made most."""
+    counts = [max((event["number"] + 1 for event in rank.steps), default=0) for rank in ranks.ranks]
     return max(counts) if ranks.has("join") else min(counts)
 
 
-def _schedules(recording: Recording) -> list[int]:
-    """How often schedulers were stepped before each update."""
-    rank = recording.first
-    return [len(rank.of("scheduled", update=event["update"])) for event in rank.steps]
-
-
-def _windows(recording: Recording, times: int = 1) -> list[int]:
-    """The backwards of each step."""
-    return [event["backwards"] * times for event in recording.first.steps if not event["closure"]]
+def _windows(recording: Recording) -> list[int]:
+    """Return the number of backwards of each step."""
+    return [event["backwards"] for event in recording.first.steps if not event["closure"]]
 
 
 def _splits_model(ranks: Recording) -> bool:
-    """Whether ranks hold parts of a model: DTensors of no data parallelism, or parameters that differ in shape."""
+    """Return True if ranks hold parts of a model: DTensors without data parallelism, or parameters of other shapes."""
     if ranks.has("sharded data parallel"):
         return False
     if ranks.is_sharded or ranks.has("tensor parallel"):
         return True
-    if ranks.has("wrapped") or not any(event["in_module"] for _, event in ranks.of("collective")):
+    # tensor parallelism by hand calls collectives within modules
+    if ranks.has("wrapped") or not any(event["in_module"] for _, event in ranks.find("collective")):
         return False
-    return not are_alike([rank.load("first", 0) for rank in ranks.ranks])
+    return not are_equal([rank.load("first", 0) for rank in ranks.ranks])
 
 
-def _anyhow(what: str, update: int) -> float:
-    """A tolerance that all passes, to see how large differences are."""
-    return math.inf
-
-
-def _within(spread: dict[tuple[str, int], float], least: float) -> Tolerance:
-    """A tolerance of several times what rounding makes, by kind and update."""
-
-    def tolerance(what: str, update: int) -> float:
-        return max(least, _SPREAD * spread.get((what, update), 0.0))
-
-    return tolerance
+def _notes_of(ranks: Recording, single: Recording) -> Iterator[str]:
+    """Yield what was switched off in the runs, or given from one to the other."""
+    for run, texts in ((ranks, _NOTES_OF_RANKS), (single, _NOTES_OF_SINGLE)):
+        for _, event in run.find(*texts):
+            yield texts[event["kind"]].format(**event)
+    if ranks.has("draw"):
+        yield "random numbers of a step: one process used those of the ranks"
 
 
 def _some(names: list[str]) -> str:
-    """The first of some names."""
+    """Return the first three names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

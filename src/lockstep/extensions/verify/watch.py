@@ -1,4 +1,4 @@
-"""What the observers of a process have in common: its settings, its journal, and how far it is."""
+"""State that the observers of a process share: settings, journal, and progress of the training."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from lockstep.extensions.verify.settings import Journal, Settings, stack
 
 
 class Stop(BaseException):
-    """The steps are made: the script is not to go on. No `except Exception` of the script's catches it."""
+    """Exception that ends a script whose steps are made. `except Exception` in the script does not catch it."""
 
 
 class Watch:
-    """How far a process is.
+    """Progress of an observed process.
 
     Attributes:
-        settings: what the process was told.
-        journal: where it notes what it sees.
-        steps: optimizer steps so far, of the optimizer that made most.
+        settings: settings of the process.
+        journal: journal for what observers see.
+        steps: optimizer steps so far, of the optimizer with the most.
         updates: optimizer steps so far, of all optimizers.
         backwards: calls of backward since the last step.
-        is_training: whether training has begun: before it, random numbers are a model's first weights.
-        in_loader: whether a loader is drawing a batch.
-        collates: whether its samples are being put together.
+        is_training: True once training has started; random numbers drawn earlier are initial weights.
+        in_loader: True while a loader draws a batch.
+        collates: True while the samples of a batch are put together.
         chunks: samples of each rank in the newest batch of a replay, in the order in which they are put together.
-        depth: how many modules are being called, one within the other.
-        on_training: called when training begins.
+        depth: number of nested calls of modules.
+        on_training_start: called when training starts.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -45,31 +45,31 @@ class Watch:
         self.collates = False
         self.chunks: tuple[int, ...] = ()
         self.depth = 0
-        self.on_training: Callable[[], None] | None = None
+        self.on_training_start: Callable[[], None] | None = None
 
-    def of_rank_0(self, *kinds: str) -> list[Event]:
-        """The events of some kinds of rank 0 of the ranks whose samples are fed; none where none are."""
+    def events_of_rank_0(self, *kinds: str) -> list[Event]:
+        """Return rank 0's events of some kinds, if the process is fed a recording; else an empty list."""
         settings = self.settings
         if not settings.is_replay:
             return []
-        return RankRecording(settings.folder_of_ranks / "rank-0", Ending("done")).of(*kinds)
+        return RankRecording(settings.folder_of_ranks / "rank-0", Ending("done")).find(*kinds)
 
     @property
     def is_done(self) -> bool:
-        """Whether as many steps are made as were asked for."""
+        """True once all requested steps are made."""
         return self.steps >= self.settings.steps
 
-    def begin_training(self) -> None:
-        """Training begins, unless it has."""
+    def start_training(self) -> None:
+        """Note that training has started. Later calls do nothing."""
         if self.is_training:
             return
         self.is_training = True
-        if self.on_training is not None:
-            self.on_training()
+        if self.on_training_start is not None:
+            self.on_training_start()
 
     @contextmanager
     def inside_loader(self) -> Iterator[None]:
-        """Inside, a loader draws a batch: random numbers are the data's own."""
+        """Mark a block in which a loader draws a batch: its random numbers belong to the data, not to the step."""
         before, self.in_loader = self.in_loader, True
         try:
             yield
@@ -77,9 +77,9 @@ class Watch:
             self.in_loader = before
 
 
-def put(home: object, name: str, value: object) -> None:
-    """Put something of lockstep's in the place of an attribute of torch's, to the end of this process."""
-    setattr(home, name, value)
+def patch(owner: object, name: str, value: object) -> None:
+    """Replace an attribute of a module or class. The observed process keeps the new value until it ends."""
+    setattr(owner, name, value)
 
 
 def note_collective(watch: Watch, name: str, payload: object, number: int = 0, whole: bool = True) -> None:
@@ -87,10 +87,10 @@ def note_collective(watch: Watch, name: str, payload: object, number: int = 0, w
 
     Args:
         watch: of this process.
-        name: of the function.
-        payload: what is sent.
-        number: among the script's own calls; 0: one of a wrapper's.
-        whole: whether all ranks take part.
+        name: name of torch's function.
+        payload: what is sent; its shape is noted if it is a tensor.
+        number: number among the script's own calls; 0: the call of a wrapper.
+        whole: True if all ranks take part.
     """
     lines = stack()
     watch.journal.note(
